@@ -1,4 +1,4 @@
-"""What ``plan="auto"`` does below a limit, beside a plan that knows the machine.
+"""What ``device_limit_bytes`` does, beside a plan that knows the machine.
 
 A pipeline of GPT stages on virtual H100. From what is needed where all groups leave to what a step
 needs without offload, some limits: an engine that plans for itself, step by step, and the plan of
@@ -72,7 +72,7 @@ class Rows:
     def row(self, part: float) -> dict[str, Any]:
         low, high = peak_gib(self.all), peak_gib(self.none)
         limit = int((low + (high - low) * part) * GIB)
-        config = OffloadConfig(plan="auto", device_limit_bytes=limit)
+        config = OffloadConfig(device_limit_bytes=limit)
         steps = [
             run_pipeline(self.order, self.work, HARDWARE, config=config, num_steps=num)
             for num in STEPS

@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--host-budget-mib", type=int, help="host memory a rank may take for them")
     add("--plan", choices=["auto"], help="plan before training, for --device-budget-mib")
     limit = "limit of that plan: parameters, gradients and activations of a rank"
-    add("--device-budget-mib", type=int, help=f"{limit}; not device_budget_bytes of OffloadConfig")
+    add("--device-budget-mib", type=int, help=limit)
     add("--disk-dir", type=Path, help="for the disk's file; default: that of temporary files")
     add("--layers", type=int, default=8)
     add("--width", type=int, default=128)

@@ -18,7 +18,6 @@ from pp_offload._common.checks import (
     check_kind,
     count_problem,
     flag_problem,
-    near,
     said,
     takes_options_by_name,
 )
@@ -48,7 +47,6 @@ COUNTS = (
     "delta_offload_bytes_across_pp_ranks",
     "max_in_flight_bytes",
     "prefetch_bytes",
-    "device_budget_bytes",
     "device_limit_bytes",
     "host_budget_bytes",
 )
@@ -57,14 +55,14 @@ COUNTS = (
 UNIT_OF_NAME = {"min_offloaded_tensor_size": "elements"}
 """Units of those of them whose names do not end with theirs."""
 
-AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes")
+AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "device_limit_bytes")
 """Those of them that may be :data:`AUTO`."""
 
-OPTIONAL_COUNTS = ("device_budget_bytes", "device_limit_bytes", "host_budget_bytes")
+OPTIONAL_COUNTS = ("device_limit_bytes", "host_budget_bytes")
 """Those of them that may be None."""
 
-INSTEAD_OF_PLAN = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
-"""Options that say what stays, where no plan does."""
+WHAT_STAYS = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
+"""Options that say it where neither a plan nor a limit does."""
 
 ENV_PREFIX = "PP_OFFLOAD_"
 """Of the environment variables that :meth:`OffloadConfig.from_env` reads."""
@@ -119,27 +117,22 @@ class OffloadConfig:
     enough, as for ``max_in_flight_bytes``.
     """
 
-    device_budget_bytes: int | None = None
-    """Device bytes: the most that ``"auto"`` may choose for ``max_in_flight_bytes`` and
-    ``prefetch_bytes`` together, less what is given for one of them. None means no limit. With too
-    little, compute waits. What a device may hold in all is not this, but ``device_limit_bytes``.
-    """
-
     plan: OffloadPlan | str | os.PathLike[str] | None = None
     """Which groups stay, from the first step on: a plan that `pp-offload plan` has written, or one
     of :func:`pp_offload.plan.choose`, which also says what of ``max_in_flight_bytes`` and
-    ``prefetch_bytes`` is ``"auto"`` here. Or ``"auto"``: as many as ``device_limit_bytes`` has room
-    for, as the first steps show it, each rank on its own. In place of
-    ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
+    ``prefetch_bytes`` is ``"auto"`` here. In place of ``activation_offload_fraction`` and
+    ``delta_offload_bytes_across_pp_ranks``.
 
     A group that a plan does not know, or that has other bytes than there, leaves, with one line in
     the log; then the engine chooses bounds by itself.
     """
 
-    device_limit_bytes: int | None = None
-    """With ``plan="auto"``: device bytes that tensors may take together. None means what the first
-    four steps take, and 80 % of what is unused then, whatever ``device_budget_bytes`` is, which is
-    for what is on its way alone.
+    device_limit_bytes: int | str | None = None
+    """Device bytes that tensors may take together, also as a size such as ``"60GiB"``. As many
+    groups stay as it has room for, as the first steps show it, each rank on its own. ``"auto"``
+    means what the first four steps take, and 80 % of what is unused then. None means no limit: all
+    groups leave but those that other options keep. In place of a plan,
+    ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.
@@ -250,24 +243,30 @@ class OffloadConfig:
         return self.plan if isinstance(self.plan, OffloadPlan) else None
 
     def __post_init__(self) -> None:
+        self._read_limit()
         problems = [*self._read_plan(), *self._violations()]
         if problems:
             raise ConfigError("OffloadConfig is invalid: " + "; ".join(problems))
 
     def _read_plan(self) -> Iterator[str]:
         plan = self.plan
-        if plan is None or plan == AUTO or isinstance(plan, OffloadPlan):
+        if plan is None or isinstance(plan, OffloadPlan):
+            return
+        if plan == AUTO:
+            yield f"plan is {AUTO!r}, which is gone: write device_limit_bytes={AUTO!r}, or a number"
             return
         if not isinstance(plan, str | os.PathLike):
-            yield (
-                f"plan is {said(plan)}, expected an OffloadPlan, the path of its file, {AUTO!r} or "
-                "None"
-            )
+            yield (f"plan is {said(plan)}, expected an OffloadPlan, the path of its file, or None")
             return
         try:
             object.__setattr__(self, "plan", OffloadPlan.load(plan))
         except (OSError, ConfigError) as failure:
-            yield f"plan cannot be read{near(plan, [AUTO])}: {failure}"
+            yield f"plan cannot be read: {failure}"
+
+    def _read_limit(self) -> None:
+        limit = self.device_limit_bytes
+        if isinstance(limit, str) and limit != AUTO and (nbytes := parse_size(limit)) is not None:
+            object.__setattr__(self, "device_limit_bytes", nbytes)
 
     def _violations(self) -> Iterator[str]:
         for name in COUNTS:
@@ -282,16 +281,11 @@ class OffloadConfig:
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"
-        if self.plan is not None and _has_no_defaults(self, INSTEAD_OF_PLAN):
-            yield (
-                f"plan is given and {' or '.join(INSTEAD_OF_PLAN)}, too, expected one way to say "
-                "what stays"
-            )
-        if self.device_limit_bytes is not None and self.plan != AUTO:
-            yield (
-                f"device_limit_bytes is {said(self.device_limit_bytes)} and plan is not {AUTO!r}, "
-                "expected both or neither; other plans have their limit"
-            )
+        ways = [name for name in ("plan", "device_limit_bytes") if getattr(self, name) is not None]
+        if _has_no_defaults(self, WHAT_STAYS):
+            ways.append(" or ".join(WHAT_STAYS))
+        if len(ways) > 1:
+            yield f"{' and '.join(ways)} are given, expected one way to say what stays"
         for name, values in (("split_backward", SPLIT_BACKWARD), ("rematerialize", REMATERIALIZE)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in values:
@@ -379,7 +373,7 @@ def _is_fraction(value: object) -> bool:
 
 
 def without_plan(config: OffloadConfig) -> OffloadConfig:
-    """The same options, without a plan and without what only an automatic one has."""
+    """The same options, without a plan and a limit, which is kept by making one."""
     return replace(config, plan=None, device_limit_bytes=None)
 
 

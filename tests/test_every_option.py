@@ -70,7 +70,6 @@ VALUES: dict[str, Any] = {
     "plan": OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),)),
     "max_in_flight_bytes": 12345,
     "prefetch_bytes": 54321,
-    "device_budget_bytes": 2**20 + 2,
     "device_limit_bytes": 2**20 + 3,
     "rematerialize": "cheap",
     "split_backward": "keep",
@@ -91,7 +90,6 @@ LISTENED = {
     "plan": Listened(step, "make_plan", "config", lambda config: config.offload_plan is not None),
     "max_in_flight_bytes": Listened(Mover, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Window, "__init__", "window_bytes", 54321),
-    "device_budget_bytes": Listened(Bound, "limit", "most", 2**19 + 1),
     "device_limit_bytes": Listened(
         DeviceRoom, "__init__", "config", lambda config: config.device_limit_bytes == 2**20 + 3
     ),
@@ -104,7 +102,7 @@ LISTENED = {
 }
 
 ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
-STASH = ENGINE | {"rematerialize", "prefetch_bytes", "device_budget_bytes", "tiers", "disk_dir"}
+STASH = ENGINE | {"rematerialize", "prefetch_bytes", "tiers", "disk_dir"}
 GROUPS = STASH | {
     "delta_offload_bytes_across_pp_ranks",
     "activation_offload_fraction",
@@ -223,8 +221,6 @@ def test_an_option_reaches_what_acts_on_it(
     to, options = LISTENED[name], {name: VALUES[name]}
     if name in ("tiers", "disk_dir"):
         options = {"tiers": VALUES["tiers"], "disk_dir": tmp_path / "here"}
-    if name == "device_limit_bytes":
-        options["plan"] = "auto"
     found = listen(monkeypatch, to)
     product(OffloadConfig(**options))
     is_right = to.expected if callable(to.expected) else lambda value: value == to.expected

@@ -40,8 +40,8 @@ ROWS = [
 """Folders, and the files beside them: lowest first, within a row too."""
 
 MOST_LINES = {
-    "_core": 4574,
-    "_groups": 2925,
+    "_core": 4565,
+    "_groups": 2879,
     "_hooks": 310,
     "_memory": 1520,
     "_megatron": 1412,

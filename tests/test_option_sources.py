@@ -30,7 +30,6 @@ OTHERS: dict[str, Any] = {
     "activation_offload_fraction": 0.25,
     "max_in_flight_bytes": 2**31,
     "prefetch_bytes": 1500,
-    "device_budget_bytes": 2**32,
     "rematerialize": "none",
     "split_backward": "keep",
     "host_budget_bytes": 2**36,
@@ -46,7 +45,6 @@ AS_TEXT = {
     "activation_offload_fraction": "0.25",
     "max_in_flight_bytes": "2 GiB",
     "prefetch_bytes": "1.5kB",
-    "device_budget_bytes": "4GiB",
     "rematerialize": "none",
     "split_backward": "keep",
     "host_budget_bytes": "64GiB",
@@ -63,7 +61,6 @@ delta_offload_bytes_across_pp_ranks = "3MiB"
 activation_offload_fraction = 0.25
 max_in_flight_bytes = "2 GiB"
 prefetch_bytes = 1500
-device_budget_bytes = "4GiB"
 rematerialize = "none"
 split_backward = "keep"
 host_budget_bytes = "64GiB"
@@ -232,22 +229,28 @@ def test_what_is_no_mapping(wrong: Any) -> None:
         OffloadConfig.from_dict(wrong)
 
 
-def test_an_automatic_plan_and_its_limit() -> None:
-    expected = OffloadConfig(plan="auto", device_limit_bytes=70 * 2**30)
-    assert OffloadConfig.from_env(in_env(plan="auto", device_limit_bytes="70GiB")) == expected
-    assert OffloadConfig.from_dict(expected.to_dict()) == expected
-    assert expected.offload_plan is None
+def test_a_limit_is_a_size_in_a_program_too() -> None:
+    assert OffloadConfig(device_limit_bytes="70GiB").device_limit_bytes == 70 * 2**30
+    found = OffloadConfig.from_env(in_env(device_limit_bytes="auto"))
+    assert found.device_limit_bytes == "auto"
+    assert OffloadConfig.from_dict(found.to_dict()) == found
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"device_limit_bytes": 1}, "device_limit_bytes is 1 and plan is not 'auto'"),
-        ({"plan": "auto", "device_limit_bytes": -1}, "device_limit_bytes is -1, expected"),
-        ({"plan": "auto", "activation_offload_fraction": 0.5}, "expected one way to say"),
+        ({"device_limit_bytes": -1}, "device_limit_bytes is -1, expected"),
+        ({"device_limit_bytes": "7 GiBs"}, "device_limit_bytes is '7 GiBs', expected"),
+        ({"plan": "auto"}, "plan is 'auto', which is gone: write device_limit_bytes='auto'"),
+        ({"device_budget_bytes": 1}, "device_budget_bytes, which is gone: give max_in_flight"),
+        (
+            {"device_limit_bytes": "auto", "activation_offload_fraction": 0.5},
+            "device_limit_bytes and activation_offload_fraction or delta_offload_bytes_across_pp_"
+            "ranks are given, expected one way to say what stays",
+        ),
     ],
 )
-def test_what_does_not_go_with_an_automatic_plan(options: dict[str, Any], expected: str) -> None:
+def test_what_is_no_limit(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         OffloadConfig(**options)
 
@@ -288,11 +291,6 @@ def test_the_two_smallest_sizes_name_each_other_and_their_units() -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"min_offload_size is -1.*\(bytes\)"):
             call(min_offload_size=-1)
-
-
-def test_a_plan_that_is_nearly_automatic_is_said_to_be() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read \(did you mean auto"):
-        OffloadConfig(plan="atuo")
 
 
 @pytest.mark.parametrize(

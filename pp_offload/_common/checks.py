@@ -24,6 +24,12 @@ from pp_offload.errors import OptionError
 MAX_SAID = 100
 """Characters of a value in a message; a longer one is cut."""
 
+FORMER = {
+    "device_budget_bytes": "which is gone: give max_in_flight_bytes and prefetch_bytes, or "
+    "device_limit_bytes for all that is on the device"
+}
+"""Options there were, and what to do."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _Cls = TypeVar("_Cls", bound=type)
@@ -234,10 +240,13 @@ def takes_options_by_name(cls: _Cls) -> _Cls:
     init = cls.__init__  # type: ignore[misc]
     known = [one.name for one in fields(cls)]
 
+    def told(name: str) -> str:
+        return f"{name}, {FORMER[name]}" if name in FORMER else f"{name}{near(name, known)}"
+
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         kind = type(self).__name__
-        problems = [f"{name}{near(name, known)}" for name in options if name not in known]
+        problems = [told(name) for name in options if name not in known]
         if problems:
             problems = [
                 f"{kind} has no option {', '.join(problems)}; expected some of {', '.join(known)}"

@@ -8,8 +8,6 @@ bound.nbytes
 
 from __future__ import annotations
 
-import sys
-
 from pp_offload.config import AUTO
 
 IN_FLIGHT_BYTES = 2**29
@@ -35,19 +33,12 @@ class Bound:
 
     def __init__(self, given: int | str, least: int) -> None:
         self.nbytes = given if isinstance(given, int) else least
-        self._most = sys.maxsize
         self._is_auto = self._follows_groups = given == AUTO
 
     def expect(self, group_bytes: int) -> None:
-        """Keep it at twice a group of so many bytes at least, as far as it may be."""
+        """Keep it at twice a group of so many bytes at least."""
         if self._follows_groups:
-            self.nbytes = max(self.nbytes, min(2 * group_bytes, self._most))
-
-    def limit(self, most: int) -> None:
-        """It may be so much at most while it follows the groups."""
-        if self._is_auto:
-            self._most = most
-            self.nbytes = min(self.nbytes, most)
+            self.nbytes = max(self.nbytes, 2 * group_bytes)
 
     def choose(self, nbytes: int) -> None:
         """From now on it is this, unless it was given."""

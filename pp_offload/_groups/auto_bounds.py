@@ -29,7 +29,6 @@ from pp_offload._groups.bounds import (
     TimedBytes,
     in_flight_bytes,
     is_wanted,
-    planned_bounds,
     window_bytes,
     within,
 )
@@ -191,7 +190,7 @@ class AutoBounds:
         self._plan = plan
         self._num_left = NUM_TIMED if is_wanted(self._config) else 0
         if plan.bounds is not None:
-            self._take(planned_bounds(self._config, plan.bounds))
+            self._take(plan.bounds)
 
     def _choose(self, times: StepTimes) -> None:
         stalled_s = seconds(times.waits)

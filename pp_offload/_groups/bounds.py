@@ -1,4 +1,4 @@
-"""The least memory at which compute does not wait for copies, and what of it a budget has room for.
+"""The least memory at which compute does not wait for copies, and what of it has room.
 
 Pure functions of options, and of the times of a step in which nothing waits, in seconds from any
 begin. If the link is slower than compute, compute waits whatever is chosen, and these bounds keep
@@ -110,46 +110,25 @@ def is_wanted(config: OffloadConfig) -> bool:
     return has_auto and config.tiers == ("host",)
 
 
-def left_of_budget(config: OffloadConfig) -> int | None:
-    """Bytes of ``device_budget_bytes`` that given bounds leave to chosen ones; None without it."""
-    if config.device_budget_bytes is None:
-        return None
-    options = (config.max_in_flight_bytes, config.prefetch_bytes)
-    given_bytes = sum([nbytes for nbytes in options if isinstance(nbytes, int)])
-    return max(0, config.device_budget_bytes - given_bytes)
-
-
-def share_of_budget(config: OffloadConfig) -> int | None:
-    """The most bytes of each chosen bound before times are known; None without a budget."""
-    left = left_of_budget(config)
-    num_chosen = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
-    return None if left is None else left // max(1, num_chosen)
-
-
-def shares(wanted: Sequence[int], budget: int | None) -> list[int]:
-    """Bytes of a budget for each, in proportion to what is wanted; all of it without a budget."""
-    total = sum(wanted)
-    if budget is None or total <= budget:
-        return list(wanted)
-    return [nbytes * budget // total for nbytes in wanted]
-
-
 def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
     """Each bound, where together they grow by ``room`` bytes at most.
 
     A bound that shrinks makes no room for another: the two need not be full at the same time.
     """
-    more = shares([max(0, new - old) for old, new in zip(now, wanted, strict=True)], max(0, room))
+    more = [max(0, new - old) for old, new in zip(now, wanted, strict=True)]
+    total, room = sum(more), max(0, room)
+    if total > room:
+        more = [nbytes * room // total for nbytes in more]
     return [min(new, old + add) for old, new, add in zip(now, wanted, more, strict=True)]
 
 
 def within(
     config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
 ) -> tuple[int, int]:
-    """These bounds, as far as the budget and the device have room.
+    """These bounds, as far as the device has room.
 
     Args:
-        config: Has the budget, and says which of the two are chosen.
+        config: Says which of the two are chosen.
         now: The bounds as they are.
         least: The least at which compute does not wait.
         unused_bytes: Of the device; None where it has no end.
@@ -158,14 +137,6 @@ def within(
         least[0] * (config.max_in_flight_bytes == AUTO),
         least[1] * (config.prefetch_bytes == AUTO),
     ]
-    wanted = shares(wanted, left_of_budget(config))
     if unused_bytes is not None:
         wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
     return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
-
-
-def planned_bounds(config: OffloadConfig, planned: tuple[int, int]) -> tuple[int, int]:
-    """The bounds of a plan, as far as the budget has room."""
-    if left_of_budget(config) is None:
-        return planned
-    return within(config, planned, planned, None)

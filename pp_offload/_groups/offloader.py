@@ -27,7 +27,6 @@ from pp_offload._core.observer import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tiers import make_tier
 from pp_offload._core.window import Visit
-from pp_offload._groups.bounds import share_of_budget
 from pp_offload._groups.forced_release import release
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
@@ -98,11 +97,6 @@ class Offloader:
         self._torn: list[Engine] = []  # of former epochs, as long as living graphs need them
         self.engine = self._fresh_engine()
         self._warned_releases: set[str] = set()
-        most_bytes = share_of_budget(config)
-        if most_bytes is not None:
-            self.engine.mover.in_flight.bound.limit(max(1, most_bytes))  # 0: waits for each copy
-            self.engine.window.bound.limit(most_bytes)
-            self.engine.window.resize()
 
     def _fresh_engine(self) -> Engine:
         """An engine with memory of its own."""

@@ -24,13 +24,12 @@ OPTIONS = (
     "host_budget_bytes",
     "max_in_flight_bytes",
     "prefetch_bytes",
-    "device_budget_bytes",
     "split_backward",
     "min_offloaded_tensor_size",
 )
 """Of :class:`OffloadConfig`: those that change what an engine does by a plan."""
 
-BOUNDS = ("max_in_flight_bytes", "prefetch_bytes", "device_budget_bytes")
+BOUNDS = ("max_in_flight_bytes", "prefetch_bytes")
 """Those of them that say what may be on its way."""
 
 OTHERS_ON_A_CPU = (

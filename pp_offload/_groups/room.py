@@ -1,4 +1,4 @@
-"""``plan="auto"``: how many groups may stay below a limit of device memory, as steps show it.
+"""How many groups may stay below a limit of device memory, as steps show it.
 
     room = DeviceRoom(offloader, config, step.in_flight)
     room.begin_step()
@@ -41,7 +41,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._groups.bounds import SHARE_OF_UNUSED
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
-from pp_offload.config import AUTO, OffloadConfig
+from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class DeviceRoom(Observer):
 
     Args:
         offloader: Has the device, which is asked; how much moves at a time; and the plan.
-        config: Has the limit. Nothing is watched unless its plan is ``"auto"``.
+        config: Has the limit. Nothing is watched without one.
         in_flight: Counts the chunks of each stage whose backward is not over.
     """
 
@@ -170,9 +170,9 @@ class DeviceRoom(Observer):
         self._stay: frozenset[Place] = frozenset()
         self._offloader = offloader
         self._in_flight = in_flight
-        self._is_wanted = config.plan == AUTO
-        self._limit_bytes = config.device_limit_bytes
-        self._is_choosing = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
+        limit = config.device_limit_bytes
+        self._is_wanted = limit is not None
+        self._limit_bytes = limit if isinstance(limit, int) else None
         self._demand = Demand()
         self._num_left = NUM_SETTLING + NUM_CHECKED
         self._foreseen_bytes: int | None = None
@@ -190,10 +190,9 @@ class DeviceRoom(Observer):
         if self._offloader.backend.allocated() is None:
             self._is_wanted = False
             logger.warning(
-                "%splan is %r, but %s does not tell what is allocated: all groups leave; name a "
-                "plan that was made before, or leave the option out",
+                "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all groups "
+                "leave; name a plan that was made before, or leave the option out",
                 rank_said(),
-                AUTO,
                 self._offloader.backend.name,
             )
             return
@@ -295,10 +294,6 @@ class DeviceRoom(Observer):
         return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
 
     def _give_up(self, peak_bytes: int, limit_bytes: int) -> None:
-        # The least bounds that are chosen take no notice of a small limit.
-        options = "max_in_flight_bytes and prefetch_bytes"
-        if self._is_choosing:
-            options = "device_budget_bytes"
         logger.warning(
             "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: %s",
             rank_said(),
@@ -307,8 +302,8 @@ class DeviceRoom(Observer):
             "all groups leave from now on"
             if self._stay
             else f"all groups leave; let less than the {self._moving_bytes() / MIB:.1f} MiB of now "
-            f"be on its way, with {options}; have more of the model in groups, recompute "
-            "layers, or make microbatches shorter",
+            "be on its way, with max_in_flight_bytes and prefetch_bytes; have more of the model in "
+            "groups, recompute layers, or make microbatches shorter",
         )
         self._stay = frozenset()
 

@@ -17,7 +17,7 @@ from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES, Bound
 from pp_offload._core.engine import Engine
 from pp_offload._core.keys import GroupKey
 from pp_offload._groups.auto_bounds import GROWN, NUM_TIMED, StepTimes, least_bounds
-from pp_offload._groups.bounds import is_wanted, planned_bounds, share_of_budget, within
+from pp_offload._groups.bounds import is_wanted, within
 from pp_offload._groups.plan import Plan
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import NumberDevice
@@ -38,17 +38,13 @@ class Bounds:
         self._are_planned = False
         self._timed: StepTimes | None = None
         self._sent_when_timed = 0
-        most_bytes = share_of_budget(config)
-        if most_bytes is not None:
-            self.cap.limit(max(1, most_bytes))
-            self.window.limit(most_bytes)
 
     def follow(self, plan: Plan) -> None:
         """Go by a plan, if it has bounds; as ``AutoBounds.follow``."""
         self._are_planned = plan.bounds is not None
         if plan.bounds is not None:
             self._num_left = 0
-            cap_bytes, window_bytes = planned_bounds(self._config, plan.bounds)
+            cap_bytes, window_bytes = plan.bounds
             self.cap.choose(cap_bytes)
             self.window.choose(window_bytes)
 

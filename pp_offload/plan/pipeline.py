@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
-from pp_offload.config import AUTO, OffloadConfig, check_config, without_plan
+from pp_offload.config import OffloadConfig, check_config, without_plan
 from pp_offload.plan.rank import NumberRank
 from pp_offload.plan.replay import PlayedBefore, RankAgain
 from pp_offload.plan.tape import RankTapes
@@ -35,7 +35,7 @@ def predict(
         tapes: What that is, rank by rank; see :func:`record`.
         hardware: What each rank's device is like. How long operators take is in the tapes.
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
-            ``prefetch_bytes``, ``device_budget_bytes``, ``host_budget_bytes``,
+            ``prefetch_bytes``, ``host_budget_bytes``,
             ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
             ``split_backward`` are used, and ``tiers`` of host and disk; what may leave is in
             the tapes. Each rank may take ``host_budget_bytes`` of host memory, or as much as it
@@ -166,10 +166,10 @@ def _ended(ranks: Sequence[NumberRank | RankAgain]) -> PipelineStep:
 
 
 def _check_known(config: OffloadConfig) -> None:
-    if config.plan == AUTO:
+    if config.device_limit_bytes is not None:
         raise ValueError(
-            f"plan is {AUTO!r}, which an engine makes from what its device tells; expected a plan "
-            "of choose(), or none: see what that costs with run_pipeline"
+            "device_limit_bytes is given, which an engine keeps by what its device tells; expected "
+            "a plan of choose(), or none: see what that costs with run_pipeline"
         )
     if not {"host", "disk"}.issuperset(config.tiers):
         raise ValueError(

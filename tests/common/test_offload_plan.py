@@ -202,7 +202,6 @@ def bounds_by(config: OffloadConfig, num_steps: int) -> tuple[int, int]:
         ({}, (5000, 300)),
         ({"max_in_flight_bytes": 77}, (77, 300)),
         ({"prefetch_bytes": 88}, (5000, 88)),
-        ({"device_budget_bytes": 2650}, (2500, 150)),
         ({"tiers": ("host", "disk")}, (5000, 300)),
     ],
 )

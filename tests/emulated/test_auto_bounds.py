@@ -134,15 +134,3 @@ def test_a_step_without_backward_chooses_nothing(training: Training) -> None:
         assert training.same_without(training.step())
         training.end_step()
     assert training.bounds()[0] < before[0]
-
-
-@pytest.mark.parametrize("budget", [0, 20_000])
-def test_a_budget_that_is_too_small_changes_no_bits(emulated: ModuleType, budget: int) -> None:
-    emulated.set_delays(d2h_us=1000, h2d_us=1000)
-    config = OffloadConfig(min_offloaded_tensor_size=1, device_budget_bytes=budget)
-    backend = AcceleratorBackend()
-    with use_backend(backend, config=config) as manager:
-        training = Training(manager, backend)
-        for _ in range(4):
-            assert training.same_without(training.step())
-            assert sum(training.bounds()) <= max(1, budget)

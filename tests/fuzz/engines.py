@@ -402,7 +402,7 @@ def config_of(options: Options) -> OffloadConfig:
         "delta_offload_bytes_across_pp_ranks": options.delta_offload_bytes_across_pp_ranks,
     }
     if options.device_limit_bytes is not None:
-        stays = {"plan": "auto", "device_limit_bytes": options.device_limit_bytes}
+        stays = {"device_limit_bytes": options.device_limit_bytes}
     return OffloadConfig(
         **stays,
         min_offloaded_tensor_size=1,

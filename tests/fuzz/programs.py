@@ -215,7 +215,7 @@ class Options(Record):
     is_fine: bool = False
     """Whether thresholds in bytes are as small as the tensors here."""
     device_limit_bytes: int | None = None
-    """With one, the plan is an automatic one, whatever the options of plans say."""
+    """With one, options that say what stays are left out."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -137,10 +137,10 @@ def test_other_options_leave_the_pipeline_rank_as_it_was() -> None:
 
 
 def test_a_manager_that_goes_watches_no_step(caplog: pytest.LogCaptureFixture) -> None:
-    """With ``plan="auto"`` on a CPU a step that begins warns, for the CPU says not what it has."""
+    """With a limit on a CPU a step that begins warns, for the CPU says not what it has."""
     with (
         caplog.at_level(logging.WARNING),
-        use_backend(CpuBackend(), config=OffloadConfig(plan="auto")),
+        use_backend(CpuBackend(), config=OffloadConfig(device_limit_bytes="auto")),
     ):
         pass
     assert not caplog.records

@@ -165,11 +165,14 @@ def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Draw
         ]
         example = torch.empty(length, width, dtype=torch.bfloat16)
     chunk_bytes = 8 * length * width * 4
+    options = {
+        "min_offloaded_tensor_size": draw.choice([1, 1000, 5000, 20000]),
+        "max_in_flight_bytes": draw.choice(["auto", "auto", 0, 1, chunk_bytes // 4, chunk_bytes]),
+        "prefetch_bytes": draw.choice(["auto", "auto", 1, chunk_bytes // 4, chunk_bytes, 2**40]),
+    }
+    draw.choice(range(4))  # so that a seed draws what it always drew
     config = OffloadConfig(
-        min_offloaded_tensor_size=draw.choice([1, 1000, 5000, 20000]),
-        max_in_flight_bytes=draw.choice(["auto", "auto", 0, 1, chunk_bytes // 4, chunk_bytes]),
-        prefetch_bytes=draw.choice(["auto", "auto", 1, chunk_bytes // 4, chunk_bytes, 2**40]),
-        device_budget_bytes=draw.choice([None, None, None, 2 * chunk_bytes]),
+        **options,
         activation_offload_fraction=draw.choice([1.0, 1.0, 1.0, 0.5]),
         delta_offload_bytes_across_pp_ranks=draw.choice([0, 0, chunk_bytes // 3]),
     )

@@ -195,18 +195,6 @@ def test_another_step_is_timed_again(training: Training) -> None:
     assert stalled_s < 0.01 * 6 * FORWARD_S
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_budget_holds_from_the_first_step_on(share: float) -> None:
-    budget = int(share * CHUNK_BYTES / 2)
-    config = OffloadConfig(device_budget_bytes=budget)
-    with use_backend(VirtualBackend(hardware(2.0)), config=config) as manager:
-        training = Training(manager)
-        for _ in range(4):
-            assert sum(training.bounds()) <= budget
-            training.step()
-        assert sum(training.bounds()) <= budget
-
-
 def test_bounds_do_not_grow_beyond_the_device() -> None:
     """A step that fits is followed by steps that fit."""
     one = hardware(2.9)
@@ -222,16 +210,6 @@ def test_bounds_do_not_grow_beyond_the_device() -> None:
             training.step()
             assert training.backend.memory.peak_bytes <= memory_bytes
         assert sum(training.bounds()) < free
-
-
-def test_what_is_given_is_kept_and_counts_in_the_budget() -> None:
-    config = OffloadConfig(max_in_flight_bytes=2 * SAVED_BYTES, device_budget_bytes=3 * SAVED_BYTES)
-    with use_backend(VirtualBackend(hardware(2.9)), config=config) as manager:
-        training = Training(manager)
-        for _ in range(3):
-            training.step()
-        cap, window = training.bounds()
-    assert cap == 2 * SAVED_BYTES and 0 < window <= SAVED_BYTES
 
 
 def test_no_less_is_in_flight_than_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,14 +372,3 @@ def test_nothing_is_asked_in_a_capture(training: Training, monkeypatch: pytest.M
     before = training.bounds()
     bounds.begin_step()
     assert training.bounds() == before
-
-
-@pytest.mark.parametrize("budget", [0, 2 * SAVED_BYTES, 2**60])
-def test_a_budget_is_a_ceiling_from_the_begin(budget: int) -> None:
-    """With one that is large, bounds follow the groups as without."""
-    config = OffloadConfig(device_budget_bytes=budget)
-    with use_backend(VirtualBackend(hardware(1.0)), config=config) as manager:
-        cap, window = Training(manager).bounds()
-        assert (cap, window) == (max(1, min(IN_FLIGHT_BYTES, budget // 2)), min(2**18, budget // 2))
-        for number in (cap, window):
-            assert number <= max(1, budget // 2)

@@ -1,4 +1,4 @@
-"""``plan="auto"`` on devices that say what is allocated: bits, one rank's steps, and two stages."""
+"""A limit on devices that say what is allocated: bits, one rank's steps, and two stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def limit_bytes(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def manager(limit_bytes: int, backend_name: str) -> Iterator[PipelineOffloadManager]:
     config = OffloadConfig(
-        plan="auto",
         device_limit_bytes=limit_bytes,
         min_offloaded_tensor_size=1,
         max_in_flight_bytes=200,
