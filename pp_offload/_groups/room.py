@@ -10,9 +10,13 @@ At first all groups leave, and bounds on what is on its way are chosen. Then one
 device needs whatever leaves, and what the limit leaves beside that and the bounds is filled.
 
 NOTE [ What a peak does not say ]
-    A device tells the peak since its last reset, and many programs reset it between steps. So the
-    peak is also read when a backward goes on to another chunk, for memory is high then. And an
-    optimizer makes its states when the first step is over. So the first step only says what its
+    A device tells the peak since its last reset, and nobody resets it here, for it is the user's.
+    It may be that of another program, or of loading a checkpoint: only a peak that rose within a
+    step is the step's. So what is allocated is also read when a backward goes on to another chunk,
+    for memory is high then, and, as long as no peak rose, wherever groups begin and end; then the
+    bytes of the largest one are left free for what comes and goes in between.
+
+    An optimizer makes its states when the first step is over. So the first step only says what its
     groups are like, and so does a step that asks for more than all before.
 
 NOTE [ What is needed whatever leaves ]
@@ -41,6 +45,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._groups.bounds import SHARE_OF_UNUSED
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
+from pp_offload.backends import Allocated
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -138,7 +143,12 @@ def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> frozenset[Pla
 class Seen:
     """What a step has shown so far."""
 
+    told_bytes: int
+    """The device's peak when it began."""
+
     peak_bytes: int = 0
+    """The most that was read."""
+
     allocated_bytes: int = 0
     """The most when a backward went on to another chunk."""
 
@@ -175,6 +185,7 @@ class DeviceRoom(Observer):
         self._limit_bytes = limit if isinstance(limit, int) else None
         self._demand = Demand()
         self._num_left = NUM_SETTLING + NUM_CHECKED
+        self._risen_bytes = 0  # the peak of the last step in which it rose
         self._foreseen_bytes: int | None = None
         self._seen: Seen | None = None
 
@@ -187,7 +198,8 @@ class DeviceRoom(Observer):
         """Watch a step."""
         if not self._is_wanted:
             return
-        if self._offloader.backend.allocated() is None:
+        allocated = self._offloader.backend.allocated()
+        if allocated is None:
             self._is_wanted = False
             logger.warning(
                 "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all groups "
@@ -196,12 +208,13 @@ class DeviceRoom(Observer):
                 self._offloader.backend.name,
             )
             return
-        self._seen = Seen()
+        self._seen = Seen(allocated.peak_bytes)
         self._offloader.observers.add(self)
 
     def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
         seen, key = self._seen, group.key
+        self._read()
         if seen is not None and key is not None and key.chunk not in seen.begun:
             seen.begun.add(key.chunk)
             now = self._in_flight()
@@ -213,6 +226,7 @@ class DeviceRoom(Observer):
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""
         seen, key = self._seen, group.key
+        self._read()
         if seen is not None and key is not None and payloads is not None:
             nbytes = max(seen.beside.get(key.place, 0), payloads.beside_bytes)
             seen.beside[key.place] = nbytes
@@ -220,6 +234,7 @@ class DeviceRoom(Observer):
     def reached(self, group: Group) -> None:
         """With the first one of a chunk, see NOTE [ What a peak does not say ]."""
         seen, key = self._seen, group.key
+        self._read()
         if seen is None or key is None or not self._num_left:
             return
         if key.chunk != seen.in_backward:
@@ -248,18 +263,39 @@ class DeviceRoom(Observer):
 
     def _look(self, seen: Seen) -> None:
         """See NOTE [ What is needed whatever leaves ]."""
-        allocated = self._offloader.backend.allocated()
+        allocated = self._note(seen)
         if allocated is not None:
             mover = self._offloader.engine.mover
             moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
-            seen.peak_bytes = max(seen.peak_bytes, allocated.peak_bytes)
             seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
             seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
 
+    def _read(self) -> None:
+        """As long as no peak says it, what is allocated now."""
+        if self._seen is not None and self._num_left and not self._risen_bytes:
+            self._note(self._seen)
+
+    def _note(self, seen: Seen) -> Allocated | None:
+        """See NOTE [ What a peak does not say ]."""
+        allocated = self._offloader.backend.allocated()
+        if allocated is not None:
+            has_risen = allocated.peak_bytes > seen.told_bytes
+            nbytes = allocated.peak_bytes if has_risen else allocated.nbytes
+            seen.peak_bytes = max(seen.peak_bytes, nbytes)
+            if has_risen:
+                self._risen_bytes = seen.peak_bytes
+        return allocated
+
+    def _peak(self, seen: Seen) -> int:
+        """Of the step."""
+        self._note(seen)
+        if self._risen_bytes:
+            return max(seen.peak_bytes, self._risen_bytes)
+        return seen.peak_bytes + max(self._demand.sizes.values(), default=0)
+
     def _judge(self, seen: Seen) -> None:
         """Fill what is left of the limit once bounds are chosen, and give up if it is exceeded."""
-        allocated = self._offloader.backend.allocated()
-        peak_bytes = max(seen.peak_bytes, 0 if allocated is None else allocated.peak_bytes)
+        peak_bytes = self._peak(seen)
         self._foreseen_bytes = peak_bytes
         if self._num_left >= NUM_CHECKED:
             return

@@ -20,6 +20,7 @@ from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_ba
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups import auto_bounds
 from pp_offload._memory.budget import as_another_process
+from pp_offload.backends import Allocated
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
 
@@ -159,6 +160,18 @@ def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -
     first = training.sent_by_a_step()
     assert all(peak <= limit for peak in training.run(10))
     assert 0 < training.sent_by_a_step() < first
+
+
+@with_limit(40)
+def test_a_peak_of_another_program_is_none_of_a_step(training: Training) -> None:
+    """It says that nothing has room, and would for ever."""
+    limit, memory = training.config.device_limit_bytes, training.backend.memory
+    assert isinstance(limit, int)
+    training.backend.allocated = lambda: Allocated(memory.live_bytes, 10**12)  # type: ignore[method-assign]
+    training.loss_bytes = 4 * SAVED_BYTES
+    first = training.sent_by_a_step()
+    assert all(peak <= limit for peak in training.run(10))
+    assert 0 < training.sent_by_a_step() < 0.8 * first
 
 
 @with_limit(40)
