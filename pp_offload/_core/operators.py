@@ -77,12 +77,14 @@ class Operator(NamedTuple):
         attributes: Names of what else it saves; ``shape``, ``dtype`` and ``index`` are those of its
             output. ``eps``, a :class:`Guess`, comes first of all.
         is_view: Whether it computes nothing.
+        saves_output: Whether the node saves what it gives.
     """
 
     function: Callable[..., Tensor]
     inputs: tuple[str, ...] = ("",)
     attributes: tuple[str, ...] = ()
     is_view: bool = False
+    saves_output: bool = False
 
 
 def _slice(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
@@ -163,9 +165,10 @@ _NAMED = {
 }
 
 
-def _with_raw_names(operator: Operator) -> Operator:
-    """The names as nodes have them."""
+def _of_node(node: type, operator: Operator) -> Operator:
+    """With names as the node has them."""
     return operator._replace(
+        saves_output=hasattr(node, "_raw_saved_result"),
         inputs=tuple(
             [name if name in ("", PARAMETER) else f"_raw_saved_{name}" for name in operator.inputs]
         ),
@@ -179,9 +182,9 @@ def _with_raw_names(operator: Operator) -> Operator:
 
 
 OPERATORS = {
-    NODES[f"{name}Backward0"]: _with_raw_names(operator)
+    node: _of_node(node, operator)
     for name, operator in _NAMED.items()
-    if f"{name}Backward0" in NODES
+    if (node := NODES.get(f"{name}Backward0")) is not None
 }
 """By type of node; only those that torch makes for its own operators."""
 

@@ -44,7 +44,6 @@ from pp_offload._common.torch_private import (
     NODES,
     SHOWS_PACKED,
     disable_current_modes,
-    sequence_number,
 )
 from pp_offload._core.operators import (
     CHEAP,
@@ -71,22 +70,25 @@ MOST_TRIALS = 30
 _TORCH_NODES = frozenset(NODES.values())
 
 
-def maker_of(tensor: Tensor) -> Any:
-    """The node that made a tensor, and which of its outputs it is; None if nobody may run it again.
+def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
+    """What made a tensor that an operator saves: the node, if it may run again; which of its
+    outputs the tensor is; and the node's number. None if nobody may know.
 
-    To be called where an operator saves the tensor. If that is the one that made it, its node must
-    not be held by what it saves: a :class:`Made` is held in its place.
+    A node that saves its own output must not be held by what it saves, or nobody frees either. So a
+    :class:`Made` is held in the place of those, and nothing for nodes that do not run again.
     """
     if tensor._version:
         return None  # the node tells nothing of what it was before
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     kind = type(node)
     if kind not in _TORCH_NODES:
         return None
-    if node._sequence_nr() + 1 == sequence_number():  # type: ignore[union-attr]
-        is_output = kind in OPERATORS and tensor.output_nr == 0  # not statistics, or a mask
-        return (Made(node, tensor), 0) if is_output else None
-    return node, tensor.output_nr
+    index, operator = tensor.output_nr, OPERATORS.get(kind)
+    if operator is None:
+        return None, index, node._sequence_nr()
+    if index and not operator.is_view:
+        return None  # statistics, or a mask, which the node saves
+    return Made(node, tensor) if operator.saves_output else node, index, node._sequence_nr()
 
 
 class Recipe:

@@ -79,15 +79,16 @@ class Search:
         saved: What it saved.
 
     Attributes:
-        by_maker: Of what it saved, by the node that made it.
+        by_maker: Of what it saved, by output and number of the node that made it.
         below: By storage, how many operators run for it, those of its inputs' recipes included.
         reached: Inputs that left with other groups.
     """
 
     def __init__(self, recipes: Any, group: Any, saved: ByStorage) -> None:
         self.recipes, self.group, self._saved = recipes, group, saved
-        makers = [(m.maker, m) for _, members in saved.values() for m in members if m.maker]
-        self.by_maker: dict[Any, Saved] = dict(makers)
+        self.by_maker = {
+            each.maker[1:]: each for _, members in saved.values() for each in members if each.maker
+        }
         self.reached: list[Saved] = []
         self.below: dict[int, int] = {}
         self._above: dict[int, int] = {}
@@ -117,7 +118,8 @@ class Search:
 
     def _found(self, key: int, storage: UntypedStorage, members: list[Saved]) -> Found | None:
         """How to compute a storage, if that can be proved."""
-        maker = root = members[0].maker
+        maker = members[0].maker
+        root = maker[:2]
         views = []
         while (operator := operator_of(root[0])) is not None and operator.is_view:
             views.append(root)
@@ -142,7 +144,7 @@ class Search:
         if is_flat:
             term = self._with_part(term, key)
         for member in members:
-            if is_flat or member.maker != maker or views:
+            if is_flat or views or member.maker is None or member.maker[1:] != maker[1:]:
                 member.restore = Geometry.of(member.here).on_storage_of
         self.below[key] = calls
         self.reached += walk.reached
@@ -226,7 +228,7 @@ class Walk:
                 return self._leaf(packed)
         if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
             return None if name in OPTIONAL else UNKNOWN
-        saved = self._search.by_maker.get(edge)
+        saved = self._search.by_maker.get((edge[1], edge[0]._sequence_nr()))
         if saved is None and (result := getattr(edge[0], "_raw_saved_result", None)) is not None:
             saved = result.data  # of an operator that saves what it gives
         return self.call(*edge) if saved is None else self._leaf(saved)

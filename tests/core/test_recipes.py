@@ -559,10 +559,16 @@ def test_nothing_keeps_the_graph(is_committed: bool) -> None:
                     node.metadata["alive"] = alive = torch.zeros(1)  # as long as the node
                     refs.append(weakref.ref(alive))
                     y = y.exp()
+                changed = (h * 2).t()  # whose node is made anew when tanh asks for it
+                changed.t().add_(1)
+                z = torch.tanh(changed)
+                z.grad_fn.metadata["alive"] = alive = torch.zeros(1)
+                refs.append(weakref.ref(alive))
+                del z, changed
             if is_committed:
                 y = off_interface.group_commit(y, name="part")
             del y, h, alive, node
-            assert [ref() for ref in refs] == [None, None]
+            assert [ref() for ref in refs] == [None] * 3
         finally:
             gc.enable()
 

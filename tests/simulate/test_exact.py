@@ -16,12 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from draw import programs
-from engines import offload
+from engines import forget_failed_backward, offload
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Step
 from run import Machine
 from steps import no_garbage
+from torch.utils._mode_utils import no_dispatch
 
 from pp_offload._core.window import Window
 from pp_offload._groups.plan import Plan
@@ -59,13 +61,19 @@ class Moved:
     taken_back: int
 
 
+def forget_unseen(device: torch.device) -> None:
+    """Without counting what that computes."""
+    with no_dispatch():
+        forget_failed_backward(device)
+
+
 def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> Moved:
     with (
         no_garbage(),  # or a peak would depend on when the collector runs
         patch("engines.make_backend", lambda *kind: backend),
         patch("engines.REMATERIALIZE", "none"),  # without data no two bits can be compared
         patch("engines.assert_no_hooks", lambda: None),  # it computes, on the CPU
-        patch("engines.forget_failed_backward", lambda: None),
+        patch("engines.forget_failed_backward", forget_unseen),
         patch("pp_offload.simulate.memory.ROUNDING_BYTES", 1),
         offload(program) as engine,
     ):
@@ -87,7 +95,9 @@ def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> Moved
 def says_something(program: Program, with_data: Moved) -> bool:
     text = repr(program)
     is_refused = any("more than one element" in said for _, said in with_data.said)
-    return not is_refused and not ("bfloat16" in text and "norm" in text)
+    # What accelerators run instead saves other tensors.
+    is_lower = "norm" in text and ("bfloat16" in text or "'half'" in text)
+    return not (is_refused or is_lower or "'dropout'" in text or "'rms norm'" in text)
 
 
 @dataclass
@@ -126,7 +136,7 @@ def compare(number: int, num_programs: int) -> Count:
 
 
 def test_programs_move_what_they_move_with_data() -> None:
-    count = compare(1, 150)
+    count = compare(1, 200)
     assert count.different == 0
     assert count.compared > 100 and count.offloaded > 50
 

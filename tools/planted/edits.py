@@ -130,7 +130,7 @@ EDITS: dict[str, Edit] = {
     "a node is held by what it saves": Edit(
         RECIPES,
         "maker_of",
-        "node._sequence_nr() + 1 == sequence_number()",
+        "operator.saves_output",
         "False",
         "a graph that is dropped before the commit is never freed",
         AGAIN,
