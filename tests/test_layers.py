@@ -41,7 +41,7 @@ ROWS = [
 
 MOST_LINES = {
     "_core": 4572,
-    "_groups": 2879,
+    "_groups": 2915,
     "_hooks": 310,
     "_memory": 1520,
     "_megatron": 1412,
