@@ -86,6 +86,8 @@ class ActivationStash:
         self._forward = _Forward()
         self._step = StepRecord()
         self._offloader = self._make(self._step)
+        if self._offloader.engine.recipes is not None:
+            self._offloader.engine.recipes.is_planned = False
 
     def _start_in_child(self) -> None:
         """A forked process has an engine of its own: see :mod:`pp_offload._megatron.manager`."""

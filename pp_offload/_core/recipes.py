@@ -162,13 +162,14 @@ class Recipes:
     Attributes:
         mover, eligibility: As given.
         copies: Of parameters, in this step.
+        is_planned: Whether a plan may choose which groups stay.
         may_reach: Whether recipes may need what earlier groups saved. Not where some of it may be
             on a disk, from which it would come back too late.
     """
 
     def __init__(self, mover: Any, eligibility: Eligibility) -> None:
         self.mover, self.eligibility = mover, eligibility
-        self.may_reach = mover.tier.disk is None
+        self.may_reach, self.is_planned = mover.tier.disk is None, True
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
         self._has_steps = False
@@ -191,6 +192,7 @@ class Recipes:
     def go_on_as(self, old: Recipes) -> None:
         """What was proved stays so in another epoch."""
         self._proofs, self._of_weights = old._proofs, old._of_weights
+        self.is_planned = old.is_planned
 
     def forget_copies(self) -> None:
         """Another step begins, and parameters may be others."""

@@ -28,7 +28,7 @@ from pp_offload._core.operators import (
 )
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
-from pp_offload._core.tensors import Geometry, storage_bytes
+from pp_offload._core.tensors import Geometry, may_be_statistics, storage_bytes
 
 MOST_CALLS = 12
 """In one recipe. Each reads and writes about as much as the tensor has, and device memory is some
@@ -222,8 +222,11 @@ class Walk:
             return self._resident(Resident(edge[0].variable))
         if name:
             packed = getattr(node, name).data
-            if type(packed) is Resident and _is_of_parameter(edge):
-                self._search.recipes.eligibility.kept.add(packed.tensor)
+            if type(packed) is Resident:
+                if edge[0] is None and may_be_statistics(packed.tensor):
+                    return UNKNOWN  # its kernels write it and count no change
+                if _is_of_parameter(edge):
+                    self._search.recipes.eligibility.kept.add(packed.tensor)
             if packed is not None:
                 return self._leaf(packed)
         if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
@@ -283,9 +286,9 @@ class Walk:
     def _earlier(self, saved: Saved) -> Any:
         """What an earlier group has saved, whose backward comes later than this one's.
 
-        In a group with no place in a step, its recipe may be a part of this one; there what stays
-        is left alone, for it may be changed in place, and backward come to this group only. A plan
-        would have to know of both for each choice of groups that stay.
+        Where no plan chooses what stays, its recipe may be a part of this one, and what stays is
+        left alone, for it may be changed in place, and backward come to this group only. A plan
+        would have to know of both for each choice of groups.
         """
         group, recipes = self._search.group, self._search.recipes
         other, tensor = saved.group, saved.tensor
@@ -293,10 +296,11 @@ class Walk:
         if not is_closed or not recipes.may_reach or saved.wrapper is not None:
             return UNKNOWN
         if saved.recipe is not None:
-            return UNKNOWN if group.key or tensor is not None else self._recipe_of(saved)
+            is_here = tensor is not None
+            return UNKNOWN if recipes.is_planned or is_here else self._recipe_of(saved)
         if tensor is not None:
             is_like_it = tensor._version == saved.version
-            if not is_like_it or tensor.nbytes > self._most_bytes or not group.key:
+            if not is_like_it or tensor.nbytes > self._most_bytes or not recipes.is_planned:
                 return UNKNOWN
             self._note(tensor)
             return saved.twin(group)

@@ -215,6 +215,11 @@ class StorageSet:
             return len(self.refs)
 
 
+def may_be_statistics(tensor: Tensor) -> bool:
+    """See NOTE [ Statistics ]. Asked of few, for most have more dimensions."""
+    return tensor.dim() <= 1 and not tensor.requires_grad and tensor.is_floating_point()
+
+
 class Eligibility:
     """Which saved tensors may leave the device.
 
@@ -271,9 +276,8 @@ class Eligibility:
         numel = tensor.numel()
         if numel < min_numel or numel == 0:  # first, for most that stay are small
             return False
-        if numel <= MAX_STATISTICS and tensor.dim() <= 1 and not tensor.requires_grad:
-            if tensor.is_floating_point():
-                return False  # NOTE [ Statistics ]
+        if numel <= MAX_STATISTICS and may_be_statistics(tensor):
+            return False
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False
         if tensor.device != self.device:

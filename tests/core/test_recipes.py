@@ -657,6 +657,28 @@ def test_all_of_a_model(size: int) -> None:
     assert counts[1] < 0.75 * counts[0], counts
 
 
+def test_a_recipe_is_made_of_those_of_earlier_stashes() -> None:
+    """Where no plan could have these stay."""
+    x = drawn(ROWS, COLUMNS).requires_grad_()
+
+    def compute() -> Tensor:
+        y = F.silu(x.sin())
+        return (F.gelu(y) * y).square().sum()
+
+    compute().backward()
+    expected = gradients(x)
+    context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2)
+    for _ in range(3):
+        before = context.statistics()
+        with context:
+            loss = compute()
+        loss.backward()
+        assert_same(gradients(x), expected)
+        moved = context.statistics().since(before)
+        assert moved.bytes_offloaded == saved_bytes(2), "x and its sine"
+        assert moved.bytes_computed_again == saved_bytes(2), "what was saved last is still there"
+
+
 def test_a_group_of_nothing_but_recipes_has_saved_something(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
