@@ -12,7 +12,6 @@ from pp_offload._groups.bounds import (
     grown,
     in_flight_bytes,
     is_in_time,
-    shares,
     window_bytes,
 )
 
@@ -92,14 +91,6 @@ def test_a_window_is_refilled_before_half_of_it_is_used_and_not_for_each_small_t
     assert refill_below(REFILL_BYTES) == REFILL_BYTES // 2
     for window in (2**23, 2**25, 2**30):
         assert window // 2 <= refill_below(window) <= window - REFILL_BYTES
-
-
-def test_a_budget_is_shared_in_proportion() -> None:
-    assert shares([300, 100], None) == [300, 100]
-    assert shares([300, 100], 400) == [300, 100]
-    assert shares([300, 100], 200) == [150, 50]
-    assert shares([300, 0], 100) == [100, 0]
-    assert shares([0, 0], 0) == [0, 0]
 
 
 def test_what_shrinks_is_no_room_for_what_grows() -> None:
