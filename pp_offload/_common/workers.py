@@ -19,8 +19,9 @@ NOTE [ Threads inside torch ]
     Where torch copies or frees a tensor it gives up the interpreter's lock. Python ends a daemon
     that takes this lock again while the process ends, and C++ then aborts the process. So threads
     enter torch through :func:`inside_torch`, and the exit waits until all have come out, and closes
-    the doors. Elsewhere a thread may be ended anywhere: one that is stuck, as on a disk, holds up
-    no exit.
+    the doors. A thread may go through its own again: a finalizer that garbage collection runs there
+    may call torch, too. Elsewhere a thread may be ended anywhere: one that is stuck, as on a disk,
+    holds up no exit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pp_offload.errors import ClosedError
 
 _here = threading.local()
 
-_doors: list[LockType] = []
+_doors: list[threading.RLock] = []  # type: ignore[valid-type]
 """One for each thread that serves, held inside torch. See NOTE [ Threads inside torch ]."""
 
 _closed: list[None] = []
@@ -241,7 +242,7 @@ def _serve(
     except Empty:
         return  # see NOTE [ Signals and threads ]
     _here.is_worker = True
-    _here.door = door = allocate_lock()
+    _here.door = door = threading.RLock()
     _doors.append(door)
     while (piece := queue.get()) is not end:
         piece.run()

@@ -101,6 +101,19 @@ def run_to_the_end(code: str, tmp_path: Path) -> str:
     return result.stdout + result.stderr
 
 
+def test_a_thread_inside_torch_may_go_there_again() -> None:
+    """As a finalizer does that garbage collection runs there."""
+    one = Workers("test")  # nobody waits for its end, to which it would never come
+
+    def work() -> int:
+        with module.inside_torch(), module.inside_torch():
+            return 7
+
+    piece = one.submit(work)
+    assert is_done_soon(piece)
+    assert piece.result() == 7
+
+
 def test_no_thread_is_inside_torch_when_python_ends(tmp_path: Path) -> None:
     """Each copy gives the interpreter's lock up, so one is always about to take it again."""
     said = run_to_the_end(
