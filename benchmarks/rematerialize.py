@@ -176,12 +176,12 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
         with use_backend(CpuBackend(), config=config) as manager:
             handle = offload_modules(model, {"layer": MODELS[name][1]})
             off_interface.init_chunk_handler(None, None, 1)
-            found = step(model, inputs)
+            results = step(model, inputs)
             handle.remove()
             row[f"{choice}_bytes"] = manager.statistics().bytes_offloaded
             row["again_bytes"] = manager.statistics().bytes_computed_again
             off_interface.reset()
-        row[f"{choice}_equal"] = all(map(torch.equal, found, expected))
+        row[f"{choice}_equal"] = all(map(torch.equal, results, expected))
     return row | {"ratio": row["cheap_bytes"] / row["none_bytes"]}
 
 

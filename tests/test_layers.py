@@ -40,7 +40,7 @@ ROWS = [
 """Folders, and the files beside them: lowest first, within a row too."""
 
 MOST_LINES = {
-    "_core": 4582,
+    "_core": 4585,
     "_groups": 2915,
     "_hooks": 310,
     "_memory": 1520,

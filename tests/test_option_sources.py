@@ -231,9 +231,9 @@ def test_what_is_no_mapping(wrong: Any) -> None:
 
 def test_a_limit_is_a_size_in_a_program_too() -> None:
     assert OffloadConfig(device_limit_bytes="70GiB").device_limit_bytes == 70 * 2**30
-    found = OffloadConfig.from_env(in_env(device_limit_bytes="auto"))
-    assert found.device_limit_bytes == "auto"
-    assert OffloadConfig.from_dict(found.to_dict()) == found
+    config = OffloadConfig.from_env(in_env(device_limit_bytes="auto"))
+    assert config.device_limit_bytes == "auto"
+    assert OffloadConfig.from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize(

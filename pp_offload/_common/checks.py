@@ -240,13 +240,13 @@ def takes_options_by_name(cls: _Cls) -> _Cls:
     init = cls.__init__  # type: ignore[misc]
     known = [one.name for one in fields(cls)]
 
-    def told(name: str) -> str:
+    def unknown(name: str) -> str:
         return f"{name}, {FORMER[name]}" if name in FORMER else f"{name}{near(name, known)}"
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         kind = type(self).__name__
-        problems = [told(name) for name in options if name not in known]
+        problems = [unknown(name) for name in options if name not in known]
         if problems:
             problems = [
                 f"{kind} has no option {', '.join(problems)}; expected some of {', '.join(known)}"

@@ -72,7 +72,8 @@ _TORCH_NODES = frozenset(NODES.values())
 
 def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
     """What made a tensor that an operator saves: the node, if it may run again; which of its
-    outputs the tensor is; and the node's number. None if nobody may know.
+    outputs the tensor is; and the node's number. None for nodes that are not torch's own, for
+    what they save of themselves, and for a tensor that was changed in place.
 
     A node that saves its own output must not be held by what it saves, or nobody frees either. So a
     :class:`Made` is held in the place of those, and nothing for nodes that do not run again.
@@ -246,8 +247,8 @@ class Recipes:
         if type(proof) is int:
             if proof == MOST_TRIALS:
                 return UNKNOWN
-            found = self._try(term, members[0], walk)
-            proof = proofs[kind] = proof + 1 if found is UNKNOWN else found
+            eps = self._try(term, members[0], walk)
+            proof = proofs[kind] = proof + 1 if eps is UNKNOWN else eps
         if proof is _REFUSED or type(proof) is int:
             return UNKNOWN
         return _with_eps(term, proof) if guesses else term

@@ -54,11 +54,11 @@ class Narrow(NamedTuple):
     dtype: torch.dtype
 
 
-class Found(NamedTuple):
-    """How to compute a storage.
+class Computable(NamedTuple):
+    """A storage that can be computed again.
 
     Attributes:
-        term: The way.
+        term: How.
         members: The saved tensors that are views of it.
         storage: Itself.
         has_parameter: Whether a parameter is needed.
@@ -95,28 +95,29 @@ class Search:
         self._users: dict[int, list[int]] = {}
         self._parts: ByStorage = {}
 
-    def take_out(self) -> list[Found]:
+    def take_out(self) -> list[Computable]:
         """Find recipes, and take what they give out of what the group saved; their inputs join."""
-        all_found, order = [], {key: at for at, key in enumerate(self._saved)}
+        computable: list[Computable] = []
+        order = {key: at for at, key in enumerate(self._saved)}
         for key, (storage, members) in self._saved.items():
             if members[0].maker is None or type(members[0].maker[0]) not in CHEAP:
                 continue
             try:
-                found = self._found(key, storage, members)
+                way = self._way(key, storage, members)
             except (RuntimeError, AttributeError):
                 # A backward has used up a node, or another torch names what it saves otherwise.
                 continue
-            if found is not None:
-                all_found.append(found)
-        if all_found:
+            if way is not None:
+                computable.append(way)
+        if computable:
             stays = {key: each for key, each in self._saved.items() if key not in self.below}
             stays.update(self._parts)
             keys = sorted(stays, key=lambda key: self._needed_at(abs(key), order))
             self._saved.clear()
             self._saved.update((key, stays[key]) for key in keys)
-        return all_found
+        return computable
 
-    def _found(self, key: int, storage: UntypedStorage, members: list[Saved]) -> Found | None:
+    def _way(self, key: int, storage: UntypedStorage, members: list[Saved]) -> Computable | None:
         """How to compute a storage, if that can be proved."""
         maker = members[0].maker
         root = maker[:2]
@@ -152,7 +153,7 @@ class Search:
             self._saved[other][1].append(saved)
             self._users.setdefault(other, []).append(key)
             self._above[other] = max(self._above.get(other, 0), above + calls)
-        return Found(term, members, storage, walk.has_parameter)
+        return Computable(term, members, storage, walk.has_parameter)
 
     def _needed_at(self, key: int, order: dict[int, int]) -> int:
         """What a recipe needs is needed as early as what it gives."""
@@ -296,8 +297,7 @@ class Walk:
         if not is_closed or not recipes.may_reach or saved.wrapper is not None:
             return UNKNOWN
         if saved.recipe is not None:
-            is_here = tensor is not None
-            return UNKNOWN if recipes.is_planned or is_here else self._recipe_of(saved)
+            return self._recipe_of(saved)
         if tensor is not None:
             is_like_it = tensor._version == saved.version
             if not is_like_it or tensor.nbytes > self._most_bytes or not recipes.is_planned:
@@ -316,6 +316,8 @@ class Walk:
         return twin
 
     def _recipe_of(self, saved: Saved) -> Any:
+        if self._search.recipes.is_planned or saved.tensor is not None:
+            return UNKNOWN
         term = self._again(saved.recipe.term)
         if term is UNKNOWN or saved.restore is None:
             return term

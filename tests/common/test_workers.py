@@ -103,13 +103,13 @@ def run_to_the_end(code: str, tmp_path: Path) -> str:
 
 def test_a_thread_inside_torch_may_go_there_again() -> None:
     """As a finalizer does that garbage collection runs there."""
-    one = Workers("test")  # nobody waits for its end, to which it would never come
+    workers = Workers("test")  # nobody waits for its end, to which it would never come
 
     def work() -> int:
         with module.inside_torch(), module.inside_torch():
             return 7
 
-    piece = one.submit(work)
+    piece = workers.submit(work)
     assert is_done_soon(piece)
     assert piece.result() == 7
 

@@ -334,12 +334,7 @@ def test_norms_of_one_shape_have_an_eps_each() -> None:
     "compute",
     [
         lambda x: F.layer_norm(x, (COLUMNS,), WEIGHT, BIAS, 1e-6),
-        lambda x: F.rms_norm(x, (COLUMNS,), WEIGHT, 1e-3),
-        lambda x: x.reshape(COLUMNS, ROWS).t().clone(),
-        lambda x: x.reshape(COLUMNS, ROWS).t().contiguous(),
         lambda x: x.reshape(COLUMNS, ROWS).t().clone().t(),
-        lambda x: x[:, None].expand(-1, 3, -1).clone(),
-        lambda x: F.silu(x.reshape(COLUMNS, ROWS).t()),
     ],
 )
 def test_a_tensor_of_equal_numbers_proves_little(compute: Callable[[Tensor], Tensor]) -> None:
@@ -384,7 +379,7 @@ def test_a_chain_is_as_long_as_pays() -> None:
         assert copied(run, rematerialize="cheap") > copied(run, rematerialize="none") / 15
 
 
-def test_norms_of_one_weight_in_another_epoch() -> None:
+def test_parameters_are_known_in_another_epoch() -> None:
     """What never moves is known to the engine that goes on."""
     norm = nn.LayerNorm(COLUMNS)
 
