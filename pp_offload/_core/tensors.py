@@ -216,7 +216,7 @@ class StorageSet:
 
 
 def may_be_statistics(tensor: Tensor) -> bool:
-    """See NOTE [ Statistics ]. Asked of few, for most have more dimensions."""
+    """See NOTE [ Statistics ]."""
     return tensor.dim() <= 1 and not tensor.requires_grad and tensor.is_floating_point()
 
 
@@ -276,7 +276,7 @@ class Eligibility:
         numel = tensor.numel()
         if numel < min_numel or numel == 0:  # first, for most that stay are small
             return False
-        if numel <= MAX_STATISTICS and may_be_statistics(tensor):
+        if numel <= MAX_STATISTICS and tensor.dim() <= 1 and may_be_statistics(tensor):
             return False
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False

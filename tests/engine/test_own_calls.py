@@ -20,7 +20,7 @@ import pp_offload
 from pp_offload.backends import AcceleratorBackend, accelerator
 
 OWN = str(Path(pp_offload.__file__).parent)
-NUMEL = 1024
+SHAPE = 2, 512
 
 
 class LateEvent:
@@ -81,13 +81,13 @@ def calls(line: Line, num_groups: int, num_tensors: int) -> Counter[str]:
 
     for is_counted in (False, False, True):
         line.reset()
-        y = torch.ones(NUMEL, requires_grad=True).clone()
+        y = torch.ones(SHAPE, requires_grad=True).clone()
         sys.setprofile(count if is_counted else None)
         try:
             with line.chunk():
                 for _ in range(num_groups):
                     y = line.group("g", forward, y)
-            y.backward(torch.ones(NUMEL))
+            y.backward(torch.ones(SHAPE))
         finally:
             sys.setprofile(None)
     return found

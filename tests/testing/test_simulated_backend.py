@@ -245,7 +245,7 @@ def test_the_end_of_a_process_waits_for_a_copy_on_a_thread_of_a_tier(
 
     def inside(copy: QueuedCopy) -> None:
         door: Any = inside_torch()
-        doors.append(door.locked())
+        doors.append(door._is_owned())
         run(copy)
 
     monkeypatch.setattr(QueuedCopy, "run", inside)
