@@ -53,7 +53,9 @@ def program(num_groups: int) -> Program:
 
 
 def config_of(cap: Cap) -> OffloadConfig:
-    return OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=cap)
+    return OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, max_in_flight_bytes=cap
+    )
 
 
 class Steps:

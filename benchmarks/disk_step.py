@@ -36,6 +36,7 @@ def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any
     device = device_of(options.device)
     layers = Layers(device, options.layers, int(options.group_mib * MIB), options.width)
     config = OffloadConfig(
+        device_limit_bytes=None,
         min_offloaded_tensor_size=1,
         tiers=("disk",),
         disk_dir=directory,

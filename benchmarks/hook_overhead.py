@@ -115,7 +115,7 @@ class Engine(Variant):
     ) -> None:
         self.name = name
         self._min_numel = min_numel
-        config = OffloadConfig(min_offloaded_tensor_size=1)
+        config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
         backend = LaggingBackend(behind=behind) if behind else CpuBackend(inline_bytes=MAX_NUMEL)
         with use_backend(backend, config=config) as manager:
             self._manager = manager

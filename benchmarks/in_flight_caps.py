@@ -38,7 +38,9 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     layers = Layers(device, options.layers, int(options.group_mib * MIB), options.width)
     figures, expected = {}, None
     for name, cap in named_caps(options.caps_mib).items():
-        config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=cap)
+        config = OffloadConfig(
+            device_limit_bytes=None, min_offloaded_tensor_size=1, max_in_flight_bytes=cap
+        )
         with use_backend(default_backend(device), config=config) as manager:
             for _ in range(options.warmup):
                 layers.step(offload=name != "none")

@@ -66,11 +66,16 @@ CASES = {
     "tiny": Case("llama", 32, 64, 2, 1, 16, 2, 2, 4),
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "ours-copied": {"rematerialize": "none"},
+    "default": {},
+    "ours": {"device_limit_bytes": None},
+    "ours-copied": {"device_limit_bytes": None, "rematerialize": "none"},
     "ours-0.7": {"activation_offload_fraction": 0.7},
     "ours-0.5": {"activation_offload_fraction": 0.5},
-    "ours-8g": {"max_in_flight_bytes": 8 * GIB, "prefetch_bytes": 8 * GIB},
+    "ours-8g": {
+        "device_limit_bytes": None,
+        "max_in_flight_bytes": 8 * GIB,
+        "prefetch_bytes": 8 * GIB,
+    },
 }
 """Groups of attention and of MLP, with these options."""
 OTHERS = ("none", "recompute", "activations")

@@ -76,10 +76,13 @@ class Program:
     def config(self) -> OffloadConfig:
         """With bounds in bytes."""
         if self.bounds is None:
-            return OffloadConfig(min_offloaded_tensor_size=1)
+            return OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
         cap, window = (int(share * self.chunk_bytes) for share in self.bounds)
         return OffloadConfig(
-            min_offloaded_tensor_size=1, max_in_flight_bytes=cap, prefetch_bytes=window
+            device_limit_bytes=None,
+            min_offloaded_tensor_size=1,
+            max_in_flight_bytes=cap,
+            prefetch_bytes=window,
         )
 
 

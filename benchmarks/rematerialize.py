@@ -171,7 +171,9 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name}
     for choice in ("none", "cheap"):
         config = OffloadConfig(
-            min_offloaded_tensor_size=256 * num_tokens // 8, rematerialize=choice
+            device_limit_bytes=None,
+            min_offloaded_tensor_size=256 * num_tokens // 8,
+            rematerialize=choice,
         )
         with use_backend(CpuBackend(), config=config) as manager:
             handle = offload_modules(model, {"layer": MODELS[name][1]})
@@ -203,7 +205,11 @@ H100 80GB behind PCIe 5 (2026-11-27).
 def virtual_step(case: str, way: str, choice: str, num_steps: int = 4) -> dict[str, Any]:
     """The last of some steps of a rank: ``none``, ``recompute`` or ``ours``."""
     backend = VirtualBackend(MEASURED)
-    config = OffloadConfig(min_offloaded_tensor_size=CASES[case].min_numel, rematerialize=choice)
+    config = OffloadConfig(
+        device_limit_bytes=None,
+        min_offloaded_tensor_size=CASES[case].min_numel,
+        rematerialize=choice,
+    )
     with use_backend(backend, config=config) as manager:
         stage = Stage(CASES[case], backend.device)
         for _ in range(num_steps):

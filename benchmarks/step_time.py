@@ -295,7 +295,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         inputs = [torch.randn(shape, dtype=dtype) for _ in range(options.microbatches)]
     ceiling = ceiling_bytes_per_s(device, options.ceiling_mib * MIB)
     config = OffloadConfig(
-        min_offloaded_tensor_size=options.min_numel, activation_offload_fraction=options.fraction
+        device_limit_bytes=None,
+        min_offloaded_tensor_size=options.min_numel,
+        activation_offload_fraction=options.fraction,
     )
     with use_backend(backend, config=config) as manager:
         samples = sampled(variants_for(manager, device, options), model, inputs, options, device)

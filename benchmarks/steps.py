@@ -85,7 +85,7 @@ def no_garbage() -> Iterator[None]:
 @contextmanager
 def resets() -> Iterator[PipelineOffloadManager]:
     """A manager of its own."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     with use_backend(CpuBackend(inline_bytes=MAX_NUMEL), config=config) as manager, no_garbage():
         yield manager
 

@@ -91,7 +91,7 @@ class Steps:
 
 def measure(size: str, device: torch.device, rounds: int) -> dict[str, Any]:
     """In turns, each first as often."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     off: list[tuple[float, float]] = []
     on: list[tuple[float, float]] = []
     torch.manual_seed(0)

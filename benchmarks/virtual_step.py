@@ -141,7 +141,10 @@ def chunk_bytes(cell: Cell) -> int:
     with use_backend(
         backend,
         config=OffloadConfig(
-            max_in_flight_bytes=0, host_budget_bytes=HOST_BYTES, rematerialize="none"
+            device_limit_bytes=None,
+            max_in_flight_bytes=0,
+            host_budget_bytes=HOST_BYTES,
+            rematerialize="none",
         ),
     ) as manager:
         off_interface.init_chunk_handler(None, None, MIN_NUMEL)
@@ -172,7 +175,12 @@ class Rows:
             self.found[name] = row | measure(
                 cell,
                 way,
-                OffloadConfig(host_budget_bytes=HOST_BYTES, rematerialize="none", **bounds),
+                OffloadConfig(
+                    device_limit_bytes=None,
+                    host_budget_bytes=HOST_BYTES,
+                    rematerialize="none",
+                    **bounds,
+                ),
             )
             none_ms = self.found["none"]["step_ms"]
             row = self.found[name]

@@ -66,7 +66,9 @@ def forward_of(way: str, stage: Stage, backend: VirtualBackend, interface: Any) 
             model=stage,
             ac_fun_params=FullACParams(
                 offload_inputs=True,
-                config=OffloadConfig(host_budget_bytes=HOST_BYTES, rematerialize="none"),
+                config=OffloadConfig(
+                    device_limit_bytes=None, host_budget_bytes=HOST_BYTES, rematerialize="none"
+                ),
             ),
             backend=backend,
         )

@@ -225,6 +225,7 @@ def offload_config(options: argparse.Namespace, plan: OffloadPlan | None = None)
             prefetch_bytes=ahead,
         )
     return OffloadConfig(
+        device_limit_bytes=None,  # all leave, also where the device has room for them
         min_offloaded_tensor_size=options.min_numel,
         tiers=tuple(options.tier.split("+")),
         disk_dir=options.disk_dir,

@@ -127,12 +127,13 @@ class OffloadConfig:
     the log; then the engine chooses bounds by itself.
     """
 
-    device_limit_bytes: int | str | None = None
+    device_limit_bytes: int | str | None = "auto"
     """Device bytes that tensors may take together, also as a size such as ``"60GiB"``. As many
     groups stay as it has room for, as the first steps show it, each rank on its own. ``"auto"``
-    means what the first four steps take, and 80 % of what is unused then. None means no limit: all
-    groups leave but those that other options keep. In place of a plan,
-    ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
+    means the memory of the device, less what others hold and the gaps of PyTorch's allocator. None
+    means no limit: all groups leave, as they do on a CPU. A plan,
+    ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks`` say themselves what
+    stays: with them it is ``"auto"`` or None, and there is no limit.
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.
@@ -242,6 +243,12 @@ class OffloadConfig:
         """The option ``plan``, whose file is read when the record is made."""
         return self.plan if isinstance(self.plan, OffloadPlan) else None
 
+    @property
+    def limit(self) -> int | str | None:
+        """The option ``device_limit_bytes``; None where other options say what stays."""
+        says_what_stays = self.plan is not None or _has_no_defaults(self, WHAT_STAYS)
+        return None if says_what_stays else self.device_limit_bytes
+
     def __post_init__(self) -> None:
         self._read_limit()
         problems = [*self._read_plan(), *self._violations()]
@@ -281,7 +288,9 @@ class OffloadConfig:
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"
-        ways = [name for name in ("plan", "device_limit_bytes") if getattr(self, name) is not None]
+        ways = [] if self.plan is None else ["plan"]
+        if isinstance(self.device_limit_bytes, int):
+            ways.append("device_limit_bytes")
         if _has_no_defaults(self, WHAT_STAYS):
             ways.append(" or ".join(WHAT_STAYS))
         if len(ways) > 1:

@@ -244,7 +244,7 @@ def test_a_limit_is_a_size_in_a_program_too() -> None:
         ({"plan": "auto"}, "plan is 'auto', which is gone: write device_limit_bytes='auto'"),
         ({"device_budget_bytes": 1}, "device_budget_bytes, which is gone: give max_in_flight"),
         (
-            {"device_limit_bytes": "auto", "activation_offload_fraction": 0.5},
+            {"device_limit_bytes": 2**30, "activation_offload_fraction": 0.5},
             "device_limit_bytes and activation_offload_fraction or delta_offload_bytes_across_pp_"
             "ranks are given, expected one way to say what stays",
         ),

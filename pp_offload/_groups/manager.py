@@ -359,7 +359,9 @@ class Manager:
     def learn(self) -> None:
         """Make the plan, and the step's summary, from a complete step."""
         old = self.offloader.plan
-        self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
+        limit = (self.step.options or self.config).limit
+        stay = frozenset() if limit is None else self._room.stay
+        self.offloader.plan = plan = self.step.make_plan(self.config, stay)
         if not self.step.is_warmup and plan != old and plan.stay == old.stay:
             logger.info(
                 "the step changed from %d chunks with %d groups to %d with %d; the plan is made "

@@ -6,18 +6,24 @@
     room.end_step(step.shapes())
     room.stay  # for the next plan
 
-At first all groups leave, and bounds on what is on its way are chosen. Then one step says what the
-device needs whatever leaves, and what the limit leaves beside that and the bounds is filled.
+At first all groups leave. The second step says what the device needs whatever leaves: if all has
+room beside that, all stays. Else bounds on what is on its way are chosen first, and what the limit
+leaves beside them is filled two steps later.
 
 NOTE [ What a peak does not say ]
     A device tells the peak since its last reset, and nobody resets it here, for it is the user's.
-    It may be that of another program, or of loading a checkpoint: only a peak that rose within a
-    step is the step's. So what is allocated is also read when a backward goes on to another chunk,
-    for memory is high then, and, as long as no peak rose, wherever groups begin and end; then the
-    bytes of the largest one are left free for what comes and goes in between.
+    It may be that of another program, of loading a checkpoint, or of an evaluation behind the last
+    backward, when nothing of a group is there: only a peak that rose where groups begin, end and
+    are reached is a step's. So what is allocated is also read there, and, as long as no peak rose,
+    the bytes of the largest group are left free for what comes and goes in between.
 
     An optimizer makes its states when the first step is over. So the first step only says what its
     groups are like, and so does a step that asks for more than all before.
+
+NOTE [ It goes on ]
+    What is there when a step begins may become more, and another process may take memory of the
+    device. So room is looked at after each step. Where a step took more than the limit, as much
+    more is left free from then on.
 
 NOTE [ What is needed whatever leaves ]
     Where a backward goes on to another chunk: bytes allocated, less bytes on their way, which can
@@ -42,19 +48,20 @@ from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload._groups.bounds import SHARE_OF_UNUSED
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 from pp_offload.backends import Allocated
-from pp_offload.config import OffloadConfig
+from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)
 
 NUM_SETTLING = 3
-"""Steps in which bounds are chosen from times: see ``auto_bounds.NUM_TIMED``."""
+"""Steps behind the first one in which bounds are chosen: see ``auto_bounds.NUM_TIMED``."""
 
-NUM_CHECKED = 4
-"""Steps after those: the first one says what is needed, in the others the limit is looked at."""
+PART = 32
+"""This part of the limit is left free, for a step may need a little more; one more where the device
+had to give memory back to have some; and room that grows by it is filled anew.
+"""
 
 MIB = 2**20
 
@@ -143,11 +150,17 @@ def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> frozenset[Pla
 class Seen:
     """What a step has shown so far."""
 
+    begin: Allocated
+    """What the device told when it began."""
+
     told_bytes: int
-    """The device's peak when it began."""
+    """The device's peak, as it was told last."""
 
     peak_bytes: int = 0
     """The most that was read."""
+
+    has_risen: bool = False
+    """Whether that is a peak that the device told."""
 
     allocated_bytes: int = 0
     """The most when a backward went on to another chunk."""
@@ -177,17 +190,19 @@ class DeviceRoom(Observer):
     def __init__(
         self, offloader: Offloader, config: OffloadConfig, in_flight: Callable[[], ChunksInFlight]
     ) -> None:
-        self._stay: frozenset[Place] = frozenset()
         self._offloader = offloader
         self._in_flight = in_flight
-        limit = config.device_limit_bytes
-        self._is_wanted = limit is not None
-        self._limit_bytes = limit if isinstance(limit, int) else None
+        self._limit = config.limit
+        self._stay: frozenset[Place] = frozenset()
         self._demand = Demand()
-        self._num_left = NUM_SETTLING + NUM_CHECKED
-        self._risen_bytes = 0  # the peak of the last step in which it rose
+        self._num_left = NUM_SETTLING
+        self._risen_bytes = 0  # the peak within the last step in which it rose
+        self._needed_bytes = 0  # beside what was there when the step began
+        self._spare_bytes = 0  # by which steps took more than was foreseen
+        self._room_bytes = -1  # with which it was filled last
         self._foreseen_bytes: int | None = None
         self._seen: Seen | None = None
+        self._has_warned = False
 
     @property
     def stay(self) -> frozenset[tuple[Place, int]]:
@@ -196,19 +211,21 @@ class DeviceRoom(Observer):
 
     def begin_step(self) -> None:
         """Watch a step."""
-        if not self._is_wanted:
+        backend = self._offloader.backend
+        if self._limit is None or backend.is_capturing:
             return
-        allocated = self._offloader.backend.allocated()
-        if allocated is None:
-            self._is_wanted = False
-            logger.warning(
-                "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all groups "
-                "leave; name a plan that was made before, or leave the option out",
-                rank_said(),
-                self._offloader.backend.name,
-            )
+        allocated = backend.allocated()
+        if allocated is None or (self._limit == AUTO and backend.memory_bytes() is None):
+            if self._limit != AUTO:
+                logger.warning(
+                    "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all "
+                    "groups leave; name a plan that was made before, or leave the option out",
+                    rank_said(),
+                    backend.name,
+                )
+            self._limit = None
             return
-        self._seen = Seen(allocated.peak_bytes)
+        self._seen = Seen(allocated, allocated.peak_bytes)
         self._offloader.observers.add(self)
 
     def opened(self, group: Group) -> None:
@@ -232,14 +249,29 @@ class DeviceRoom(Observer):
             seen.beside[key.place] = nbytes
 
     def reached(self, group: Group) -> None:
-        """With the first one of a chunk, see NOTE [ What a peak does not say ]."""
+        """With the first one of a chunk, see NOTE [ What is needed whatever leaves ]."""
         seen, key = self._seen, group.key
-        self._read()
-        if seen is None or key is None or not self._num_left:
+        allocated = self._read()
+        if seen is None or key is None or allocated is None or key.chunk == seen.in_backward:
             return
-        if key.chunk != seen.in_backward:
-            seen.in_backward = key.chunk
-            self._look(seen)
+        seen.in_backward = key.chunk
+        mover = self._offloader.engine.mover
+        moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
+        seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
+        seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
+
+    def _read(self) -> Allocated | None:
+        """What is allocated, in a step that is to say it; see NOTE [ What a peak does not say ]."""
+        seen = self._seen
+        if seen is None or not self._num_left:
+            return None
+        allocated = self._offloader.backend.allocated()
+        if allocated is not None:
+            if allocated.peak_bytes > seen.told_bytes:
+                seen.told_bytes = seen.peak_bytes = allocated.peak_bytes
+                seen.has_risen = True
+            seen.peak_bytes = max(seen.peak_bytes, allocated.nbytes)
+        return allocated
 
     def end_step(self, chunks: Sequence[ChunkShape] | None) -> None:
         """The step is over.
@@ -251,77 +283,68 @@ class DeviceRoom(Observer):
         if seen is None:
             return
         self._offloader.observers.remove(self)
-        if chunks is None:
+        if not chunks:
             return
         demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
+        now = self._offloader.backend.allocated() or seen.begin
+        peak_bytes = now.peak_bytes if now.peak_bytes > seen.begin.peak_bytes else now.nbytes
         if demand != self._demand:
-            self._demand, self._num_left = demand, NUM_SETTLING + NUM_CHECKED
-            self._stay = frozenset()
-        if self._num_left:
+            self._num_left = NUM_SETTLING if self._num_left else 1
+            self._demand, self._stay, self._room_bytes = demand, frozenset(), -1
+            self._foreseen_bytes = None
+        elif self._num_left:
             self._num_left -= 1
-            self._judge(seen)
-
-    def _look(self, seen: Seen) -> None:
-        """See NOTE [ What is needed whatever leaves ]."""
-        allocated = self._note(seen)
-        if allocated is not None:
-            mover = self._offloader.engine.mover
-            moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
-            seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
-            seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
-
-    def _read(self) -> None:
-        """As long as no peak says it, what is allocated now."""
-        if self._seen is not None and self._num_left and not self._risen_bytes:
-            self._note(self._seen)
-
-    def _note(self, seen: Seen) -> Allocated | None:
-        """See NOTE [ What a peak does not say ]."""
-        allocated = self._offloader.backend.allocated()
-        if allocated is not None:
-            has_risen = allocated.peak_bytes > seen.told_bytes
-            nbytes = allocated.peak_bytes if has_risen else allocated.nbytes
-            seen.peak_bytes = max(seen.peak_bytes, nbytes)
-            if has_risen:
-                self._risen_bytes = seen.peak_bytes
-        return allocated
+            self._foreseen_bytes = peak_bytes = self._peak(seen)
+            above_bytes = max(0, peak_bytes - seen.allocated_bytes)
+            needed_bytes = seen.fixed_bytes + above_bytes - seen.begin.nbytes
+            self._needed_bytes = max(self._needed_bytes, needed_bytes)
+        limit_bytes = min(self._limits())
+        if self._stay:
+            self._spare_bytes += max(0, peak_bytes - limit_bytes)
+            if now.num_retries > seen.begin.num_retries:
+                self._spare_bytes += limit_bytes // PART
+        if self._foreseen_bytes is not None:
+            needed_bytes = now.nbytes + self._needed_bytes + self._spare_bytes
+            self._fill(needed_bytes, limit_bytes)
+        if peak_bytes > limit_bytes and not self._stay and not self._num_left:
+            self._warn(peak_bytes, limit_bytes)
 
     def _peak(self, seen: Seen) -> int:
-        """Of the step."""
-        self._note(seen)
+        """Of a step that was read."""
+        if seen.has_risen:
+            self._risen_bytes = seen.peak_bytes
         if self._risen_bytes:
             return max(seen.peak_bytes, self._risen_bytes)
         return seen.peak_bytes + max(self._demand.sizes.values(), default=0)
 
-    def _judge(self, seen: Seen) -> None:
-        """Fill what is left of the limit once bounds are chosen, and give up if it is exceeded."""
-        peak_bytes = self._peak(seen)
-        self._foreseen_bytes = peak_bytes
-        if self._num_left >= NUM_CHECKED:
-            return
-        limit_bytes = self._limit(peak_bytes)
-        if peak_bytes > limit_bytes:
-            self._num_left = 0
-            self._give_up(peak_bytes, limit_bytes)
-        elif self._num_left == NUM_CHECKED - 1:
-            above_bytes = max(0, peak_bytes - seen.allocated_bytes)
-            self._fill(seen.fixed_bytes + above_bytes, limit_bytes)
-
     def _fill(self, needed_bytes: int, limit_bytes: int) -> None:
-        """Choose what stays beside what is needed whatever leaves."""
-        moving_bytes = self._moving_bytes()
-        self._stay = fitting(self._demand, limit_bytes - needed_bytes, moving_bytes)
-        stay_bytes = self._demand.nbytes(self._stay)
+        """Choose what stays beside what is needed whatever leaves, once that is known, and anew
+        where its room has changed.
+        """
+        demand, moving_bytes = self._demand, self._moving_bytes()
+        room_bytes = limit_bytes - limit_bytes // PART - needed_bytes
+        all_bytes = demand.nbytes(demand.sizes)
+        if self._num_left and all_bytes > room_bytes:
+            return  # bounds are not chosen yet
+        self._num_left = 0
+        stay_bytes = demand.nbytes(self._stay)
+        most_bytes = stay_bytes + moving_bytes * (stay_bytes < all_bytes)
+        has_less = stay_bytes > 0 and most_bytes > room_bytes
+        has_more = stay_bytes < all_bytes and room_bytes > self._room_bytes + limit_bytes // PART
+        if has_less or has_more:
+            self._room_bytes = room_bytes
+            self._stay = fitting(demand, room_bytes, moving_bytes)
+            stay_bytes = demand.nbytes(self._stay)
+            logger.info(
+                "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
+                "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as "
+                "long as something leaves; the limit is %.1f MiB",
+                rank_said(),
+                len(self._stay),
+                len(demand.sizes),
+                *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
+            )
         self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
-        logger.info(
-            "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
-            "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as long "
-            "as something leaves; the limit is %.1f MiB",
-            rank_said(),
-            len(self._stay),
-            len(self._demand.sizes),
-            *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
-        )
 
     def _moving_bytes(self) -> int:
         """The most bytes on their way, both ways together. A bound cuts no group."""
@@ -329,30 +352,32 @@ class DeviceRoom(Observer):
         cap_bytes = self._offloader.engine.mover.in_flight.bound.nbytes
         return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
 
-    def _give_up(self, peak_bytes: int, limit_bytes: int) -> None:
-        logger.warning(
-            "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: %s",
+    def _warn(self, peak_bytes: int, limit_bytes: int) -> None:
+        logger.log(
+            logging.DEBUG if self._has_warned else logging.WARNING,
+            "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: all "
+            "groups leave; let less than the %.1f MiB of now be on its way, with "
+            "max_in_flight_bytes and prefetch_bytes; have more of the model in groups, recompute "
+            "layers, or make microbatches shorter",
             rank_said(),
             peak_bytes,
             limit_bytes,
-            "all groups leave from now on"
-            if self._stay
-            else f"all groups leave; let less than the {self._moving_bytes() / MIB:.1f} MiB of now "
-            "be on its way, with max_in_flight_bytes and prefetch_bytes; have more of the model in "
-            "groups, recompute layers, or make microbatches shorter",
+            self._moving_bytes() / MIB,
         )
-        self._stay = frozenset()
+        self._has_warned = True
 
-    def _limit(self, peak_bytes: int) -> int:
-        if self._limit_bytes is None:
-            unused_bytes = self._offloader.backend.unused_bytes() or 0
-            self._limit_bytes = peak_bytes + int(unused_bytes * SHARE_OF_UNUSED)
-        return self._limit_bytes
+    def _limits(self) -> list[int]:
+        """The limit, and what the device has."""
+        limits = self._limit, self._offloader.backend.memory_bytes()
+        return [nbytes for nbytes in limits if isinstance(nbytes, int)]
 
     def unused_bytes(self) -> int | None:
         """What bounds may grow into, of the device and the limit; None where there is no end."""
-        unused_bytes = self._offloader.backend.unused_bytes()
-        if self._limit_bytes is None or self._foreseen_bytes is None:
-            return unused_bytes
-        left_bytes = max(0, self._limit_bytes - self._foreseen_bytes)
-        return left_bytes if unused_bytes is None else min(left_bytes, unused_bytes)
+        allocated = self._offloader.backend.allocated()
+        limits = self._limits()
+        if allocated is None or not limits:
+            return None
+        taken_bytes = self._foreseen_bytes
+        if taken_bytes is None:
+            taken_bytes = max(allocated.peak_bytes, allocated.reserved_bytes)
+        return max(0, min(limits) - taken_bytes)

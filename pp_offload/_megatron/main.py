@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from pp_offload._megatron.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
 )
 from pp_offload._megatron.main_chunk import ChunkOffloadHandler
+from pp_offload.config import AUTO, OffloadConfig
 
 the_manager = introduced_manager.PipelineOffloadManager.get_instance
 """The manager of the process, made when first asked for."""
@@ -79,8 +80,8 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
             pp_rank: Rank in the pipeline; None leaves it as it was, 0 at first.
             vp_size, vp_stage, min_offloaded_tensor_size: See :meth:`Manager.begin_chunk`.
             delta_offload_bytes_across_pp_ranks, activation_offload_fraction: In place of the
-                options of these names. Megatron's defaults, 0 and 1.0 together, leave both options
-                as they are.
+                options of these names, and of a limit that is ``"auto"``. Megatron's defaults, 0
+                and 1.0 together, leave the options as they are.
             max_inflight_offloads: See :class:`ChunkOffloadHandler`.
 
         Raises:
@@ -90,7 +91,9 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         manager = the_manager()
         if pp_rank is not None:
             check_count("pp_rank", pp_rank, unit="None leaves it as it is")
-        self._plan_with(delta_offload_bytes_across_pp_ranks, activation_offload_fraction)
+        self.step.options = _options(
+            self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
+        )
         if pp_rank is not None:  # first, for the plan of this rank may begin here
             manager.step.pipeline_rank = pp_rank
         make = partial(
@@ -100,17 +103,6 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
             graphs=manager.graphs,
         )
         manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
-
-    def _plan_with(self, delta_bytes: int, fraction: float) -> None:
-        """Use these options of the plan from now on. Most microbatches give the same again."""
-        options = {
-            "delta_offload_bytes_across_pp_ranks": delta_bytes,
-            "activation_offload_fraction": fraction,
-        }
-        step, config = self.step, self.config
-        if any(getattr(step.options or config, name) != options[name] for name in options):
-            is_default = (delta_bytes, fraction) == (0, 1)
-            step.options = None if is_default else replace(config, **options)
 
     def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Close the last step and begin the next. Takes part in no collective.
@@ -219,3 +211,15 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
     def exit_replay() -> None:
         """From now on commits are done at once. Delayed ones wait for a flush or the next step."""
         the_manager().graphs.is_in_replay = False
+
+
+@lru_cache(maxsize=8)
+def _options(config: OffloadConfig, delta_bytes: int, fraction: float) -> OffloadConfig | None:
+    """For the plan, in place of a manager's; None for those."""
+    options: dict[str, Any] = {}
+    if (delta_bytes, fraction) != (0, 1):
+        options["delta_offload_bytes_across_pp_ranks"] = delta_bytes
+        options["activation_offload_fraction"] = fraction
+    if config.limit == AUTO:
+        options["device_limit_bytes"] = None
+    return replace(config, **options) if options else None

@@ -24,6 +24,14 @@ from pp_offload._common.torch_private import (
 from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
 from pp_offload.backends.captures import no_memory_in_captures
 
+ALLOCATED = (
+    "allocated_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.current",
+    "num_alloc_retries",
+)
+"""Names of what :class:`Allocated` has, in PyTorch's statistics of an allocator."""
+
 
 class AcceleratorBackend(Backend):
     """An accelerator device, with one stream for each copy direction.
@@ -97,28 +105,30 @@ class AcceleratorBackend(Backend):
         event.record(cast(torch.Stream, stream))
         return cast(TimedEvent, event)
 
-    def unused_bytes(self) -> int | None:
-        """Bytes that the device has free, within this process's share.
-
-        What PyTorch reserved does not count as free, for its peak may have been reset.
+    def memory_bytes(self) -> int | None:
+        """What the driver has free, within this process's share, and what PyTorch's allocator
+        holds, less the gaps that it had between tensors.
         """
         module = torch.get_device_module(self.device)
         if not hasattr(module, "mem_get_info"):
             return None
-        free, total = module.mem_get_info(self.device)
+        nbytes, total = module.mem_get_info(self.device)
+        stats = self._stats()
+        nbytes += stats.get("reserved_bytes.all.current", 0)
         if hasattr(module, "get_per_process_memory_fraction"):
-            share = int(total * module.get_per_process_memory_fraction(self.device))
-            free = min(free, share - module.memory_reserved(self.device))
-        return max(0, free)
+            nbytes = min(nbytes, int(total * module.get_per_process_memory_fraction(self.device)))
+        return max(0, int(nbytes - stats.get("inactive_split_bytes.all.peak", 0)))
 
     def allocated(self) -> Allocated | None:
         """By PyTorch's allocator; None where the device has no statistics."""
+        stats = self._stats()
+        return Allocated(*[int(stats.get(name, 0)) for name in ALLOCATED]) if stats else None
+
+    def _stats(self) -> dict[str, Any]:
         try:
-            stats = torch.accelerator.memory_stats(self.device)  # once, for it is slow
+            return torch.accelerator.memory_stats(self.device)
         except (RuntimeError, NotImplementedError, AssertionError):
-            return None
-        now, peak = (stats.get(f"allocated_bytes.all.{name}", 0) for name in ("current", "peak"))
-        return Allocated(int(now), int(peak))
+            return {}
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -46,10 +46,19 @@ class Stream(Protocol):
 
 
 class Allocated(NamedTuple):
-    """Bytes of device memory that tensors have now, and the peak since it was last reset."""
+    """Bytes of device memory.
+
+    Attributes:
+        nbytes: That tensors have now.
+        peak_bytes: The most that they had since somebody last reset it.
+        reserved_bytes: What the allocator holds for them, if it tells.
+        num_retries: How often it had to give memory back before it got more, if it tells.
+    """
 
     nbytes: int
     peak_bytes: int
+    reserved_bytes: int = 0
+    num_retries: int = 0
 
 
 @runtime_checkable
@@ -88,8 +97,8 @@ class Backend(Protocol):
         """A new event after everything queued so far; None where the device has no clock."""
         return None
 
-    def unused_bytes(self) -> int | None:
-        """Bytes of device memory that were never needed so far; None if unknown."""
+    def memory_bytes(self) -> int | None:
+        """Bytes of device memory that tensors of this process may have; None if unknown."""
         return None
 
     def allocated(self) -> Allocated | None:

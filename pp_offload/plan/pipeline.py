@@ -166,7 +166,7 @@ def _ended(ranks: Sequence[NumberRank | RankAgain]) -> PipelineStep:
 
 
 def _check_known(config: OffloadConfig) -> None:
-    if config.device_limit_bytes is not None:
+    if isinstance(config.limit, int):
         raise ValueError(
             "device_limit_bytes is given, which an engine keeps by what its device tells; expected "
             "a plan of choose(), or none: see what that costs with run_pipeline"

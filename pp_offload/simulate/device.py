@@ -112,10 +112,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         assert isinstance(stream, VirtualStream)
         return stream.record_event()
 
-    def unused_bytes(self) -> int | None:
-        """What the device has beyond the peak; None where it has no end."""
-        left = self.hardware.memory_bytes - self.memory.peak_bytes
-        return None if left == inf else max(0, left)
+    def memory_bytes(self) -> int | None:
+        """What the device has; None where it has no end."""
+        nbytes = self.hardware.memory_bytes
+        return None if nbytes == inf else nbytes
 
     def allocated(self) -> Allocated:
         """Of the tensors seen."""

@@ -172,25 +172,24 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("free", "fraction", "expected"),
-    [(30, None, 30), (30, 1.0, 30), (30, 0.5, 20), (5, 0.5, 5), (30, 0.1, 0)],
+    ("free", "fraction", "gaps", "expected"),
+    [(44, None, 0, 64), (44, 1.0, 0, 64), (44, 0.4, 0, 32), (44, None, 10, 54), (0, 0.1, 20, 0)],
 )
-def test_unused_is_what_this_process_may_still_take(
-    free: int, fraction: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_memory_is_what_tensors_of_this_process_may_have(
+    free: int, fraction: float | None, gaps: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a device of 80 GiB, 20 of them reserved by PyTorch."""
-    asked: Any = {
-        "mem_get_info": lambda device: (free * GIB, 80 * GIB),
-        "memory_reserved": lambda device: 20 * GIB,
-    }
+    """Of a device of 80 GiB, 20 of them reserved by PyTorch, with gaps."""
+    asked: Any = {"mem_get_info": lambda device: (free * GIB, 80 * GIB)}
     if fraction is not None:
         asked["get_per_process_memory_fraction"] = lambda device: fraction
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**asked))
-    assert backend_without_a_device().unused_bytes() == expected * GIB
+    stats = {"reserved_bytes.all.current": 20 * GIB, "inactive_split_bytes.all.peak": gaps * GIB}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: stats)
+    assert backend_without_a_device().memory_bytes() == expected * GIB
 
 
 def test_a_device_that_does_not_say_what_it_has_is_not_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    assert backend_without_a_device().unused_bytes() is None
+    assert backend_without_a_device().memory_bytes() is None

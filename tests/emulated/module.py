@@ -8,6 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+MEMORY_BYTES = 2**30
+"""Of the device, which does not enforce it: more than any test takes."""
+
 
 def make_module(name: str, native: ModuleType) -> ModuleType:
     """The module, around what was compiled."""
@@ -114,6 +117,9 @@ class _Memory:
 
     def max_memory_reserved(self, device: object = None) -> int:
         return torch.accelerator.max_memory_reserved(index_of(device))
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return MEMORY_BYTES - self.memory_reserved(device), MEMORY_BYTES
 
     def reset_peak_memory_stats(self, device: object = None) -> None:
         torch.accelerator.reset_peak_memory_stats(index_of(device))

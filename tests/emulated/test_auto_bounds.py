@@ -64,7 +64,7 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def training(emulated: ModuleType) -> Iterator[Training]:
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     backend = AcceleratorBackend()
     with use_backend(backend, config=config) as manager:
         yield Training(manager, backend)

@@ -134,7 +134,9 @@ def in_two_parts(manager: PipelineOffloadManager, is_spoiling: bool) -> list[Ten
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> None:
-    config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, split_backward="keep"
+    )
     with use_backend(make_backend(kind), config=config) as manager:
         chunks = frozenset({ChunkKey(0, 0)})
         manager.offloader.split = SplitBackward(chunks, is_keeping=True)

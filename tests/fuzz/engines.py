@@ -397,12 +397,10 @@ REMATERIALIZE = "cheap"
 
 def config_of(options: Options) -> OffloadConfig:
     """The engine's options."""
-    stays: dict[str, Any] = {
-        "activation_offload_fraction": options.activation_offload_fraction,
-        "delta_offload_bytes_across_pp_ranks": options.delta_offload_bytes_across_pp_ranks,
-    }
-    if options.device_limit_bytes is not None:
-        stays = {"device_limit_bytes": options.device_limit_bytes}
+    stays: dict[str, Any] = {"device_limit_bytes": options.device_limit_bytes}
+    if options.device_limit_bytes is None:
+        stays["activation_offload_fraction"] = options.activation_offload_fraction
+        stays["delta_offload_bytes_across_pp_ranks"] = options.delta_offload_bytes_across_pp_ranks
     return OffloadConfig(
         **stays,
         min_offloaded_tensor_size=1,

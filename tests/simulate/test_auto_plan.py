@@ -232,9 +232,87 @@ def test_bounds_have_no_room_where_the_limit_was_passed(training: Training) -> N
     assert training.sent_by_a_step() > first * 0.95
 
 
+@with_limit(40)
+def test_memory_that_is_taken_and_given_back_between_steps(training: Training) -> None:
+    """As by a loader's buffers, or states of another optimizer."""
+    limit = training.config.device_limit_bytes
+    assert isinstance(limit, int)
+    training.run(5)
+    before = training.sent_by_a_step()
+    training.states = [torch.empty(12 * SAVED_BYTES, dtype=torch.uint8, device="meta")]
+    training.step()
+    assert training.step() <= limit
+    assert before < training.sent_by_a_step()
+    training.states.clear()
+    training.step()
+    assert training.sent_by_a_step() == before
+
+
+@with_limit(None)
+def test_what_another_process_takes_has_no_room(training: Training) -> None:
+    backend = training.backend
+    training.run(3)
+    assert training.sent_by_a_step() == 0
+    weights = NUM_LAYERS * WIDTH**2 * 4
+    backend.hardware = replace(backend.hardware, memory_bytes=weights + 40 * SAVED_BYTES)
+    training.step()
+    assert training.step() <= backend.hardware.memory_bytes
+    assert 0 < training.sent_by_a_step()
+    backend.hardware = replace(backend.hardware, memory_bytes=10**12)
+    training.step()
+    assert training.sent_by_a_step() == 0
+
+
+@with_limit(40)
+@pytest.mark.parametrize("at_step", [1, 6])
+def test_an_evaluation_behind_a_step_takes_no_room_from_it(
+    training: Training, at_step: int
+) -> None:
+    """Nothing of a group is there then, nor where a checkpoint is loaded or an optimizer runs."""
+    for number in range(8):
+        training.step()
+        if number == at_step:
+            torch.empty(35 * SAVED_BYTES, dtype=torch.uint8, device="meta")
+    assert training.sent_by_a_step() == SENT_WITH_40
+
+
+@with_limit(40)
+def test_an_allocator_that_had_to_give_memory_back_has_more_free(training: Training) -> None:
+    backend, num_retries = training.backend, 0
+    allocated = backend.allocated
+    backend.allocated = lambda: allocated()._replace(num_retries=num_retries)  # type: ignore[method-assign]
+    training.run(8)
+    assert training.sent_by_a_step() == SENT_WITH_40
+    num_retries = 1
+    assert training.sent_by_a_step() > SENT_WITH_40
+    assert training.sent_by_a_step() > SENT_WITH_40
+
+
+SENT_WITH_40 = 96 * SAVED_BYTES
+"""By a step, once some stay."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_offload_fraction": 0.9},
+        {"delta_offload_bytes_across_pp_ranks": 1},
+        {"device_limit_bytes": None},
+        {},
+    ],
+)
+def test_a_limit_of_its_own_gives_way(options: dict[str, Any]) -> None:
+    """To options that say what stays. By default there is one."""
+    one = Training("auto")
+    config = OffloadConfig(host_budget_bytes=2**40, min_offloaded_tensor_size=1, **options)
+    with as_another_process(), use_backend(one.backend, config=config):
+        one.run(5)
+        assert bool(one.sent_by_a_step()) is bool(options)
+
+
 @with_limit(None)
 def test_without_a_limit_it_is_that_of_the_device(training: Training) -> None:
-    training.run(4)
+    training.run(2)
     assert training.sent_by_a_step() == 0  # of 80 GB
 
 
@@ -261,7 +339,7 @@ def test_a_device_that_tells_nothing_has_all_groups_leave(
 
 def after(drawn: Drawn, num_steps: int, limit: int) -> PipelineStep:
     config = replace(drawn.config, device_limit_bytes=limit)
-    how = drawn.order, drawn.work, drawn.hardware
+    how = drawn.order, drawn.work, replace(drawn.hardware, memory_bytes=2**40)
     return run_pipeline(*how, config=config, peers=drawn.peers, num_steps=num_steps)
 
 

@@ -103,8 +103,7 @@ def test_what_is_taken_back_is_no_use() -> None:
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
     offloader = Offloader(CpuBackend(), OffloadConfig())
-    unused_bytes = offloader.backend.unused_bytes
-    bounds = AutoBounds(offloader, OffloadConfig(), unused_bytes)
+    bounds = AutoBounds(offloader, OffloadConfig(), lambda: None)
     bounds.end_step(plan, is_complete=True)
     bounds._timed = times_of(laps)
     bounds._timed.sent, bounds._timed.uses = offloads, uses
