@@ -182,7 +182,7 @@ def one_rank() -> Iterator[None]:
 def manager(backend: Backend) -> Iterator[PipelineOffloadManager]:
     """A fresh manager on each backend, for tensors of any size."""
     torch.manual_seed(0)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     with use_backend(backend, config=config) as fresh:
         yield fresh
 

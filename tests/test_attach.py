@@ -149,7 +149,11 @@ def test_parameters_are_added_to_what_is_kept_where_one_changed(
 
 def test_steps_with_before_and_after_are_equal(schedule: Any) -> None:
     before = step(schedule)
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ) as handle:
         during = [step(schedule) for _ in range(3)]
         assert handle.manager.statistics().bytes_offloaded > 0
     after = step(schedule)
@@ -159,7 +163,11 @@ def test_steps_with_before_and_after_are_equal(schedule: Any) -> None:
 
 def test_the_chunk_in_backward_is_known_before_its_first_gradient(schedule: Any) -> None:
     seen: list[int | None] = []
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ) as handle:
         last = schedule._stage.submod[-1]
 
         def note(module: nn.Module, gradients: tuple[Tensor, ...]) -> None:
@@ -173,7 +181,11 @@ def test_the_chunk_in_backward_is_known_before_its_first_gradient(schedule: Any)
 
 def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
     """Not an evaluation, nor what runs between and behind the chunks of a step."""
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ) as handle:
         step(schedule)  # the first one runs the model to infer shapes
         manager, seen, between = handle.manager, [], []
         loss_fn = schedule._loss_fn
@@ -196,7 +208,11 @@ def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
 
 def test_a_step_that_raises_is_over_at_once(schedule: Any) -> None:
     """And not when the next one begins, which may be never."""
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ) as handle:
         handles = [schedule._stage.submod[0].register_full_backward_hook(lambda *args: 1 // 0)]
         with pytest.raises(RuntimeError):
             step(schedule)
@@ -207,7 +223,11 @@ def test_a_step_that_raises_is_over_at_once(schedule: Any) -> None:
 
 def test_a_step_that_raises_leaves_the_next_one_whole(schedule: Any) -> None:
     expected = step(schedule)
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ):
         step(schedule)
         with (
             pytest.raises(RuntimeError, match="failed to run forward"),
@@ -237,7 +257,11 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
     def interrupt(*_: object) -> None:
         raise Interrupt
 
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ) as handle:
         step(schedule)
         failing = (
             middle[1].register_full_backward_pre_hook(interrupt)
@@ -284,7 +308,7 @@ def test_two_schedules_share_a_manager(schedule: Any) -> None:
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     expected = step(schedule)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     with attach(other, None, config) as first:
         with attach(schedule, {"layer": "*"}) as handle:
             for one in (schedule, other, schedule):
@@ -349,7 +373,11 @@ def test_a_step_that_is_refused_leaves_that_of_another_thread_as_it_is(
 def test_a_schedule_that_learns_its_shapes_after_another_was_detached(schedule: Any) -> None:
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ):
         attach(other).detach()
         losses = step(schedule)
     assert same(losses, step(schedule))
@@ -358,7 +386,11 @@ def test_a_schedule_that_learns_its_shapes_after_another_was_detached(schedule: 
 def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> None:
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ):
         with pytest.raises(OffloadError, match="min_offloaded_tensor_size=2"):
             attach(other, None, OffloadConfig(min_offloaded_tensor_size=2))
         step(schedule)
@@ -369,7 +401,9 @@ def test_tensors_marked_before_a_new_config_stay_marked(schedule: Any) -> None:
     device = schedule._stage.device
     marked = torch.ones(30).to(device)
     PipelineOffloadManager.get_instance().mark_not_offloadable(marked)
-    with attach(schedule, None, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+    with attach(
+        schedule, None, OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
+    ) as handle:
         assert not handle.manager.offloader.engine.eligibility.admits(marked, 1)
 
 
@@ -389,7 +423,7 @@ def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> Non
 
 def test_attaching_with_other_options_keeps_the_manager(schedule: Any) -> None:
     before = PipelineOffloadManager.get_instance()
-    config = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1, prefetch_bytes=0)
     with attach(schedule, {"layer": "*"}, config) as handle:
         assert handle.manager is before is PipelineOffloadManager.get_instance()
         assert before.config == config
@@ -413,11 +447,17 @@ def test_the_old_disk_tier_still_serves_after_attaching_failed(
     schedule: Any, tmp_path: Path
 ) -> None:
     backend = PipelineOffloadManager.get_instance().backend
-    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path
+    )
     expected = step(schedule)
     with use_backend(backend, config=config) as manager:
         with pytest.raises(ValueError, match="matches no module"):
-            attach(schedule, {"layer": "nowhere"}, OffloadConfig(min_offloaded_tensor_size=1))
+            attach(
+                schedule,
+                {"layer": "nowhere"},
+                OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+            )
         with attach(schedule, {"layer": "*"}):
             assert same(expected, step(schedule))
         assert manager.statistics().disk_bytes_peak > 0
@@ -432,7 +472,11 @@ def test_what_the_user_put_on_the_schedule_is_there_again(schedule: Any) -> None
         return inner(*args, **kwargs)
 
     schedule.step = mine
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ):
         step(schedule)
     assert vars(schedule)["step"] is mine
     assert calls == ["mine"]
@@ -464,7 +508,11 @@ def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:
 
 def test_a_copy_made_while_attached_is_free_once_detached(schedule: Any) -> None:
     model = schedule._stage.submod
-    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+    with attach(
+        schedule,
+        {"layer": "*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ):
         step(schedule)
         twin = copy.deepcopy(model)
     twin(torch.ones(8, 8).to(schedule._stage.device)).sum().backward()
@@ -535,7 +583,9 @@ def test_stages_that_share_a_module(
     expected = step_of_all(schedule)
     groups = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
     for _ in range(2):
-        with attach(schedule, groups, OffloadConfig(min_offloaded_tensor_size=1)):
+        with attach(
+            schedule, groups, OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
+        ):
             assert len(attn._forward_pre_hooks) == 1
             for _ in range(3):
                 assert same_bits(step_of_all(schedule), expected)
@@ -550,7 +600,11 @@ def test_stages_that_are_one_module(manager: PipelineOffloadManager, one_rank: N
     model = Stage(nn.Linear(8, 8))
     schedule = two_stages(ScheduleInterleaved1F1B, model, model)
     expected = step_of_all(schedule)
-    with attach(schedule, {"layer": "layers.*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+    with attach(
+        schedule,
+        {"layer": "layers.*"},
+        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
+    ):
         for _ in range(3):
             assert same_bits(step_of_all(schedule), expected)
         assert manager.statistics().bytes_offloaded > 0

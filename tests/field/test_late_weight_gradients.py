@@ -56,7 +56,8 @@ def step(model: Chain, inputs: list[Tensor], delay: int, held: list[int]) -> lis
 @pytest.mark.parametrize("delay", [0, 1, 3, MICROBATCHES])
 def test_weight_pass_delayed(kind: str, delay: int) -> None:
     with use_backend(
-        make_backend(kind), config=OffloadConfig(min_offloaded_tensor_size=1)
+        make_backend(kind),
+        config=OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
     ) as manager:
         device = manager.backend.device
         on, off = Chain(device=device), Chain(is_on=False, device=device)

@@ -25,7 +25,8 @@ def test_number_of_microbatches_changes(
 ) -> None:
     caplog.set_level(logging.INFO, logger="pp_offload")
     with use_backend(
-        make_backend(kind), config=OffloadConfig(min_offloaded_tensor_size=1)
+        make_backend(kind),
+        config=OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
     ) as manager:
         device = manager.backend.device
         on, off = (

@@ -56,7 +56,13 @@ def manager_of(kind: str, tier: str, directory: Path, window: int | str) -> Iter
     """Where tensors of any size leave."""
     disk = {"disk_dir": directory} if tier != "host" else {}
     tiers = (tier,) if tier == "host" else ("disk",)
-    config = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=window, tiers=tiers, **disk)
+    config = OffloadConfig(
+        device_limit_bytes=None,
+        min_offloaded_tensor_size=1,
+        prefetch_bytes=window,
+        tiers=tiers,
+        **disk,
+    )
     with use_backend(make_backend(kind), config=config) as manager:
         yield manager
 
@@ -106,7 +112,9 @@ class SpoilsWhatItSaved(torch.autograd.Function):
 @pytest.mark.parametrize("window", ["auto", 0])
 def test_one_group_changes_what_it_was_given(kind: str, window: int | str) -> None:
     """The others have bytes of their own to come back from."""
-    config = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=window)
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, prefetch_bytes=window
+    )
 
     with use_backend(make_backend(kind), config=config) as manager:
         (x,) = make_inputs(1, device=manager.backend.device)
@@ -136,7 +144,9 @@ def test_one_group_changes_what_it_was_given(kind: str, window: int | str) -> No
 def test_far_apart_it_does_not_stay(kind: str) -> None:
     """A tensor of the first layer and the last: no more than the window is on the device."""
     window = 2 * 4 * ROWS * WIDTH
-    config = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=window)
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, prefetch_bytes=window
+    )
     with use_backend(make_backend(kind), config=config) as manager:
         unused: list[int] = []
 
@@ -225,7 +235,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 def test_models(make: Callable[..., tuple], inline_bytes: int) -> None:
     """Default options, 1F1B; the same bits as without, and bytes reloaded / offloaded <= 1.02."""
     backend = CpuBackend(inline_bytes=inline_bytes)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     with use_backend(backend, config=config) as manager:
         torch.manual_seed(0)
         model, groups, inputs = make()

@@ -22,7 +22,7 @@ from pp_offload.pipelining import attach
 
 pytestmark = pytest.mark.field("F15")
 
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+CONFIG = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
 COUNTS = {"fewer": 2, "equal": 4, "more": 7}
 
 

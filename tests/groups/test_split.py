@@ -106,6 +106,7 @@ def inputs_of(step: int, device: torch.device) -> list[Tensor]:
 def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None:
     window = 4 * GROUP_BYTES
     config = OffloadConfig(
+        device_limit_bytes=None,
         min_offloaded_tensor_size=1,
         prefetch_bytes=window,
         max_in_flight_bytes=0,  # or nothing has left when it is needed
@@ -158,7 +159,9 @@ def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize("policy", ["reload", "keep"])
 def test_what_was_foreseen_wrongly_is_still_right(kind: str, policy: str) -> None:
     """Other layers and groups in every step, and a step that breaks off in a part."""
-    config = OffloadConfig(min_offloaded_tensor_size=1, split_backward=policy)
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, split_backward=policy
+    )
     with use_backend(make_backend(kind), config=config) as manager:
         device = manager.backend.device
         tell(manager, 2)
@@ -196,7 +199,9 @@ class FailingOnce(nn.Module):
 
 @pytest.mark.parametrize("ends", ["with its second part", "without"])
 def test_what_is_kept_goes_with_the_second_part_or_the_step(ends: str) -> None:
-    config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, split_backward="keep"
+    )
     with use_backend(make_backend("cpu"), config=config) as manager:
         tell(manager, 0)
         model, (x, *_) = make_model(), batches(1)
@@ -223,7 +228,9 @@ def kept_of(manager: PipelineOffloadManager) -> list[Any]:
 
 
 def test_the_second_part_is_no_chunk_for_a_user_of_megatron() -> None:
-    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+    with use_backend(
+        CpuBackend(), config=OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
+    ) as manager:
         model, x = make_model(), inputs_of(0, manager.backend.device)[0]
         tell(manager, 0)
         off_interface.init_chunk_handler(None, None, 1)
