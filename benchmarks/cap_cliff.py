@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from in_flight_caps import Cap, same_bits
-from large_groups import device_of
+from machine import device_of
 from paced_programs import ITEM_BYTES, Node, Program, Run, hardware
 from torch import Tensor
 

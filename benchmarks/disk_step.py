@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from large_groups import DEVICES, Layers, device_of
-from step_time import MIB
+from large_groups import Layers
+from machine import DEVICES, MIB, device_of
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from pp_offload import OffloadConfig, use_backend

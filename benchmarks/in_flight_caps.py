@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from large_groups import DEVICES, Layers, device_of
-from step_time import MIB, peak_bytes, reset_peak
+from large_groups import Layers
+from machine import DEVICES, MIB, device_of, peak_bytes, reset_peak
 from torch import Tensor
 
 from pp_offload import OffloadConfig, use_backend

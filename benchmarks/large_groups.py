@@ -1,33 +1,18 @@
 """A chain of linear layers, each a group that saves one large tensor, and the device to run it on.
 
-device = device_of("cuda")
-layers = Layers(device, num=6, group_bytes=700 * 2**20)
+layers = Layers(device_of("cuda"), num=6, group_bytes=700 * 2**20)
 seconds = layers.step(offload=True)
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import torch
-from step_time import synchronize
+from machine import synchronize
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-
-DEVICES = ("cpu", "cuda", "xpu", "emulated")
-
-
-def device_of(name: str) -> torch.device:
-    """The device of that name; the accelerator that the tests have, in a checkout, is loaded."""
-    if name == "emulated":
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-        import emulated
-
-        emulated.load()
-    return torch.device(name, None if name == "cpu" else 0)
 
 
 class Layers(nn.Module):

@@ -7,6 +7,8 @@ as one line of JSON: a run that is cut off leaves what it has measured.
     python benchmarks/on_card.py gpt4096 llama8b --ways recompute ours ours-0.5
     PYTHONPATH=/another/checkout python benchmarks/on_card.py gpt4096 --ways ours
 
+The first line has the machine, and GB/s of plain copies to the host and to the device at once.
+
 Figures of a row
     ms, least     median and least time of a step
     ratio         of the medians, to the plain steps in turns with it
@@ -25,11 +27,24 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from machine import (
+    DEVICES,
+    MIB,
+    ceiling_bytes_per_s,
+    device_of,
+    machine,
+    peak_bytes,
+    reset_peak,
+    synchronize,
+)
+from peers import installed_peers
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -69,6 +84,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "ours": {"device_limit_bytes": None},
     "ours-copied": {"device_limit_bytes": None, "rematerialize": "none"},
+    "limit-0.55": {"device_limit_bytes": 0.55},
+    "limit-0.7": {"device_limit_bytes": 0.7},
+    "limit-0.85": {"device_limit_bytes": 0.85},
+    "limit-0.7-copied": {"device_limit_bytes": 0.7, "rematerialize": "none"},
     "ours-0.7": {"activation_offload_fraction": 0.7},
     "ours-0.5": {"activation_offload_fraction": 0.5},
     "ours-8g": {
@@ -77,9 +96,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "prefetch_bytes": 8 * GIB,
     },
 }
-"""Groups of attention and of MLP, with these options."""
-OTHERS = ("none", "recompute", "activations")
-"""Plain; each layer checkpointed; all of the stage in ``OffloadActivations``."""
+"""Groups of attention and of MLP, with these options; limits are parts of a plain step's peak."""
+OTHERS = ("none", "recompute", "activations", "save_on_cpu", "trl", "torchtune")
+"""Plain; each layer checkpointed; all of the stage in a context of ours, of torch, or of a peer."""
 
 
 class Layer(nn.Module):
@@ -136,7 +155,7 @@ class Stage:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if device.type in ("cpu", "emulated") else torch.bfloat16
         self.case, self.device = case, device
         with torch.device(device):
             self.layers = [Layer(case).to(dtype) for _ in range(case.layers)]
@@ -186,42 +205,65 @@ class Stage:
             layer.zero_grad()
 
 
-def synchronize(device: torch.device) -> None:
+def plain_peak(case: Case, device: torch.device) -> int | None:
+    """Bytes of a step without offload, where the device tells."""
+    stage = Stage(case, device)
+    for _ in range(2):
+        reset_peak(device)
+        stage.step("none", nullcontext)
+        synchronize(device)
+        stage.clear()
+    return peak_bytes(device)[0]
+
+
+def empty_cache(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
 
 
 def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int) -> dict[str, Any]:
     """A row."""
-    memory: Any = torch.get_device_module(device) if device.type == "cuda" else None
     times: dict[str, list[tuple[float, float]]] = {"none": [], way: []}
     row: dict[str, Any] = {"case": case, "way": way}
+    options = dict(WAYS.get(way, {}))
+    if isinstance(options.get("device_limit_bytes"), float):
+        peak = plain_peak(CASES[case], device)
+        row["limit_gib"] = None if peak is None else options["device_limit_bytes"] * peak / GIB
+        options["device_limit_bytes"] = peak and int(options["device_limit_bytes"] * peak)
     with ExitStack() as stack:
-        config = OffloadConfig(min_offloaded_tensor_size=CASES[case].min_numel, **WAYS.get(way, {}))
+        config = OffloadConfig(min_offloaded_tensor_size=CASES[case].min_numel, **options)
         manager = stack.enter_context(use_backend(default_backend(device), config=config))
         context: Any = nullcontext
         if way == "activations":
             offload = OffloadActivations(min_offload_size=CASES[case].min_numel)
             context = lambda: offload  # noqa: E731
+        elif way == "save_on_cpu":
+            context = partial(save_on_cpu, pin_memory=device.type != "cpu")
+        elif way in OTHERS[4:]:
+            peers = installed_peers(CASES[case].min_numel, use_streams=device.type != "cpu")
+            context = dict(peers).get(way)
+            if context is None:
+                return {**row, "left_out": "it is not installed, or does not run here"}
         stage = Stage(CASES[case], device)
 
         def step(name: str) -> None:
             before = manager.statistics() if way in WAYS else None
             synchronize(device)
-            if memory is not None:
-                memory.reset_peak_memory_stats()
+            reset_peak(device)
             start = time.perf_counter()
             stage.step(name, context if name == way else nullcontext)
             queued = time.perf_counter()
             synchronize(device)
             times[name].append((time.perf_counter() - start, queued - start))
-            if name == way and memory is not None:
-                row["peak_gib"] = round(memory.max_memory_allocated() / GIB, 3)
-                row["reserved_gib"] = round(memory.max_memory_reserved() / GIB, 3)
+            if name == way:
+                for key, nbytes in zip(
+                    ("peak_gib", "reserved_gib"), peak_bytes(device), strict=True
+                ):
+                    row[key] = None if nbytes is None else round(nbytes / GIB, 5)
             if name == way and before is not None:
                 after = manager.statistics()
                 moved = (getattr(after, a) - getattr(before, a) for a in MOVED)
-                row["moved_gib"] = [round(nbytes / GIB, 3) for nbytes in moved]
+                row["moved_gib"] = [round(nbytes / GIB, 5) for nbytes in moved]
             stage.clear()
 
         start = time.perf_counter()
@@ -231,8 +273,7 @@ def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int)
         row["warmup_s"] = round(time.perf_counter() - start, 2)
         row["same"] &= stage.same("none", nullcontext, way, context)
         times = {"none": [], way: []}
-        if memory is not None:
-            memory.empty_cache()
+        empty_cache(device)
         for _ in range(rounds):
             step("none")
             step(way)
@@ -253,15 +294,19 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=[*OTHERS, *WAYS], default=[*OTHERS, *WAYS])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=6, help="the first ones pin memory and learn")
+    parser.add_argument("--device", choices=DEVICES)
+    parser.add_argument("--ceiling-mib", type=int, default=256)
     options = parser.parse_args()
-    device = default_backend().device
+    device = default_backend(options.device and device_of(options.device)).device
+    rates = ceiling_bytes_per_s(device, options.ceiling_mib * MIB)
+    link = [round(rate / 1e9, 2) for rate in rates]
+    print(json.dumps({**machine(device), "link_gb_per_s": link}), flush=True)
     for case in options.cases:
         for way in options.ways:
             print(
                 json.dumps(measure(case, way, device, options.rounds, options.warmup)), flush=True
             )
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache(device)
 
 
 if __name__ == "__main__":

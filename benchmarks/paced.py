@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from in_flight_caps import same_bits
-from large_groups import device_of
+from machine import device_of
 from paced_programs import Program, Run, draw, hardware, small
 from torch import Tensor
 

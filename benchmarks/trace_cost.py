@@ -21,16 +21,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import Block, Engine, machine, step, synchronize
-from torch import nn
+from machine import DEVICES, device_of, machine, synchronize
+from torch import Tensor, nn
 
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import default_backend
 from pp_offload.trace.notes import Room
@@ -42,6 +43,35 @@ SIZES = {"small": (64, 32), "middle": (256, 64), "large": (512, 64)}
 NUM_BLOCKS, NUM_HEADS, NUM_MICROBATCHES, IN_FLIGHT = 3, 4, 4, 2
 NUM_FIRST = 3
 """Steps that teach the plan, and choose bounds."""
+
+
+class Block(nn.Module):
+    """A GPT block in two parts, each a group."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part("mlp", self.part("attn", x, self.attention), self.mlp)
+
+    def part(self, name: str, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        with off_interface(True, x, name) as x:
+            y = compute(x)
+        return off_interface.group_commit(y, name=name)
+
+    def attention(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.proj(y.transpose(1, 2).reshape(batch, length, hidden))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class Steps:
@@ -56,7 +86,6 @@ class Steps:
         width, length = SIZES[size]
         self._manager = manager
         self._device = manager.backend.device
-        self._engine = Engine(manager, 1)
         with torch.device(self._device):
             self._model = nn.Sequential(*(Block(width, NUM_HEADS) for _ in range(NUM_BLOCKS)))
             self._inputs = [torch.randn(2, length, width) for _ in range(NUM_MICROBATCHES)]
@@ -65,8 +94,17 @@ class Steps:
             self.run()
 
     def run(self) -> None:
-        """One."""
-        step(self._engine, self._model, self._inputs, IN_FLIGHT)
+        """One, in 1F1B order."""
+        off_interface.reset()
+        waiting: list[Tensor] = []
+        for x in self._inputs:
+            off_interface.init_chunk_handler(None, None, 1)
+            waiting.append(self._model(x).square().mean())
+            if len(waiting) >= IN_FLIGHT:
+                waiting.pop(0).backward()
+        while waiting:
+            waiting.pop(0).backward()
+        self._model.zero_grad()
 
     def timed(self, *, is_traced: bool) -> tuple[float, float]:
         """Seconds of the wall clock, and of this thread."""
@@ -133,25 +171,15 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def load_emulated() -> None:
-    """The accelerator made of threads that the tests have."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    import emulated
-
-    emulated.load()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda", "emulated"], default="cpu")
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="a few rounds; they mean nothing")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.device == "emulated":
-        load_emulated()
-    device = torch.device(options.device, *([] if options.device == "cpu" else [0]))
+    device = device_of(options.device)
     sizes = ["small"] if options.quick else list(SIZES)
     rounds = 4 if options.quick else options.rounds
     figures = {size: measure(size, device, rounds) for size in sizes}

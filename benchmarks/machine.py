@@ -1,0 +1,121 @@
+"""What a device is, how fast its link is, and what it tells of its memory.
+
+d2h, h2d = ceiling_bytes_per_s(device, nbytes)
+reset_peak(device)
+allocated, reserved = peak_bytes(device)
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIB = 2**20
+DEVICES = ("cpu", "cuda", "xpu", "emulated")
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name; the accelerator that the tests have, in a checkout, is loaded."""
+    if name == "emulated":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        import emulated
+
+        emulated.load()
+    return torch.device(name, None if name == "cpu" else 0)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    name = platform.processor() or platform.machine()
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        name = module.get_device_name(device) if hasattr(module, "get_device_name") else name
+    return {
+        "device": f"{device} ({name})",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def memory_api(device: torch.device) -> Any:
+    """Where this device tells of its memory, if it does."""
+    if device.type == "cpu":
+        return None
+    if hasattr(torch.accelerator, "max_memory_allocated"):
+        return torch.accelerator
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "max_memory_allocated") else None
+
+
+def reset_peak(device: torch.device) -> None:
+    api = memory_api(device)
+    if api is not None:
+        api.reset_peak_memory_stats()
+
+
+def peak_bytes(device: torch.device) -> tuple[int | None, int | None]:
+    """Allocated and reserved, since the last reset."""
+    api = memory_api(device)
+    if api is None:
+        return None, None
+    return api.max_memory_allocated(), api.max_memory_reserved()
+
+
+def ceiling_bytes_per_s(device: torch.device, nbytes: int, repeats: int = 8) -> tuple[float, float]:
+    """To the host and to the device, both at once, each on its stream, in the best of five runs.
+
+    On the CPU both are one plain copy at a time.
+    """
+    pinned = device.type != "cpu"
+    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    devices = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    pairs = [(hosts[0], devices[0]), (devices[1], hosts[1])]
+    if not pinned:
+        rates = [_host_rate(target, source, repeats) for target, source in pairs]
+        return rates[0], rates[1]
+    best = [0.0, 0.0]
+    for _ in range(5):
+        rates = _two_stream_rates(pairs, device, repeats)
+        best = [max(old, new) for old, new in zip(best, rates, strict=True)]
+    return best[0], best[1]
+
+
+def _host_rate(target: Tensor, source: Tensor, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return target.nbytes / min(times)
+
+
+def _two_stream_rates(
+    pairs: list[tuple[Tensor, Tensor]], device: torch.device, repeats: int
+) -> list[float]:
+    streams = [torch.Stream(device=device) for _ in pairs]
+    events = [[torch.Event(device=device, enable_timing=True) for _ in range(2)] for _ in pairs]
+    synchronize(device)
+    for stream, event in zip(streams, events, strict=True):
+        event[0].record(stream)
+    for _ in range(repeats):
+        for stream, (target, source) in zip(streams, pairs, strict=True):
+            with stream:
+                target.copy_(source, non_blocking=True)
+    for stream, event in zip(streams, events, strict=True):
+        event[1].record(stream)
+    synchronize(device)
+    return [
+        repeats * target.nbytes / (event[0].elapsed_time(event[1]) / 1e3)
+        for event, (target, _) in zip(events, pairs, strict=True)
+    ]
