@@ -88,7 +88,7 @@ class Engine:
         if payloads.chosen is not None:
             recipes = payloads.chosen.recipes
             counts.num_tensors += len(recipes)
-            counts.narrowed_bytes = payloads.narrowed_bytes
+            counts.narrowed_bytes = sum([payloads.sizes[part] for part in payloads.parts])
             counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
             payloads.beside_bytes += counts.recipe_bytes
         return payloads
@@ -133,14 +133,24 @@ class Engine:
         self.window.begin_at(None)
         self.mover.window = None
 
-    def keep(self, group: Group, payloads: Payloads | None = None) -> None:
-        """The group stays on the device."""
+    def keep(
+        self, group: Group, payloads: Payloads | None = None, *, is_lean: bool = False
+    ) -> None:
+        """The group stays on the device; if ``is_lean``, without what recipes compute again."""
+        chosen = payloads.chosen if payloads else None
+        if chosen is not None and is_lean and not chosen.reached:
+            assert payloads is not None
+            chosen.copy_parameters()
+            payloads.stay_apart()
+            with self.mover.lock:
+                self._give_up(group, chosen)
+        elif chosen is not None:
+            for _, members, _ in chosen.recipes:
+                for saved in members:
+                    saved.recipe = True
         if self.recipes is not None:
             group.drop()
         group.move_to(GroupState.KEPT)
-        for _, members, _ in payloads.chosen.recipes if payloads and payloads.chosen else ():
-            for saved in members:
-                saved.recipe = True
         for tell in self.observers.closed:
             tell(group, payloads)
 
@@ -183,8 +193,6 @@ class Engine:
             if payloads.chosen is not None and (batch is not None or not own.tensors):
                 is_kept = is_kept and not payloads.chosen.recipes
                 self._give_up(group, payloads.chosen)
-                group.counts.again_bytes = group.counts.recipe_bytes
-                self.mover.counts.bytes_computed_again += group.counts.recipe_bytes
             if self.observers.used:
                 self.observers.follow_uses(payloads)
             if self.recipes is not None:
@@ -210,9 +218,10 @@ class Engine:
                 saved.tensor = saved.wrapper = None
         return batch
 
-    @staticmethod
-    def _give_up(group: Group, chosen: Chosen) -> None:
+    def _give_up(self, group: Group, chosen: Chosen) -> None:
         """What recipes compute again is needed no more, and what they need a while longer."""
+        group.counts.again_bytes = group.counts.recipe_bytes
+        self.mover.counts.bytes_computed_again += group.counts.recipe_bytes
         for recipe, members, _ in chosen.recipes:
             for saved in members:
                 saved.recipe = recipe

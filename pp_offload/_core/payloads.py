@@ -41,13 +41,11 @@ class Payloads:
         gathered: Those that became copies of their own by that.
         beside_bytes: What the group holds besides if it stays: the rest of the storages of those,
             and what is computed again.
-        narrowed_bytes: Of those that are parts, for recipes.
+        parts: Those that are parts of saved tensors, for recipes.
         chosen: What is not copied, but computed again; None without that.
     """
 
-    __slots__ = (
-        "beside_bytes chosen gathered members narrowed_bytes sizes storages tensors views".split()
-    )
+    __slots__ = "beside_bytes chosen gathered members parts sizes storages tensors views".split()
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -56,7 +54,8 @@ class Payloads:
         self.storages: list[UntypedStorage | None] = []
         self.views: list[int] = []
         self.gathered: list[int] = []
-        self.beside_bytes = self.narrowed_bytes = 0
+        self.parts: list[int] = []
+        self.beside_bytes = 0
         self.chosen: Any = None
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
@@ -74,6 +73,16 @@ class Payloads:
                 self.tensors[index] = view.contiguous()
                 if self.tensors[index] is not view:
                     self.gathered.append(index)
+
+    def stay_apart(self) -> None:
+        """Have what needs parts of saved tensors need these no more."""
+        with torch.no_grad():
+            for index in self.parts:
+                part = self.tensors[index].contiguous()
+                for member in self.members[index]:
+                    assert member.restore is not None
+                    member.tensor, member.restore = member.restore(part), None
+                    member.version = part._version
 
     def without(self, indices: Collection[int]) -> Payloads:
         """All but these."""
@@ -118,7 +127,7 @@ def collect(by_storage: ByStorage) -> Payloads:
         if key < 0:  # a part, for a recipe
             payloads.views.append(len(payloads.sizes))
             payloads.add(tensor, members, None)
-            payloads.narrowed_bytes += payloads.sizes[-1]
+            payloads.parts.append(payloads.views[-1])
             continue
         nbytes, num_bytes = tensor.nbytes, storage.nbytes()
         is_whole = nbytes == num_bytes and tensor.is_contiguous()

@@ -191,7 +191,9 @@ class Chunk:
         if self.may_leave(group) and (payloads.tensors or (chosen and chosen.recipes)):
             self.send(group, payloads)
         else:
-            self.offloader.engine.keep(group, payloads)
+            engine, place = self.offloader.engine, group.key and group.key.place
+            is_lean = place in self.offloader.plan.lean and not group.is_used and engine.is_enabled
+            engine.keep(group, payloads, is_lean=is_lean)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
         """Close a group whose commit was delayed. Tensors to release may be gone by now."""

@@ -25,7 +25,7 @@ from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import make_plan
+from pp_offload._groups.plan import NOTHING_STAYS, make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
@@ -360,9 +360,10 @@ class Manager:
         """Make the plan, and the step's summary, from a complete step."""
         old = self.offloader.plan
         limit = (self.step.options or self.config).limit
-        stay = frozenset() if limit is None else self._room.stay
+        stay = NOTHING_STAYS if limit is None else self._room.stay
         self.offloader.plan = plan = self.step.make_plan(self.config, stay)
-        if not self.step.is_warmup and plan != old and plan.stay == old.stay:
+        has_same_room = (plan.stay, plan.lean) == (old.stay, old.lean)
+        if not self.step.is_warmup and plan != old and has_same_room:
             logger.info(
                 "the step changed from %d chunks with %d groups to %d with %d; the plan is made "
                 "anew and keeps %d groups on the device",

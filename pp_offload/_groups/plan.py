@@ -54,8 +54,8 @@ class GroupBytes(NamedTuple):
     """Computed again in backward."""
 
     narrowed: int = 0
-    """Of those that were copied: bytes of which saved tensors were made without a loss, in their
-    place. A cast from bfloat16 has half as many.
+    """Of those that were copied, or kept: bytes of which saved tensors were made without a loss, in
+    their place. A cast from bfloat16 has half as many.
     """
 
     def plus(self, other: GroupBytes) -> GroupBytes:
@@ -66,10 +66,11 @@ class GroupBytes(NamedTuple):
     def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
         """Of a group that was committed."""
         saved = counts.nbytes - counts.narrowed_bytes + counts.recipe_bytes
-        if is_kept:
+        if is_kept and not counts.again_bytes:
             return cls(saved, kept=saved)
-        narrowed = counts.narrowed_bytes if counts.copied_bytes else 0
-        return cls(saved, 0, counts.copied_bytes, counts.again_bytes, narrowed)
+        narrowed = counts.narrowed_bytes if is_kept or counts.copied_bytes else 0
+        kept = counts.nbytes if is_kept else 0
+        return cls(saved, kept, counts.copied_bytes, counts.again_bytes, narrowed)
 
 
 class ChunkRecord(NamedTuple):
@@ -85,6 +86,21 @@ class ChunkRecord(NamedTuple):
     """Groups in which the forward raised."""
 
 
+class Stay(NamedTuple):
+    """Which groups stay below a limit.
+
+    Attributes:
+        most_bytes: Their places, each with the most bytes that a group may have for that.
+        lean: Those of them that stay without what recipes compute again.
+    """
+
+    most_bytes: frozenset[tuple[Place, int]]
+    lean: frozenset[Place]
+
+
+NOTHING_STAYS = Stay(frozenset(), frozenset())
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the steps to come keep on the device."""
@@ -98,6 +114,9 @@ class Plan:
 
     stay: Mapping[Place, int] = field(default_factory=dict)
     """Places whose groups stay below a limit, with the largest size that still stays."""
+
+    lean: frozenset[Place] = frozenset()
+    """Those of them whose groups stay without what recipes compute again."""
 
     planned: tuple[tuple[PlannedGroup, ...], ...] = ()
     """The plan of the options, by virtual stage, for chunks that no step has had yet."""
@@ -137,7 +156,7 @@ def make_plan(
     chunks: tuple[ChunkShape, ...],
     config: OffloadConfig,
     pipeline_rank: int,
-    stay: frozenset[tuple[Place, int]] = frozenset(),
+    stay: Stay = NOTHING_STAYS,
 ) -> Plan:
     """The plan after a step whose chunks went backward in this order. Cached, because steps repeat.
 
@@ -145,12 +164,12 @@ def make_plan(
         chunks: Of the step; none before the first one.
         config: The options.
         pipeline_rank: Of this process.
-        stay: Places of groups that stay below a limit, and the most bytes of each.
+        stay: Which groups do below a limit.
 
     Raises:
         ConfigError: The plan of the options has fewer ranks.
     """
-    places = dict(stay)
+    places = dict(stay.most_bytes)
     at_places = {key for chunk in chunks for key, _, _ in chunk.by_key() if key.place in places}
     planned = planned_groups(chunks, config, pipeline_rank)
     unplanned = {key.place for key, group in planned if group is None}
@@ -160,6 +179,7 @@ def make_plan(
         names={chunk.key: chunk.names for chunk in chunks},
         num_unplanned=len(unplanned),
         stay=places,
+        lean=stay.lean,
         planned=() if rank is None else rank.stages,
         bounds=None if rank is None or unplanned else rank.bounds,
     )

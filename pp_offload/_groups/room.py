@@ -40,8 +40,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.group import Group
@@ -49,7 +50,7 @@ from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import ChunkShape, ChunksInFlight
+from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO, OffloadConfig
 
@@ -73,41 +74,42 @@ class Demand:
     sizes: Mapping[Place, int] = field(default_factory=dict)
     """Device bytes of the largest group at each place."""
 
+    lean: Mapping[Place, int] = field(default_factory=dict)
+    """The same without what recipes compute again."""
+
     in_flight: frozenset[ChunksInFlight] = frozenset()
     """Chunks in flight together; those that others cover are left out."""
 
     def with_step(
         self,
         chunks: Iterable[ChunkShape],
-        beside: Mapping[Place, int],
+        beside: Mapping[Place, Beside],
         in_flight: Iterable[ChunksInFlight],
     ) -> Demand:
         """The demand with one more step; an equal one if that step asks for no more.
 
         Args:
             chunks: Of the step.
-            beside: Bytes of the same storages that do not move, where groups save views.
+            beside: What groups save that does not move.
             in_flight: Chunks in flight, each time that another one began.
         """
-        sizes = dict(self.sizes)
+        sizes, lean = dict(self.sizes), dict(self.lean)
         for chunk in chunks:
             for key, _, group_bytes in chunk.by_key():
-                nbytes = group_bytes + beside.get(key.place, 0)
-                sizes[key.place] = max(sizes.get(key.place, 0), nbytes)
+                place, (rest_bytes, again_bytes) = key.place, beside.get(key.place, Beside())
+                lean[place] = max(lean.get(place, 0), group_bytes + rest_bytes)
+                sizes[place] = max(sizes.get(place, 0), group_bytes + rest_bytes + again_bytes)
         more = [nums for nums in in_flight if not self.covers(nums)]
-        return Demand(sizes, self.in_flight.union(more))
+        return Demand(sizes, lean, self.in_flight.union(more))
 
     def covers(self, nums: ChunksInFlight) -> bool:
         """Whether there were as many chunks of each stage before."""
         before = map(dict, self.in_flight)
         return any(all(each.get(stage, 0) >= num for stage, num in nums) for each in before)
 
-    def nbytes(self, places: Collection[Place]) -> int:
-        """The most bytes that groups at these places take together."""
-        by_stage = Counter[int]()
-        for place in places:
-            by_stage[place.vp_stage] += self.sizes[place]
-        return self.peak_bytes(by_stage)
+    def nbytes(self, sizes: Mapping[Place, int]) -> int:
+        """The most bytes that groups at these places, each of its size, take together."""
+        return self.peak_bytes(by_stage(sizes))
 
     def peak_bytes(self, by_stage: Mapping[int, int]) -> int:
         """The most bytes at a time, where each chunk of a stage takes so many."""
@@ -117,8 +119,19 @@ class Demand:
         )
 
 
-def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> frozenset[Place]:
-    """The places whose groups have room: all, or some beside what moves.
+def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
+    """What a chunk of each stage takes."""
+    by_stage = Counter[int]()
+    for place, nbytes in sizes.items():
+        by_stage[place.vp_stage] += nbytes
+    return by_stage
+
+
+def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> dict[Place, int]:
+    """The places whose groups have room, each with the bytes that a group takes there.
+
+    All, as they were saved. Or all, and of some what recipes compute again is not kept, for that
+    takes less time than copies. Or some beside what moves, without what is computed again.
 
     First of the stage with the fewest chunks in flight, where a byte of memory keeps most; within a
     stage what is saved last, for backward uses it first. See NOTE [ What stays counts for its whole
@@ -129,21 +142,34 @@ def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> frozenset[Pla
         room_bytes: Beside what is needed whatever stays.
         moving_bytes: Both ways together, as long as something leaves.
     """
-    places = demand.sizes.keys()
-    if demand.nbytes(places) <= room_bytes:
-        return frozenset(places)
+    if demand.nbytes(demand.sizes) <= room_bytes:
+        return dict(demand.sizes)
+    wanted, chosen = demand.sizes, dict(demand.lean)
+    if demand.nbytes(demand.lean) > room_bytes:
+        wanted, chosen = demand.lean, {}
+        room_bytes -= moving_bytes
 
     def order(place: Place) -> tuple[int, int]:
         return demand.peak_bytes({place.vp_stage: 1}), -place.position
 
-    chosen: list[Place] = []
-    by_stage = Counter[int]()
-    for place in sorted(places, key=order):
-        more = by_stage + Counter({place.vp_stage: demand.sizes[place]})
-        if demand.peak_bytes(more) <= room_bytes - moving_bytes:
-            by_stage = more
-            chosen.append(place)
-    return frozenset(chosen)
+    taken = by_stage(chosen)
+    for place in sorted(wanted, key=order):
+        more = taken + Counter({place.vp_stage: wanted[place] - chosen.get(place, 0)})
+        if demand.peak_bytes(more) <= room_bytes:
+            taken, chosen[place] = more, wanted[place]
+    return chosen
+
+
+class Beside(NamedTuple):
+    """Bytes that a group has besides what moves, if it stays.
+
+    Attributes:
+        rest_bytes: Of storages of which it saves parts.
+        again_bytes: That recipes would compute again.
+    """
+
+    rest_bytes: int = 0
+    again_bytes: int = 0
 
 
 @dataclass
@@ -172,8 +198,7 @@ class Seen:
     """Chunks whose forward has begun."""
 
     in_flight: set[ChunksInFlight] = field(default_factory=set)
-    beside: dict[Place, int] = field(default_factory=dict)
-    """Bytes of the storages of which a group saves parts, that do not leave with it."""
+    beside: dict[Place, Beside] = field(default_factory=dict)
 
     in_backward: ChunkKey | None = None
 
@@ -193,7 +218,7 @@ class DeviceRoom(Observer):
         self._offloader = offloader
         self._in_flight = in_flight
         self._limit = config.limit
-        self._stay: frozenset[Place] = frozenset()
+        self._stay: dict[Place, int] = {}
         self._demand = Demand()
         self._num_left = NUM_SETTLING
         self._risen_bytes = 0  # the peak within the last step in which it rose
@@ -205,9 +230,12 @@ class DeviceRoom(Observer):
         self._has_warned = False
 
     @property
-    def stay(self) -> frozenset[tuple[Place, int]]:
-        """Places of groups that are to stay, and the most bytes that they may have for that."""
-        return frozenset((place, self._demand.sizes[place]) for place in self._stay)
+    def stay(self) -> Stay:
+        """Which groups are to stay in the steps to come."""
+        sizes, lean = self._demand.sizes, self._demand.lean
+        most_bytes = frozenset((place, lean[place]) for place in self._stay)
+        is_lean = (place for place, nbytes in self._stay.items() if nbytes < sizes[place])
+        return Stay(most_bytes, frozenset(is_lean))
 
     def begin_step(self) -> None:
         """Watch a step."""
@@ -245,8 +273,9 @@ class DeviceRoom(Observer):
         seen, key = self._seen, group.key
         self._read()
         if seen is not None and key is not None and payloads is not None:
-            nbytes = max(seen.beside.get(key.place, 0), payloads.beside_bytes)
-            seen.beside[key.place] = nbytes
+            again_bytes = group.counts.recipe_bytes
+            now = payloads.beside_bytes - again_bytes, again_bytes
+            seen.beside[key.place] = Beside(*map(max, seen.beside.get(key.place, Beside()), now))
 
     def reached(self, group: Group) -> None:
         """With the first one of a chunk, see NOTE [ What is needed whatever leaves ]."""
@@ -290,7 +319,7 @@ class DeviceRoom(Observer):
         peak_bytes = now.peak_bytes if now.peak_bytes > seen.begin.peak_bytes else now.nbytes
         if demand != self._demand:
             self._num_left = NUM_SETTLING if self._num_left else 1
-            self._demand, self._stay, self._room_bytes = demand, frozenset(), -1
+            self._demand, self._stay, self._room_bytes = demand, {}, -1
             self._foreseen_bytes = None
         elif self._num_left:
             self._num_left -= 1
@@ -328,7 +357,7 @@ class DeviceRoom(Observer):
             return  # bounds are not chosen yet
         self._num_left = 0
         stay_bytes = demand.nbytes(self._stay)
-        most_bytes = stay_bytes + moving_bytes * (stay_bytes < all_bytes)
+        most_bytes = stay_bytes + moving_bytes * (len(self._stay) < len(demand.sizes))
         has_less = stay_bytes > 0 and most_bytes > room_bytes
         has_more = stay_bytes < all_bytes and room_bytes > self._room_bytes + limit_bytes // PART
         if has_less or has_more:

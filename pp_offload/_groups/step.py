@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
+from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.plan import (
+    NOTHING_STAYS,
     ChunkRecord,
     ChunkShape,
     ChunksInFlight,
     GroupBytes,
     Plan,
+    Stay,
     make_plan,
 )
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, WeightPass
@@ -202,14 +204,12 @@ class StepRecord:
         """All its chunks, also those without backward."""
         return _records({**self._forward, **self._backward})
 
-    def make_plan(
-        self, config: OffloadConfig, stay: frozenset[tuple[Place, int]] = frozenset()
-    ) -> Plan:
+    def make_plan(self, config: OffloadConfig, stay: Stay = NOTHING_STAYS) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order.
 
         Args:
             config: The options.
-            stay: Places of groups that stay below a limit, and the most bytes of each.
+            stay: Which groups do below a limit.
         """
         if not self.queue.is_told:
             self.queue.know_order(self._backward)

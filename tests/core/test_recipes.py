@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,8 @@ from pp_offload._common.torch_private import SHOWS_PACKED
 from pp_offload._core import operators
 from pp_offload._core.observer import Observer
 from pp_offload._core.recipes import Recipes
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.plan import Plan
 
 pytestmark = pytest.mark.skipif(not SHOWS_PACKED, reason="nodes of this torch do not tell")
 
@@ -63,22 +66,47 @@ def group(
     return group_alone(y, torch.neg, is_on, name)  # type: ignore[no-any-return]
 
 
+class Everywhere:
+    """In place of a plan's places: all of them."""
+
+    def __get__(self, plan: Plan, owner: object) -> Everywhere:
+        return self
+
+    def __set__(self, plan: Plan, value: object) -> None:
+        """They are all."""
+
+    def __contains__(self, place: object) -> bool:
+        return True
+
+
+@contextmanager
+def all_stay() -> Iterator[None]:
+    """Groups stay, without what is computed again."""
+    with patch.object(Chunk, "may_leave", lambda *_: False):
+        with patch.object(Plan, "lean", Everywhere()):
+            yield
+
+
 def check(
     run: Callable[[bool], list[Tensor]],
     kind: str = "late",
     again: bool | None = True,
     **options: Any,
 ) -> None:
-    """Bits are equal in some steps, in each of which something is computed again, or nothing."""
+    """Bits are equal in some steps, in each of which something is computed again, or nothing:
+    where all leaves, and where all stays that is not computed again.
+    """
     expected = run(False)
-    with session(kind, rematerialize="cheap", **options) as manager:
-        for number in range(3):
-            before = manager.statistics()
-            begin_step()
-            assert_same(run(True), expected, f"step {number}")
-            assert_idle(manager)
-            num_bytes = manager.statistics().since(before).bytes_computed_again
-            assert again in (None, num_bytes > 0), f"step {number}"
+    for how in (nullcontext, all_stay):
+        with session(kind, rematerialize="cheap", **options) as manager, how():
+            for number in range(3):
+                before = manager.statistics()
+                begin_step()
+                assert_same(run(True), expected, f"step {number}")
+                assert_idle(manager)
+                now = manager.statistics().since(before)
+                assert again in (None, now.bytes_computed_again > 0), f"step {number}"
+                assert how is nullcontext or now.bytes_offloaded == 0
 
 
 OPERATORS: dict[str, Make] = {
@@ -224,6 +252,28 @@ def test_a_float32_that_was_bfloat16_is_copied_as_that() -> None:
 
     check(run, verify=True)
     assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+def test_a_group_that_stays_gives_up_what_is_computed_again() -> None:
+    """Of a float32 that was bfloat16, too, it keeps the latter."""
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def compute(x: Tensor) -> Tensor:
+        wide = (x * 3).sin().float()
+        active = F.silu(wide)
+        storages.extend(weakref.ref(each.untyped_storage()) for each in (wide, active))
+        return active.square().to(torch.bfloat16)
+
+    with session("late", rematerialize="cheap", verify=True) as manager, all_stay():
+        for _ in range(2):
+            begin_step()
+            storages.clear()
+            y = group(drawn(ROWS, COLUMNS).to(torch.bfloat16).requires_grad_(), compute)
+            gc.collect()
+            assert [each() for each in storages] == [None, None]
+            y.sum().backward()
+        manager.reset()
+        assert manager.statistics().bytes_offloaded == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

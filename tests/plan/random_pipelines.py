@@ -172,6 +172,7 @@ def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Draw
     }
     draw.choice(range(4))  # so that a seed draws what it always drew
     config = OffloadConfig(
+        device_limit_bytes=None,
         **options,
         activation_offload_fraction=draw.choice([1.0, 1.0, 1.0, 0.5]),
         delta_offload_bytes_across_pp_ranks=draw.choice([0, 0, chunk_bytes // 3]),
