@@ -38,8 +38,8 @@ def predict(
             ``prefetch_bytes``, ``host_budget_bytes``,
             ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
             ``split_backward`` are used, and ``tiers`` of host and disk; what may leave is in
-            the tapes. A limit of ``"auto"`` counts as none. Each rank may take ``host_budget_bytes`` of host memory, or as much as it
-            needs where that is None.
+            the tapes. A limit of ``"auto"`` counts as none. Each rank may take
+            ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
         peers: How messages pass from rank to rank; the default is a network.
         num_steps: The engine derives its plan and its bounds from the first ones.
 

@@ -76,6 +76,7 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
+ALL_LEAVE = OffloadConfig(device_limit_bytes=None)
 FORWARD_S = NUM_LAYERS * FLOPS / (990e12 * 0.6)
 
 
@@ -83,7 +84,7 @@ FORWARD_S = NUM_LAYERS * FLOPS / (990e12 * 0.6)
 def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
     """``copies`` take so many times a forward; they have three times that."""
     one = hardware(copies)
-    with use_backend(VirtualBackend(one)) as manager:
+    with use_backend(VirtualBackend(one), config=ALL_LEAVE) as manager:
         training = Training(manager)
         training.step()
         for _ in range(2):
@@ -94,7 +95,9 @@ def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
     for less in [(cap - SAVED_BYTES, window), (cap, window - 2 * SAVED_BYTES)]:
         if min(less) < SAVED_BYTES:
             continue
-        config = OffloadConfig(max_in_flight_bytes=less[0], prefetch_bytes=less[1])
+        config = OffloadConfig(
+            device_limit_bytes=None, max_in_flight_bytes=less[0], prefetch_bytes=less[1]
+        )
         with use_backend(VirtualBackend(one), config=config) as manager:
             training = Training(manager)
             training.step()
@@ -104,7 +107,7 @@ def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
 
 def test_a_link_that_is_too_slow_is_never_idle() -> None:
     one = hardware(4.0)
-    with use_backend(VirtualBackend(one)) as manager:
+    with use_backend(VirtualBackend(one), config=ALL_LEAVE) as manager:
         training = Training(manager)
         for _ in range(3):
             stalled_s, _ = training.step()
@@ -116,7 +119,7 @@ def test_a_link_that_is_too_slow_is_never_idle() -> None:
 
 @pytest.fixture
 def training() -> Iterator[Training]:
-    with use_backend(VirtualBackend(hardware(1.5))) as manager:
+    with use_backend(VirtualBackend(hardware(1.5)), config=ALL_LEAVE) as manager:
         yield Training(manager)
 
 
@@ -198,13 +201,15 @@ def test_another_step_is_timed_again(training: Training) -> None:
 def test_bounds_do_not_grow_beyond_the_device() -> None:
     """A step that fits is followed by steps that fit."""
     one = hardware(2.9)
-    with use_backend(VirtualBackend(one)) as manager:
+    with use_backend(VirtualBackend(one), config=ALL_LEAVE) as manager:
         training = Training(manager)
         peaks = [training.step()[1] for _ in range(3)]
         free = sum(training.bounds())
     assert peaks[2] > peaks[0]
     memory_bytes = (peaks[0] + peaks[2]) // 2
-    with use_backend(VirtualBackend(replace(one, memory_bytes=memory_bytes))) as manager:
+    with use_backend(
+        VirtualBackend(replace(one, memory_bytes=memory_bytes)), config=ALL_LEAVE
+    ) as manager:
         training = Training(manager)
         for _ in range(4):
             training.step()
@@ -215,7 +220,7 @@ def test_bounds_do_not_grow_beyond_the_device() -> None:
 def test_no_less_is_in_flight_than_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards in a row need it, and it is little."""
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", IN_FLIGHT_BYTES)
-    with use_backend(VirtualBackend(hardware(0.5))) as manager:
+    with use_backend(VirtualBackend(hardware(0.5)), config=ALL_LEAVE) as manager:
         training = Training(manager, num_layers=2)
         for _ in range(3):
             training.step()
@@ -224,7 +229,7 @@ def test_no_less_is_in_flight_than_at_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_with_numbers_for_both_nothing_is_timed() -> None:
-    config = OffloadConfig(max_in_flight_bytes=12345, prefetch_bytes=0)
+    config = OffloadConfig(device_limit_bytes=None, max_in_flight_bytes=12345, prefetch_bytes=0)
     with use_backend(VirtualBackend(hardware(1.0)), config=config) as manager:
         training = Training(manager)
         for _ in range(3):
@@ -260,7 +265,9 @@ def test_events_that_do_not_know_their_time_change_nothing(
 @pytest.mark.parametrize("kind", ["late", "eager", "random", "cpu"])
 def test_without_a_clock_the_bounds_follow_the_groups(kind: str) -> None:
     backend = make_backend(kind)
-    with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+    with use_backend(
+        backend, config=OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
+    ) as manager:
         model = make_model(width=64)
         for step in range(3):
             run_step(model, batches(3, 64, step), in_flight=2)

@@ -25,7 +25,9 @@ COUNTED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak")
 def test_what_moves_is_what_moves_with_data(in_flight: int) -> None:
     found = []
     for backend in (make_backend("late"), VirtualBackend(DEVICES["H100"])):
-        config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=0)
+        config = OffloadConfig(
+            device_limit_bytes=None, min_offloaded_tensor_size=1, max_in_flight_bytes=0
+        )
         with use_backend(backend, config=config) as manager:
             model = make_model(width=64, device=str(backend.device))
             for step in range(3):
@@ -80,7 +82,9 @@ def step_s(
     """
     backend = VirtualBackend(one, is_blocking=is_blocking)
     nbytes = window * SAVED_BYTES
-    config = OffloadConfig(max_in_flight_bytes=nbytes, prefetch_bytes=nbytes)
+    config = OffloadConfig(
+        device_limit_bytes=None, max_in_flight_bytes=nbytes, prefetch_bytes=nbytes
+    )
     with use_backend(backend, config=config):
         model = Layers(NUM, WIDTH)
         waiting: deque[Tensor] = deque()
@@ -124,7 +128,7 @@ def test_a_link_that_is_too_slow_takes_its_own_time() -> None:
 def test_a_copy_that_has_ended_meanwhile_is_not_waited_for() -> None:
     """Nor the one behind it: the host waits for the first to end before it can queue that."""
     backend = VirtualBackend(replace(hardware(2.0), num_queued_launches=1))
-    with use_backend(backend, config=OffloadConfig(max_in_flight_bytes=1)):
+    with use_backend(backend, config=OffloadConfig(device_limit_bytes=None, max_in_flight_bytes=1)):
         off_interface.init_chunk_handler(None, None, 1)
         x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
         Layers(3, WIDTH)(x, offload=True)
@@ -175,7 +179,7 @@ def test_it_is_a_backend_with_streams() -> None:
 
 def test_places_without_an_address_are_no_device_memory(tmp_path: Path) -> None:
     found = []
-    in_memory = OffloadConfig(min_offloaded_tensor_size=1)
+    in_memory = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     for config in (in_memory, replace(in_memory, tiers=("disk",), disk_dir=tmp_path)):
         backend = VirtualBackend(DEVICES["H100"])
         with use_backend(backend, config=config) as manager:

@@ -63,7 +63,9 @@ def test_a_copy_may_take_the_same_whatever_its_size() -> None:
     """Two groups of one tensor each, on a device where nothing else takes time."""
     hardware = replace(EVEN, link_bytes_per_s=inf, copy_latency_s=1.0, launch_s=0)
     backend = VirtualBackend(hardware, lambda *call: 0)
-    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=2**30)
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, max_in_flight_bytes=2**30
+    )
     with use_backend(backend, config=config):
         off_interface.init_chunk_handler(None, None, 1)
         x: Tensor = meta(8, needs_grad=True)

@@ -216,7 +216,7 @@ def test_a_link_that_makes_no_sense_is_refused(wrong: Any) -> None:
 WIDTH, ROWS, NUM = 1024, 2048, 4
 SAVED_BYTES = ROWS * WIDTH * 2
 KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+CONFIG = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
 
 
 class Layers(nn.Module):

@@ -40,7 +40,7 @@ PLAIN = replace(
 
 def engine_on(hardware: Hardware, **options: Any) -> tuple[VirtualBackend, Engine]:
     backend = VirtualBackend(hardware)
-    config = OffloadConfig(tiers=("disk",), **options)
+    config = OffloadConfig(device_limit_bytes=None, tiers=("disk",), **options)
     return backend, Offloader(backend, config).engine
 
 
@@ -213,7 +213,9 @@ def test_a_slow_disk_bounds_a_step() -> None:
 def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
     found = []
     for backend in (make_backend("eager"), VirtualBackend(replace(PLAIN, link_bytes_per_s=inf))):
-        config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
+        config = OffloadConfig(
+            device_limit_bytes=None, min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path
+        )
         with use_backend(backend, config=config) as manager:
             model = make_model(width=64, device=str(backend.device))
             forwards = []
@@ -239,7 +241,9 @@ def test_nothing_is_written_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_trace_shows_it_by_the_same_clock(tmp_path: Path) -> None:
-    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
+    config = OffloadConfig(
+        device_limit_bytes=None, min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path
+    )
     with use_backend(VirtualBackend(PLAIN), config=config) as manager:
         backend = manager.backend
         assert isinstance(backend, VirtualBackend)
