@@ -54,7 +54,11 @@ INSTANT = Hardware(
 
 
 def config_of(fraction: float) -> OffloadConfig:
-    return OffloadConfig(activation_offload_fraction=fraction, min_offloaded_tensor_size=1024)
+    return OffloadConfig(
+        device_limit_bytes=None,
+        activation_offload_fraction=fraction,
+        min_offloaded_tensor_size=1024,
+    )
 
 
 def trained(model: GPTConfig, fraction: float, num_microbatches: int) -> tuple[int, int]:
