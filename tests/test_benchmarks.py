@@ -68,6 +68,14 @@ def test_virtual_step_writes_its_figures(tmp_path: Path) -> None:
     assert default["peak_to_best"] == default["peak_gib"] / default["best_gib"]
 
 
+def test_frontier_writes_its_figures(tmp_path: Path) -> None:
+    """All with room stays; recompute takes longer."""
+    (none, all_stay, recompute) = run_quick("frontier.py", tmp_path)["gpt4096"]
+    assert none["ratio"] == 1 <= all_stay["ratio"] < recompute["ratio"]
+    assert recompute["peak_gib"] < all_stay["peak_gib"] <= none["peak_gib"]
+    assert all_stay["copied_gib"] == 0 < all_stay["again_gib"]
+
+
 def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
     ways = ["recompute", "ours", "activations"]
     short = ["--rounds", "1", "--warmup", "1"]

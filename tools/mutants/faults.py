@@ -1382,8 +1382,8 @@ MUTANTS = [
     Mutant(
         "no room is left for what moves",
         "pp_offload/_groups/room.py",
-        "<= room_bytes - moving_bytes:",
-        "<= room_bytes:",
+        "        room_bytes -= moving_bytes\n",
+        "",
         "a device takes more than the limit of an automatic plan",
         (
             "tests/policy/test_fitting.py::test_what_stays_fits",

@@ -71,6 +71,14 @@ EDITS: dict[str, Edit] = {
         "its node does not tell it, and gradients are wrong",
         AGAIN,
     ),
+    "a part that a recipe needs keeps all it is a part of": Edit(
+        ENGINE,
+        "Engine.keep",
+        "payloads.stay_apart()",
+        "pass",
+        "what stays below a limit takes more than was foreseen, and the part is of another dtype",
+        AGAIN,
+    ),
     "a recipe that was refused is used": Edit(
         RECIPES,
         "Recipes.proved",
