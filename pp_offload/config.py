@@ -143,7 +143,7 @@ class OffloadConfig:
     rematerialize: str = "cheap"
     """``"cheap"``: what cheap operators, such as norms and activation functions, made of saved
     tensors is not copied, but computed again from them, where they give the same bits. ``"none"``:
-    all is copied, as with versions of torch that do not tell what an operator saved.
+    all is copied.
     """
 
     split_backward: str = "reload"

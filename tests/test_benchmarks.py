@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from processes import run
 
-from pp_offload._common.torch_private import SHOWS_PACKED
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -189,7 +187,6 @@ def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
     assert figures["num_unequal"] == 0 and figures["worst_time_gap"] <= 1e-9
 
 
-@pytest.mark.skipif(not SHOWS_PACKED, reason="nodes of this torch do not tell")
 def test_rematerialize_writes_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     figures = run_quick("rematerialize.py", tmp_path)

@@ -40,8 +40,8 @@ ROWS = [
 """Folders, and the files beside them: lowest first, within a row too."""
 
 MOST_LINES = {
-    "_core": 4603,
-    "_groups": 2994,
+    "_core": 4588,
+    "_groups": 3004,
     "_hooks": 310,
     "_memory": 1520,
     "_megatron": 1416,

@@ -335,12 +335,8 @@ def prepare_stage(stage: Any, num_microbatches: int) -> None:
     stage._prepare_backward_infra(num_microbatches)
 
 
-SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
-"""Whether a node tells what a pack hook returned for a tensor that it saved."""
-
 __all__ = [
     "NODES",
-    "SHOWS_PACKED",
     "ActivationWrapper",
     "CachedTorchDispatchMode",
     "CachingTorchDispatchMode",

@@ -72,7 +72,7 @@ class Engine:
         self.eligibility = Eligibility(backend.device, StorageSet())
         self.recipes: Recipes | None = None
         if config.rematerialize == "cheap":
-            self.recipes = Recipes.if_shown(self.mover, self.eligibility)
+            self.recipes = Recipes(self.mover, self.eligibility)
         self.reach = self.window.reach
         self.current_stream = backend.current_stream
         self.follow = self.mover.in_flight.streams.follow
@@ -138,8 +138,8 @@ class Engine:
     ) -> None:
         """The group stays on the device; if ``is_lean``, without what recipes compute again."""
         chosen = payloads.chosen if payloads else None
-        if chosen is not None and is_lean and not chosen.reached:
-            assert payloads is not None
+        if chosen is not None and is_lean:
+            assert payloads is not None and not chosen.reached
             chosen.copy_parameters()
             payloads.stay_apart()
             with self.mover.lock:

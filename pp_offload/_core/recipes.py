@@ -27,12 +27,10 @@ NOTE [ Parameters ]
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +38,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pp_offload._common.torch_private import (
-    NODES,
-    SHOWS_PACKED,
-    disable_current_modes,
-)
+from pp_offload._common.torch_private import NODES, disable_current_modes
 from pp_offload._core.operators import (
     CHEAP,
     EPS,
@@ -57,12 +51,10 @@ from pp_offload._core.operators import (
     viewed,
 )
 from pp_offload._core.payloads import ByStorage
-from pp_offload._core.saved import Resident, Saved
+from pp_offload._core.saved import Resident, Saved, modified
 from pp_offload._core.search import Narrow, Search, Walk
 from pp_offload._core.tensors import Eligibility, Geometry, flat_bytes, storage_bytes
 from pp_offload._core.verify import check_same, checksum_of
-
-logger = logging.getLogger(__name__)
 
 MOST_TRIALS = 30
 """With tensors that say nothing of an eps, such as zeros, before all is copied at a place."""
@@ -128,7 +120,7 @@ class Recipe:
             if tensor is not None and tensor._version != given[1]:
                 tensor = None  # a backward that got it has changed it in place
         if tensor is None:
-            tensor = _run(self.term, methodcaller("unpack"), self._mover.backend.device.type)
+            tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
             self._left = self._uses
             if self._checksum is not None:
                 came = f"a tensor of group '{self._label}' was computed again"
@@ -175,20 +167,6 @@ class Recipes:
         self._of_weights: Any = WeakIdKeyDictionary()
         self._has_steps = False
         self.copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
-
-    @classmethod
-    def if_shown(cls, mover: Any, eligibility: Eligibility) -> Recipes | None:
-        """None, with one warning, for a torch whose nodes do not tell what they saved."""
-        if SHOWS_PACKED:
-            return cls(mover, eligibility)
-        if not _warned:
-            _warned.append(torch.__version__)
-            logger.warning(
-                "rematerialize is 'cheap', but the nodes of torch %s do not tell what a hook "
-                "returned for what they saved, so all is copied; expected torch 2.13 or later",
-                torch.__version__,
-            )
-        return None
 
     def go_on_as(self, old: Recipes) -> None:
         """What was proved stays so in another epoch."""
@@ -325,7 +303,14 @@ class Recipes:
 
 
 _REFUSED = object()
-_warned: list[str] = []
+
+
+def _unpacked(leaf: Saved | Resident) -> Tensor:
+    """What a recipe needs. Its owner may have emptied its storage, which counts no change."""
+    tensor = leaf.unpack()
+    if tensor.nbytes and not tensor.untyped_storage().nbytes():
+        raise modified(tensor, leaf.version, leaf.group.name if type(leaf) is Saved else None)
+    return tensor
 
 
 def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:

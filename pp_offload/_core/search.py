@@ -1,7 +1,7 @@
 """Finds how what a group saved can be computed again: a walk from each saved tensor to others.
 
 search = Search(recipes, group, by_storage(group.saved_refs))
-search.terms()   # takes out of the dictionary what they give; their inputs join it
+search.take_out()  # of the dictionary, what recipes give; their inputs join it
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class Walk:
         if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
             return None if name in OPTIONAL else UNKNOWN
         saved = self._search.by_maker.get((edge[1], edge[0]._sequence_nr()))
-        if saved is None and (result := getattr(edge[0], "_raw_saved_result", None)) is not None:
-            saved = result.data  # of an operator that saves what it gives
+        if saved is None and hasattr(edge[0], "_raw_saved_result"):
+            saved = edge[0]._raw_saved_result.data  # of an operator that saves what it gives
         return self.call(*edge) if saved is None else self._leaf(saved)
 
     def _leaf(self, packed: Any) -> Any:

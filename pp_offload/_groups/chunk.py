@@ -187,12 +187,14 @@ class Chunk:
 
     def _offload(self, group: Group) -> None:
         payloads = self.offloader.engine.payloads(group)
-        chosen = payloads.chosen
-        if self.may_leave(group) and (payloads.tensors or (chosen and chosen.recipes)):
+        chosen, engine = payloads.chosen, self.offloader.engine
+        place = group.key and group.key.place
+        is_lean = place in self.offloader.plan.lean and not group.is_used and engine.is_enabled
+        # What needs bytes that left would stay whole, for which there is no room.
+        may_leave = self.may_leave(group) or (is_lean and chosen and chosen.reached)
+        if may_leave and (payloads.tensors or (chosen and chosen.recipes)):
             self.send(group, payloads)
         else:
-            engine, place = self.offloader.engine, group.key and group.key.place
-            is_lean = place in self.offloader.plan.lean and not group.is_used and engine.is_enabled
             engine.keep(group, payloads, is_lean=is_lean)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:

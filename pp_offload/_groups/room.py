@@ -188,6 +188,9 @@ class Seen:
     has_risen: bool = False
     """Whether that is a peak that the device told."""
 
+    had_retries: bool = False
+    """Whether the allocator had to give memory back first."""
+
     allocated_bytes: int = 0
     """The most when a backward went on to another chunk."""
 
@@ -222,6 +225,7 @@ class DeviceRoom(Observer):
         self._demand = Demand()
         self._num_left = NUM_SETTLING
         self._risen_bytes = 0  # the peak within the last step in which it rose
+        self._above_bytes = 0  # that peak, above what was read when it was to be high
         self._needed_bytes = 0  # beside what was there when the step began
         self._spare_bytes = 0  # by which steps took more than was foreseen
         self._room_bytes = -1  # with which it was filled last
@@ -259,14 +263,16 @@ class DeviceRoom(Observer):
     def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
         seen, key = self._seen, group.key
-        self._read()
         if seen is not None and key is not None and key.chunk not in seen.begun:
+            if not seen.begun:  # what rose before was of no step
+                seen.told_bytes = (self._offloader.backend.allocated() or seen.begin).peak_bytes
             seen.begun.add(key.chunk)
             now = self._in_flight()
             seen.in_flight.add(now)
             if self._stay and not self._demand.covers(now):  # for so many there is no room
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
+        self._read()
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""
@@ -280,27 +286,30 @@ class DeviceRoom(Observer):
     def reached(self, group: Group) -> None:
         """With the first one of a chunk, see NOTE [ What is needed whatever leaves ]."""
         seen, key = self._seen, group.key
-        allocated = self._read()
-        if seen is None or key is None or allocated is None or key.chunk == seen.in_backward:
+        if seen is None or key is None or key.chunk == seen.in_backward:
+            self._read()
             return
+        allocated = self._note(seen)
         seen.in_backward = key.chunk
         mover = self._offloader.engine.mover
         moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
         seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
         seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
 
-    def _read(self) -> Allocated | None:
-        """What is allocated, in a step that is to say it; see NOTE [ What a peak does not say ]."""
-        seen = self._seen
-        if seen is None or not self._num_left:
-            return None
-        allocated = self._offloader.backend.allocated()
-        if allocated is not None:
-            if allocated.peak_bytes > seen.told_bytes:
-                seen.told_bytes = seen.peak_bytes = allocated.peak_bytes
-                seen.has_risen = True
-            seen.peak_bytes = max(seen.peak_bytes, allocated.nbytes)
-        return allocated
+    def _read(self) -> None:
+        """In a step that is to say what is needed, read more often."""
+        if self._seen is not None and self._num_left:
+            self._note(self._seen)
+
+    def _note(self, seen: Seen) -> Allocated:
+        """See NOTE [ What a peak does not say ]."""
+        now = self._offloader.backend.allocated() or seen.begin
+        if now.peak_bytes > seen.told_bytes:
+            seen.told_bytes = seen.peak_bytes = now.peak_bytes
+            seen.has_risen = True
+        seen.peak_bytes = max(seen.peak_bytes, now.nbytes)
+        seen.had_retries = now.num_retries > seen.begin.num_retries
+        return now
 
     def end_step(self, chunks: Sequence[ChunkShape] | None) -> None:
         """The step is over.
@@ -315,8 +324,7 @@ class DeviceRoom(Observer):
         if not chunks:
             return
         demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
-        now = self._offloader.backend.allocated() or seen.begin
-        peak_bytes = now.peak_bytes if now.peak_bytes > seen.begin.peak_bytes else now.nbytes
+        peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
         if demand != self._demand:
             self._num_left = NUM_SETTLING if self._num_left else 1
             self._demand, self._stay, self._room_bytes = demand, {}, -1
@@ -324,15 +332,15 @@ class DeviceRoom(Observer):
         elif self._num_left:
             self._num_left -= 1
             self._foreseen_bytes = peak_bytes = self._peak(seen)
-            above_bytes = max(0, peak_bytes - seen.allocated_bytes)
-            needed_bytes = seen.fixed_bytes + above_bytes - seen.begin.nbytes
+            self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
+            needed_bytes = seen.fixed_bytes + self._above_bytes - seen.begin.nbytes
             self._needed_bytes = max(self._needed_bytes, needed_bytes)
         limit_bytes = min(self._limits())
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
-            if now.num_retries > seen.begin.num_retries:
-                self._spare_bytes += limit_bytes // PART
+            self._spare_bytes += seen.had_retries * limit_bytes // PART
         if self._foreseen_bytes is not None:
+            now = self._offloader.backend.allocated() or seen.begin
             needed_bytes = now.nbytes + self._needed_bytes + self._spare_bytes
             self._fill(needed_bytes, limit_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:

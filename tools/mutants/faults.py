@@ -1409,8 +1409,8 @@ MUTANTS = [
     Mutant(
         "a peak of a step is not seen",
         "pp_offload/_groups/room.py",
-        "            if allocated.peak_bytes > seen.told_bytes:",
-        "            if False:",
+        "        if now.peak_bytes > seen.told_bytes:",
+        "        if False:",
         "where much comes and goes between two groups, more stays than fits",
         (
             "tests/simulate/test_auto_plan.py"
