@@ -262,7 +262,8 @@ def test_signals_of_a_timer(kind: str, tmp_path: Path) -> None:
                 del loss
                 if trial % 10 == 0:
                     program.check()
-        assert arrived == calls["handled"] and not swallowed, f"{arrived} of {calls['handled']}"
+        told = f"{arrived} of {calls['handled']}, and what the interpreter forgot: {swallowed}"
+        assert arrived == calls["handled"] and not swallowed, told
         program.check()
 
 
