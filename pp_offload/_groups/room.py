@@ -247,14 +247,15 @@ class DeviceRoom(Observer):
         if self._limit is None or backend.is_capturing:
             return
         allocated = backend.allocated()
-        if allocated is None or (self._limit == AUTO and backend.memory_bytes() is None):
-            if self._limit != AUTO:
-                logger.warning(
-                    "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all "
-                    "groups leave; name a plan that was made before, or leave the option out",
-                    rank_said(),
-                    backend.name,
-                )
+        if self._limit == AUTO and (allocated is None or backend.memory_bytes() is None):
+            return
+        if allocated is None:
+            logger.warning(
+                "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all groups "
+                "leave; name a plan that was made before, or leave the option out",
+                rank_said(),
+                backend.name,
+            )
             self._limit = None
             return
         self._seen = Seen(allocated, allocated.peak_bytes)

@@ -17,20 +17,13 @@ from torch import Tensor
 from pp_offload._common.checks import check_kind
 from pp_offload._common.torch_private import (
     accelerator_device,
+    accelerator_stats,
     accelerator_stream,
     set_accelerator_device,
     set_accelerator_stream,
 )
 from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
 from pp_offload.backends.captures import no_memory_in_captures
-
-ALLOCATED = (
-    "allocated_bytes.all.current",
-    "allocated_bytes.all.peak",
-    "reserved_bytes.all.current",
-    "num_alloc_retries",
-)
-"""Names of what :class:`Allocated` has, in PyTorch's statistics of an allocator."""
 
 
 class AcceleratorBackend(Backend):
@@ -114,20 +107,27 @@ class AcceleratorBackend(Backend):
             return None
         nbytes, total = module.mem_get_info(self.device)
         stats = self._stats()
-        nbytes += stats.get("reserved_bytes.all.current", 0)
+        nbytes += _of(stats, "reserved_bytes", "current")
         if hasattr(module, "get_per_process_memory_fraction"):
             nbytes = min(nbytes, int(total * module.get_per_process_memory_fraction(self.device)))
-        return max(0, int(nbytes - stats.get("inactive_split_bytes.all.peak", 0)))
+        return max(0, int(nbytes - _of(stats, "inactive_split_bytes", "peak")))
 
     def allocated(self) -> Allocated | None:
         """By PyTorch's allocator; None where the device has no statistics."""
         stats = self._stats()
-        return Allocated(*[int(stats.get(name, 0)) for name in ALLOCATED]) if stats else None
+        if not stats:
+            return None
+        return Allocated(
+            _of(stats, "allocated_bytes", "current"),
+            _of(stats, "allocated_bytes", "peak"),
+            _of(stats, "reserved_bytes", "current"),
+            stats.get("num_alloc_retries", 0),
+        )
 
     def _stats(self) -> dict[str, Any]:
         try:
-            return torch.accelerator.memory_stats(self.device)
-        except (RuntimeError, NotImplementedError, AssertionError):
+            return accelerator_stats(self.device.index)
+        except RuntimeError:
             return {}
 
     def copy(
@@ -184,3 +184,8 @@ def _with_number(device: torch.device | None) -> torch.device:
             "CpuBackend() for tensors of the host"
         )
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _of(stats: dict[str, Any], name: str, kind: str) -> int:
+    """A number of an allocator's."""
+    return int(stats.get(name, {}).get("all", {}).get(kind, 0))

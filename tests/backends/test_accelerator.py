@@ -183,8 +183,11 @@ def test_memory_is_what_tensors_of_this_process_may_have(
     if fraction is not None:
         asked["get_per_process_memory_fraction"] = lambda device: fraction
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**asked))
-    stats = {"reserved_bytes.all.current": 20 * GIB, "inactive_split_bytes.all.peak": gaps * GIB}
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: stats)
+    stats = {
+        "reserved_bytes": {"all": {"current": 20 * GIB}},
+        "inactive_split_bytes": {"all": {"peak": gaps * GIB}},
+    }
+    monkeypatch.setattr(accelerator, "accelerator_stats", lambda index: stats)
     assert backend_without_a_device().memory_bytes() == expected * GIB
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import cast
@@ -134,3 +135,15 @@ def test_a_step_without_backward_chooses_nothing(training: Training) -> None:
         assert training.same_without(training.step())
         training.end_step()
     assert training.bounds()[0] < before[0]
+
+
+def test_by_default_what_has_room_stays(emulated: ModuleType) -> None:
+    """Nobody has to say that there is enough."""
+    backend, sent = AcceleratorBackend(), [0]
+    with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        training = Training(manager, backend)
+        for _ in range(5):
+            assert training.same_without(training.step())
+            sent.append(manager.statistics().bytes_offloaded)
+    steps = [after - before for before, after in itertools.pairwise(sent)]
+    assert steps[0] > 0 and steps[-2:] == [0, 0]
