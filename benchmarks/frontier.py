@@ -74,9 +74,9 @@ def points(case: Case, *, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(by_case: dict[str, list[dict[str, Any]]]) -> str:
     lines = ["case     way            step ms  ratio  peak GiB  of none  copied GiB  again GiB"]
-    for case, rows in found.items():
+    for case, rows in by_case.items():
         lines += [
             f"{case:<8} {row['way']:<13} {row['step_ms']:>8.1f} {row['ratio']:>6.3f} "
             f"{row['peak_gib']:>9.2f} {row['of_peak']:>8.2f} {row['copied_gib']:>11.2f} "
@@ -86,11 +86,11 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(by_case: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """A panel for each case."""
     figure = new_figure(3.8, layout="constrained")
-    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    for axes, (case, rows) in zip(panels, found.items(), strict=True):
+    panels = figure.subplots(1, len(by_case), sharey=True, squeeze=False)[0]
+    for axes, (case, rows) in zip(panels, by_case.items(), strict=True):
         for kind, name, colour, marker in (
             ("limit", "below a limit, as the engine chooses", BLUE, "o"),
             ("fraction", "a fraction by hand", GREEN, "^"),
@@ -119,15 +119,15 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     num_layers = 2 if options.quick else options.layers
-    found = {
+    by_case = {
         name: points(replace(CASES[name], layers=num_layers), quick=options.quick)
         for name in options.cases or LARGE
     }
-    print(table(found))
+    print(table(by_case))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(by_case, indent=1) + "\n")
     if options.picture:
-        draw(found, options.picture)
+        draw(by_case, options.picture)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,7 @@ LISTENED = {
     "plan": Listened(step, "make_plan", "config", lambda config: config.offload_plan is not None),
     "max_in_flight_bytes": Listened(Mover, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Window, "__init__", "window_bytes", 54321),
-    "device_limit_bytes": Listened(
-        DeviceRoom, "__init__", "config", lambda config: config.device_limit_bytes == 2**20 + 3
-    ),
+    "device_limit_bytes": Listened(DeviceRoom, "begin_step", "limit", 2**20 + 3),
     "rematerialize": Listened(Recipes, "__init__", "self", lambda recipes: True),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),

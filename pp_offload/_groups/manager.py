@@ -25,7 +25,7 @@ from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import NOTHING_STAYS, make_plan
+from pp_offload._groups.plan import make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
@@ -85,7 +85,7 @@ class Manager:
     def _follow(self, config: OffloadConfig, step: StepRecord, offloader: Offloader) -> None:
         self.config, self.step, self.offloader = config, step, offloader
         self.plan_check = PlanCheck()
-        self._room = DeviceRoom(offloader, config, step.in_flight)
+        self._room = DeviceRoom(offloader, step.in_flight)
         self.bounds = AutoBounds(offloader, config, self._room.unused_bytes)
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
 
@@ -302,7 +302,7 @@ class Manager:
             self._look_for_idle_groups()
             self._end_step()
             self.bounds.begin_step()
-            self._room.begin_step()
+            self._room.begin_step((self.step.options or self.config).limit)
         self.offloader.settle()
         self._call_on_begin()
         if forgotten:
@@ -329,7 +329,9 @@ class Manager:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         self._drop_step()
         with self.offloader.lock:
-            self._room.begin_step()  # a loop may begin its next step without reset()
+            self._room.begin_step(
+                (self.step.options or self.config).limit
+            )  # a loop may begin its next step without reset()
 
     def _drop_step(self) -> None:
         with self.offloader.lock:
@@ -359,9 +361,7 @@ class Manager:
     def learn(self) -> None:
         """Make the plan, and the step's summary, from a complete step."""
         old = self.offloader.plan
-        limit = (self.step.options or self.config).limit
-        stay = NOTHING_STAYS if limit is None else self._room.stay
-        self.offloader.plan = plan = self.step.make_plan(self.config, stay)
+        self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
         has_same_room = (plan.stay, plan.lean) == (old.stay, old.lean)
         if not self.step.is_warmup and plan != old and has_same_room:
             logger.info(

@@ -1,7 +1,7 @@
 """How many groups may stay below a limit of device memory, as steps show it.
 
-    room = DeviceRoom(offloader, config, step.in_flight)
-    room.begin_step()
+    room = DeviceRoom(offloader, step.in_flight)
+    room.begin_step(config.limit)
     ...
     room.end_step(step.shapes())
     room.stay  # for the next plan
@@ -52,7 +52,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
 from pp_offload.backends import Allocated
-from pp_offload.config import AUTO, OffloadConfig
+from pp_offload.config import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -211,16 +211,13 @@ class DeviceRoom(Observer):
 
     Args:
         offloader: Has the device, which is asked; how much moves at a time; and the plan.
-        config: Has the limit. Nothing is watched without one.
         in_flight: Counts the chunks of each stage whose backward is not over.
     """
 
-    def __init__(
-        self, offloader: Offloader, config: OffloadConfig, in_flight: Callable[[], ChunksInFlight]
-    ) -> None:
+    def __init__(self, offloader: Offloader, in_flight: Callable[[], ChunksInFlight]) -> None:
         self._offloader = offloader
         self._in_flight = in_flight
-        self._limit = config.limit
+        self._limit: int | str | None = None
         self._stay: dict[Place, int] = {}
         self._demand = Demand()
         self._num_left = NUM_SETTLING
@@ -241,22 +238,29 @@ class DeviceRoom(Observer):
         is_lean = (place for place, nbytes in self._stay.items() if nbytes < sizes[place])
         return Stay(most_bytes, frozenset(is_lean))
 
-    def begin_step(self) -> None:
-        """Watch a step."""
-        backend = self._offloader.backend
-        if self._limit is None or backend.is_capturing:
+    def begin_step(self, limit: int | str | None) -> None:
+        """Watch a step.
+
+        Args:
+            limit: As ``OffloadConfig.limit``. Without one nothing is watched, and nothing stays.
+        """
+        backend, self._limit = self._offloader.backend, limit
+        if limit is None:
+            self._stay, self._foreseen_bytes = {}, None
+        if limit is None or backend.is_capturing:
             return
         allocated = backend.allocated()
-        if self._limit == AUTO and (allocated is None or backend.memory_bytes() is None):
+        if limit == AUTO and (allocated is None or backend.memory_bytes() is None):
             return
         if allocated is None:
-            logger.warning(
+            logger.log(
+                logging.DEBUG if self._has_warned else logging.WARNING,
                 "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all groups "
                 "leave; name a plan that was made before, or leave the option out",
                 rank_said(),
                 backend.name,
             )
-            self._limit = None
+            self._has_warned = True
             return
         self._seen = Seen(allocated, allocated.peak_bytes)
         self._offloader.observers.add(self)

@@ -262,8 +262,8 @@ def test_signals_of_a_timer(kind: str, tmp_path: Path) -> None:
                 del loss
                 if trial % 10 == 0:
                     program.check()
-        told = f"{arrived} of {calls['handled']}, and what the interpreter forgot: {swallowed}"
-        assert arrived == calls["handled"] and not swallowed, told
+        why = f"{arrived} of {calls['handled']}, and what the interpreter forgot: {swallowed}"
+        assert arrived == calls["handled"] and not swallowed, why
         program.check()
 
 

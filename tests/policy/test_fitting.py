@@ -42,11 +42,11 @@ def taken(sizes: Mapping[Place, int], moment: ChunksInFlight) -> int:
 
 @given(demands, byte_counts, st.integers(0, 40))
 def test_what_stays_fits(demand: Demand, room: int, moving: int) -> None:
-    found = fitting(demand, room, moving)
-    assert all(nbytes in (demand.lean[at], demand.sizes[at]) for at, nbytes in found.items())
-    leaves = any(demand.sizes[place] for place in demand.sizes.keys() - found)
+    stay = fitting(demand, room, moving)
+    assert all(nbytes in (demand.lean[at], demand.sizes[at]) for at, nbytes in stay.items())
+    leaves = any(demand.sizes[place] for place in demand.sizes.keys() - stay)
     for moment in demand.in_flight:
-        stays = taken(found, moment)
+        stays = taken(stay, moment)
         assert stays == 0 or stays + moving * leaves <= room
 
 
@@ -55,17 +55,17 @@ def test_with_room_for_all_everything_stays(demand: Demand, moving: int) -> None
     """As it is; and with a byte less, without some of what is computed again."""
     for sizes in (demand.sizes, demand.lean):
         room = max([taken(sizes, one) for one in demand.in_flight], default=0)
-        found = fitting(demand, room, moving)
-        assert found.keys() == demand.sizes.keys()
-        assert sizes is demand.lean or found == sizes
+        stay = fitting(demand, room, moving)
+        assert stay.keys() == demand.sizes.keys()
+        assert sizes is demand.lean or stay == sizes
 
 
 def test_where_fewer_chunks_are_in_flight_more_stays() -> None:
     """A byte of memory keeps one of each of them."""
     sizes = {Place(stage, position): 10 for stage in (0, 1) for position in (0, 1)}
     demand = Demand(sizes, sizes, frozenset({((0, 4), (1, 1)), ((0, 1), (1, 2))}))
-    found = [fitting(demand, room, 0).keys() for room in (9, 20, 40, 79, 80)]
-    assert found == [
+    stay = [fitting(demand, room, 0).keys() for room in (9, 20, 40, 79, 80)]
+    assert stay == [
         frozenset(),
         {Place(1, 1)},
         {Place(1, 0), Place(1, 1)},
@@ -92,10 +92,10 @@ def test_what_is_computed_again_goes_before_anything_leaves() -> None:
 
 def test_a_step_asks_for_the_most_of_all_before() -> None:
     shape = ChunkShape(ChunkKey(0, 3), ("a", "b"), (5, 7))
-    one = Demand().with_step([shape], {Place(0, 1): Beside(2, 4)}, [((0, 1),)])
+    demand = Demand().with_step([shape], {Place(0, 1): Beside(2, 4)}, [((0, 1),)])
     lean = {Place(0, 0): 5, Place(0, 1): 9}
-    assert one == Demand(lean | {Place(0, 1): 13}, lean, frozenset({((0, 1),)}))
-    assert one.with_step([shape], {}, [((0, 1),)]) == one
-    longer = one.with_step([shape._replace(sizes=(6, 1))], {}, [((0, 2),)])
+    assert demand == Demand(lean | {Place(0, 1): 13}, lean, frozenset({((0, 1),)}))
+    assert demand.with_step([shape], {}, [((0, 1),)]) == demand
+    longer = demand.with_step([shape._replace(sizes=(6, 1))], {}, [((0, 2),)])
     assert longer.sizes == {Place(0, 0): 6, Place(0, 1): 13}
     assert longer.peak_bytes({0: 1}) == 2

@@ -22,6 +22,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups import auto_bounds
 from pp_offload._memory.budget import as_another_process
 from pp_offload.backends import Allocated
+from pp_offload.compat import megatron
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
 
@@ -80,6 +81,12 @@ class Training:
         return [self.step(**how) for _ in range(num_steps)]
 
     @property
+    def limit_bytes(self) -> int:
+        """Where it is a number."""
+        assert isinstance(self.config.device_limit_bytes, int)
+        return self.config.device_limit_bytes
+
+    @property
     def sent(self) -> int:
         return PipelineOffloadManager.get_instance().statistics().bytes_offloaded
 
@@ -106,8 +113,7 @@ def with_limit(num_saved: float | None, **how: Any) -> Any:
 
 @with_limit(40)
 def test_the_limit_is_filled_and_kept(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     first = training.sent_by_a_step()
     with caplog.at_level(logging.INFO):
         peaks = training.run(10)
@@ -155,8 +161,7 @@ def test_a_rank_says_which_one_it_is(
 
 @with_limit(40, resets=True)
 def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -> None:
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     training.loss_bytes = 9 * SAVED_BYTES  # is in no group, and not there when backward begins
     first = training.sent_by_a_step()
     assert all(peak <= limit for peak in training.run(10))
@@ -166,8 +171,7 @@ def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -
 @with_limit(40)
 def test_a_peak_of_another_program_is_none_of_a_step(training: Training) -> None:
     """It says that nothing has room, and would for ever."""
-    limit, memory = training.config.device_limit_bytes, training.backend.memory
-    assert isinstance(limit, int)
+    limit, memory = training.limit_bytes, training.backend.memory
     training.backend.allocated = lambda: Allocated(memory.live_bytes, 10**12)  # type: ignore[method-assign]
     training.loss_bytes = 4 * SAVED_BYTES
     first = training.sent_by_a_step()
@@ -178,8 +182,7 @@ def test_a_peak_of_another_program_is_none_of_a_step(training: Training) -> None
 @with_limit(40)
 def test_states_that_an_optimizer_makes_have_their_room(training: Training) -> None:
     """After the first step, so that one does not say what the second one needs."""
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     peaks = []
     for _ in range(8):
         peaks.append(training.step())
@@ -191,8 +194,7 @@ def test_states_that_an_optimizer_makes_have_their_room(training: Training) -> N
 @with_limit(60)
 def test_steps_that_ask_for_more_begin_anew(training: Training) -> None:
     """With more microbatches in flight, and with longer ones: also the first such step fits."""
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     training.run(6)
     few = training.sent_by_a_step()
     more = training.run(7, in_flight=5, num=6)
@@ -207,8 +209,7 @@ def test_steps_that_ask_for_more_begin_anew(training: Training) -> None:
 @with_limit(60)
 def test_a_step_that_was_aborted_is_followed_by_one_that_is_watched(training: Training) -> None:
     """Also where a loop calls ``reset()`` at the end of its steps."""
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     training.run(6)
     PipelineOffloadManager.get_instance().abort()
     with pytest.MonkeyPatch.context() as patch:
@@ -219,8 +220,7 @@ def test_a_step_that_was_aborted_is_followed_by_one_that_is_watched(training: Tr
 @with_limit(40)
 def test_bounds_have_no_room_where_the_limit_was_passed(training: Training) -> None:
     """By memory that nobody foresaw; then all groups leave."""
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     first = training.sent_by_a_step()
     training.run(4)
     manager = PipelineOffloadManager.get_instance()
@@ -236,8 +236,7 @@ def test_bounds_have_no_room_where_the_limit_was_passed(training: Training) -> N
 @with_limit(40)
 def test_memory_that_is_taken_and_given_back_between_steps(training: Training) -> None:
     """As by a loader's buffers, or states of another optimizer."""
-    limit = training.config.device_limit_bytes
-    assert isinstance(limit, int)
+    limit = training.limit_bytes
     training.run(5)
     before = training.sent_by_a_step()
     training.states = [torch.empty(12 * SAVED_BYTES, dtype=torch.uint8, device="meta")]
@@ -352,6 +351,21 @@ def test_a_limit_of_its_own_gives_way(options: dict[str, Any]) -> None:
     with as_another_process(), use_backend(one.backend, config=config):
         one.run(5)
         assert bool(one.sent_by_a_step()) is bool(options)
+
+
+@with_limit(None)
+def test_calls_by_megatrons_names_have_no_limit(training: Training) -> None:
+    """Its users give fractions. Bounds may grow into all that is unused."""
+    begin = megatron.FineGrainedActivationOffloadingInterface.init_chunk_handler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            off_interface, "init_chunk_handler", lambda *_: begin(None, None, None, 1, 0, 1.0)
+        )
+        training.run(6)
+        assert training.sent_by_a_step() > 0
+    room = PipelineOffloadManager.get_instance()._room
+    memory = training.backend.hardware.memory_bytes
+    assert room.unused_bytes() == memory - training.backend.memory.peak_bytes
 
 
 @with_limit(None)
