@@ -132,9 +132,9 @@ class OffloadConfig:
     groups stay as it has room for, as the first steps show it, each rank on its own: as they were
     saved, or without what ``rematerialize`` computes again; the rest leaves. ``"auto"`` means the
     memory of the device, less what others hold and the gaps of PyTorch's allocator. None means no
-    limit: all groups leave, as they do on a CPU. A plan, ``activation_offload_fraction`` and
-    ``delta_offload_bytes_across_pp_ranks`` say themselves what stays: with them it is ``"auto"`` or
-    None, and there is no limit.
+    limit: all groups leave, as they do on a CPU. A plan, an ``activation_offload_fraction`` below 1
+    and ``delta_offload_bytes_across_pp_ranks`` say themselves what stays: with them it is
+    ``"auto"`` or None, and there is no limit.
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.

@@ -92,7 +92,7 @@ def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
-    """All but the tests; rows are there as they come, and a part that is cut off or fails too."""
+    """All but the tests that need one."""
     command = [sys.executable, str(ROOT / "tools/on_gpu.py"), "--out", str(tmp_path)]
     command += ["--device", "cpu", "--cases", "tiny", "--parts", "doctor", "tiny", "peers"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
