@@ -122,6 +122,10 @@ class AutoBounds:
         offloader: Has the cap on bytes in flight, the window, and who watches.
         config: Says what is to be chosen.
         unused_bytes: Of the device, that bounds may grow into; None where there is no end.
+
+    Attributes:
+        hidden_bytes: Copies of a step that hide behind its compute, whatever the schedule: those
+            to the host in a third of its time, as forwards take, and those back in the rest.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class AutoBounds:
         self._running: StepTimes | None = None
         self._timed: StepTimes | None = None
         self._sent = self._sent_when_timed = 0
+        self.hidden_bytes = 0
 
     def begin_step(self) -> None:
         """Choose, if all that was timed has ended; then time this step, if steps are left to time.
@@ -194,6 +199,10 @@ class AutoBounds:
 
     def _choose(self, times: StepTimes) -> None:
         stalled_s = seconds(times.waits)
+        to_host, back = rate(times.offloads), rate(times.reloads)
+        if to_host is not None and back is not None:
+            compute_s = times.seconds_until(times.end) - stalled_s
+            self.hidden_bytes = int(min(to_host, 2 * back) * compute_s / 3 * CAUTION)
         self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
         if self._plan.bounds is not None:
             return
@@ -209,8 +218,8 @@ class AutoBounds:
             rank_said(),
             times.seconds_until(times.end) * 1e3,
             stalled_s * 1e3,
-            (rate(times.offloads) or 0) / 1e9,
-            (rate(times.reloads) or 0) / 1e9,
+            (to_host or 0) / 1e9,
+            (back or 0) / 1e9,
             *(nbytes // MIB for nbytes in self.now),
         )
 

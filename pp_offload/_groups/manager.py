@@ -293,7 +293,8 @@ class Manager:
             self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
-            self._room.end_step(self.step.shapes() if is_complete else None)
+            shapes = self.step.shapes() if is_complete else None
+            self._room.end_step(shapes, self.bounds.hidden_bytes)
             if is_complete:
                 self.learn()
             elif self.step.has_saved_nothing():

@@ -3,52 +3,49 @@
     room = DeviceRoom(offloader, step.in_flight)
     room.begin_step(config.limit)
     ...
-    room.end_step(step.shapes())
+    room.end_step(step.shapes(), bounds.hidden_bytes)
     room.stay  # for the next plan
 
 At first all groups leave. The second step says what the device needs whatever leaves: if all has
-room beside that, all stays. Else bounds on what is on its way are chosen first, and what the limit
-leaves beside them is filled two steps later.
+room beside that, all stays. Else bounds on copies in flight are chosen first, and two steps later
+groups fill what the limit leaves beside these bounds.
 
 NOTE [ What a peak does not say ]
-    A device tells the peak since its last reset, and nobody resets it here, for it is the user's.
-    It may be that of another program, of loading a checkpoint, or of an evaluation behind the last
-    backward, when nothing of a group is there: only a peak that rose where groups begin, end and
-    are reached is a step's. So what is allocated is also read there, and, as long as no peak rose,
-    the bytes of the largest group are left free for what comes and goes in between.
+    A device reports its peak since the last reset, and only the user resets it. This peak may come
+    from another program, from loading a checkpoint, or from an evaluation behind the last backward,
+    when no group is there: only a peak that rose where groups begin, end and are reached is a
+    step's. So the allocated bytes are also read at these times, and, as long as no peak rose, the
+    bytes of the largest group are left free for what comes and goes in between.
 
-    An optimizer makes its states when the first step is over. So the first step only says what its
-    groups are like, and so does a step that asks for more than all before.
+    An optimizer makes its states behind the first step. So the first step only says what its groups
+    are like, and so does a step that asks for more than all before.
 
-NOTE [ It goes on ]
-    What is there when a step begins may become more, and another process may take memory of the
-    device. So room is looked at after each step. Where a step took more than the limit, as much
-    more is left free from then on.
+NOTE [ Room follows the steps ]
+    Memory in use when a step begins may grow, and another process may take memory of the device. So
+    the room is computed after each step. Where a step took more than the limit, that much more is
+    left free from then on. Two equal steps that ask for less than those before have the room to
+    themselves; if a larger step comes again, twice as many equal steps are needed next time.
 
 NOTE [ What is needed whatever leaves ]
-    Where a backward goes on to another chunk: bytes allocated, less bytes on their way, which can
-    be counted there. The peak of the step above all that was allocated at these times comes on top,
-    such as what the backward of a loss takes. Bytes on their way may be as many as the bounds let,
-    whatever they were in this step: where less leaves, more of it comes back sooner.
-
-NOTE [ What stays counts for its whole chunk ]
-    From the begin of a chunk's forward to the end of its backward. So a step takes no more than is
-    counted, and less where a group is saved late, or was on its way at that time anyway.
+    When a backward goes on to another chunk: bytes allocated, less bytes of copies in flight and of
+    groups that stay, which can be counted there. The peak of the step above the most that was
+    allocated at these times comes on top, such as what the backward of a loss takes. As many bytes
+    may be in flight as the bounds allow, even where this step had fewer: the less leaves, the
+    sooner it comes back.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
+from pp_offload._groups.demand import Beside, Demand, by_stage, fitting
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
 from pp_offload.backends import Allocated
@@ -64,112 +61,10 @@ PART = 32
 had to give memory back to have some; and room that grows by it is filled anew.
 """
 
+NUM_EQUAL = 2
+"""Equal steps that ask for less than steps before, until these are forgotten."""
+
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The most that steps have asked for."""
-
-    sizes: Mapping[Place, int] = field(default_factory=dict)
-    """Device bytes of the largest group at each place."""
-
-    lean: Mapping[Place, int] = field(default_factory=dict)
-    """The same without what recipes compute again."""
-
-    in_flight: frozenset[ChunksInFlight] = frozenset()
-    """Chunks in flight together; those that others cover are left out."""
-
-    def with_step(
-        self,
-        chunks: Iterable[ChunkShape],
-        beside: Mapping[Place, Beside],
-        in_flight: Iterable[ChunksInFlight],
-    ) -> Demand:
-        """The demand with one more step; an equal one if that step asks for no more.
-
-        Args:
-            chunks: Of the step.
-            beside: What groups save that does not move.
-            in_flight: Chunks in flight, each time that another one began.
-        """
-        sizes, lean = dict(self.sizes), dict(self.lean)
-        for chunk in chunks:
-            for key, _, group_bytes in chunk.by_key():
-                place, (rest_bytes, again_bytes) = key.place, beside.get(key.place, Beside())
-                lean[place] = max(lean.get(place, 0), group_bytes + rest_bytes)
-                sizes[place] = max(sizes.get(place, 0), group_bytes + rest_bytes + again_bytes)
-        more = [nums for nums in in_flight if not self.covers(nums)]
-        return Demand(sizes, lean, self.in_flight.union(more))
-
-    def covers(self, nums: ChunksInFlight) -> bool:
-        """Whether there were as many chunks of each stage before."""
-        before = map(dict, self.in_flight)
-        return any(all(each.get(stage, 0) >= num for stage, num in nums) for each in before)
-
-    def nbytes(self, sizes: Mapping[Place, int]) -> int:
-        """The most bytes that groups at these places, each of its size, take together."""
-        return self.peak_bytes(by_stage(sizes))
-
-    def peak_bytes(self, by_stage: Mapping[int, int]) -> int:
-        """The most bytes at a time, where each chunk of a stage takes so many."""
-        return max(
-            [sum([num * by_stage.get(at, 0) for at, num in nums]) for nums in self.in_flight],
-            default=0,
-        )
-
-
-def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
-    """What a chunk of each stage takes."""
-    by_stage = Counter[int]()
-    for place, nbytes in sizes.items():
-        by_stage[place.vp_stage] += nbytes
-    return by_stage
-
-
-def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> dict[Place, int]:
-    """The places whose groups have room, each with the bytes that a group takes there.
-
-    All, as they were saved. Or all, and of some what recipes compute again is not kept, for that
-    takes less time than copies. Or some beside what moves, without what is computed again.
-
-    First of the stage with the fewest chunks in flight, where a byte of memory keeps most; within a
-    stage what is saved last, for backward uses it first. See NOTE [ What stays counts for its whole
-    chunk ].
-
-    Args:
-        demand: Of all steps that are to have room.
-        room_bytes: Beside what is needed whatever stays.
-        moving_bytes: Both ways together, as long as something leaves.
-    """
-    if demand.nbytes(demand.sizes) <= room_bytes:
-        return dict(demand.sizes)
-    wanted, chosen = demand.sizes, dict(demand.lean)
-    if demand.nbytes(demand.lean) > room_bytes:
-        wanted, chosen = demand.lean, {}
-        room_bytes -= moving_bytes
-
-    def order(place: Place) -> tuple[int, int]:
-        return demand.peak_bytes({place.vp_stage: 1}), -place.position
-
-    taken = by_stage(chosen)
-    for place in sorted(wanted, key=order):
-        more = taken + Counter({place.vp_stage: wanted[place] - chosen.get(place, 0)})
-        if demand.peak_bytes(more) <= room_bytes:
-            taken, chosen[place] = more, wanted[place]
-    return chosen
-
-
-class Beside(NamedTuple):
-    """Bytes that a group has besides what moves, if it stays.
-
-    Attributes:
-        rest_bytes: Of storages of which it saves parts.
-        again_bytes: That recipes would compute again.
-    """
-
-    rest_bytes: int = 0
-    again_bytes: int = 0
 
 
 @dataclass
@@ -194,8 +89,8 @@ class Seen:
     allocated_bytes: int = 0
     """The most when a backward went on to another chunk."""
 
-    fixed_bytes: int = 0
-    """The same, without what was on its way."""
+    besides_copies: dict[ChunksInFlight, int] = field(default_factory=dict)
+    """The same without copies in flight, by chunks in flight."""
 
     begun: set[ChunkKey] = field(default_factory=set)
     """Chunks whose forward has begun."""
@@ -227,6 +122,11 @@ class DeviceRoom(Observer):
         self._spare_bytes = 0  # by which steps took more than was foreseen
         self._room_bytes = -1  # with which it was filled last
         self._foreseen_bytes: int | None = None
+        self._hidden_bytes = 0
+        self._last = Demand()  # of the last step alone
+        self._num_equal = 0  # steps in a row that asked for that
+        self._num_wanted = NUM_EQUAL
+        self._has_forgotten = False  # larger steps
         self._seen: Seen | None = None
         self._has_warned = False
 
@@ -299,11 +199,12 @@ class DeviceRoom(Observer):
         mover = self._offloader.engine.mover
         moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
         seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
-        seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
+        now, nbytes = self._in_flight(), allocated.nbytes - moving_bytes
+        seen.besides_copies[now] = max(seen.besides_copies.get(now, 0), nbytes)
 
     def _read(self) -> None:
-        """In a step that is to say what is needed, read more often."""
-        if self._seen is not None and self._num_left:
+        """In a step that may say what is needed, read more often."""
+        if self._seen is not None and (self._num_left or self._last != self._demand):
             self._note(self._seen)
 
     def _note(self, seen: Seen) -> Allocated:
@@ -316,11 +217,12 @@ class DeviceRoom(Observer):
         seen.had_retries = now.num_retries > seen.begin.num_retries
         return now
 
-    def end_step(self, chunks: Sequence[ChunkShape] | None) -> None:
+    def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
         """The step is over.
 
         Args:
-            chunks: What it was like; None if it says nothing of others.
+            chunks: Of the step; None if it says nothing of others.
+            hidden_bytes: Copies of a step that hide behind its compute.
         """
         seen, self._seen = self._seen, None
         if seen is None:
@@ -328,18 +230,17 @@ class DeviceRoom(Observer):
         self._offloader.observers.remove(self)
         if not chunks:
             return
-        demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
+        self._hidden_bytes = hidden_bytes
         peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
+        step = Demand().with_step(chunks, seen.beside, seen.in_flight)
+        demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
+        self._num_equal = self._num_equal + 1 if step == self._last else 1
+        self._last = step
         if demand != self._demand:
-            self._num_left = NUM_SETTLING if self._num_left else 1
-            self._demand, self._stay, self._room_bytes = demand, {}, -1
-            self._foreseen_bytes = None
-        elif self._num_left:
-            self._num_left -= 1
-            self._foreseen_bytes = peak_bytes = self._peak(seen)
-            self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
-            needed_bytes = seen.fixed_bytes + self._above_bytes - seen.begin.nbytes
-            self._needed_bytes = max(self._needed_bytes, needed_bytes)
+            self._restart(demand)
+        elif self._num_left or self._is_smaller(step):
+            self._num_left = max(0, self._num_left - 1)
+            self._foreseen_bytes = peak_bytes = self._measure(seen, step)
         limit_bytes = min(self._limits())
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
@@ -350,6 +251,41 @@ class DeviceRoom(Observer):
             self._fill(needed_bytes, limit_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
             self._warn(peak_bytes, limit_bytes)
+
+    def _restart(self, demand: Demand) -> None:
+        """A step asked for more than all before: all leave in the next step, which is read."""
+        self._num_left = NUM_SETTLING if self._num_left else 1
+        self._num_wanted *= 1 + self._has_forgotten
+        self._has_forgotten = False
+        self._demand, self._stay, self._room_bytes = demand, {}, -1
+        self._foreseen_bytes = None
+
+    def _is_smaller(self, step: Demand) -> bool:
+        """Whether enough equal steps in a row asked for less than steps before."""
+        return self._num_equal >= self._num_wanted and step != self._demand
+
+    def _measure(self, seen: Seen, step: Demand) -> int:
+        """The peak of a step that was read; also note what it needs whatever leaves."""
+        lean = self.stay.lean
+        staying = by_stage(
+            {at: (step.lean if at in lean else step.sizes).get(at, 0) for at in self._stay}
+        )
+        if self._is_smaller(step):
+            self._demand, self._stay, self._room_bytes = step, {}, -1
+            self._needed_bytes = self._risen_bytes = 0
+            self._has_forgotten = True
+        fixed_bytes = max(
+            (
+                nbytes - sum(num * staying[stage] for stage, num in now)
+                for now, nbytes in seen.besides_copies.items()
+            ),
+            default=0,
+        )
+        peak_bytes = self._peak(seen)
+        self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
+        needed_bytes = fixed_bytes + self._above_bytes - seen.begin.nbytes
+        self._needed_bytes = max(self._needed_bytes, needed_bytes)
+        return peak_bytes
 
     def _peak(self, seen: Seen) -> int:
         """Of a step that was read."""
@@ -375,7 +311,7 @@ class DeviceRoom(Observer):
         has_more = stay_bytes < all_bytes and room_bytes > self._room_bytes + limit_bytes // PART
         if has_less or has_more:
             self._room_bytes = room_bytes
-            self._stay = fitting(demand, room_bytes, moving_bytes)
+            self._stay = fitting(demand, room_bytes, moving_bytes, self._hidden_bytes)
             stay_bytes = demand.nbytes(self._stay)
             logger.info(
                 "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
@@ -390,7 +326,7 @@ class DeviceRoom(Observer):
 
     def _moving_bytes(self) -> int:
         """The most bytes on their way, both ways together. A bound cuts no group."""
-        largest = max(self._demand.sizes.values(), default=0)
+        largest = max(self._demand.lean.values(), default=0)
         cap_bytes = self._offloader.engine.mover.in_flight.bound.nbytes
         return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
 

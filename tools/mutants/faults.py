@@ -1381,9 +1381,9 @@ MUTANTS = [
     ),
     Mutant(
         "no room is left for what moves",
-        "pp_offload/_groups/room.py",
-        "        room_bytes -= moving_bytes\n",
-        "",
+        "pp_offload/_groups/demand.py",
+        "room_bytes - moving_bytes)",
+        "room_bytes)",
         "a device takes more than the limit of an automatic plan",
         (
             "tests/policy/test_fitting.py::test_what_stays_fits",

@@ -1,0 +1,190 @@
+"""What a step's groups ask of the device, and which of them have room below a limit.
+
+    demand = Demand().with_step(chunks, beside, in_flight)
+    fitting(demand, room_bytes, moving_bytes, hidden_bytes)
+
+Pure functions of numbers: nothing here touches a tensor, a stream or a clock.
+
+NOTE [ Chunks keep their room ]
+    A group that stays counts from the begin of its chunk's forward to the end of the chunk's
+    backward. So a step takes no more than is counted, and less where a group is saved late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pp_offload._core.keys import Place
+from pp_offload._groups.plan import ChunkShape, ChunksInFlight
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The most that steps have asked for."""
+
+    sizes: Mapping[Place, int] = field(default_factory=dict)
+    """Device bytes of the largest group at each place."""
+
+    lean: Mapping[Place, int] = field(default_factory=dict)
+    """The same without what recipes compute again."""
+
+    in_flight: frozenset[ChunksInFlight] = frozenset()
+    """Chunks in flight together; those that others cover are left out."""
+
+    num_chunks: Counter[int] = field(default_factory=Counter)
+    """Of each virtual stage in a step."""
+
+    def with_step(
+        self,
+        chunks: Iterable[ChunkShape],
+        beside: Mapping[Place, Beside],
+        in_flight: Iterable[ChunksInFlight],
+    ) -> Demand:
+        """The demand with one more step; an equal one if that step asks for no more.
+
+        Args:
+            chunks: Of the step.
+            beside: What groups save that does not move.
+            in_flight: Chunks in flight, each time that another one began.
+        """
+        sizes, lean = dict(self.sizes), dict(self.lean)
+        num_chunks = Counter[int]()
+        for chunk in chunks:
+            num_chunks[chunk.key.vp_stage] += 1
+            for key, _, group_bytes in chunk.by_key():
+                place, (rest_bytes, again_bytes) = key.place, beside.get(key.place, Beside())
+                lean[place] = max(lean.get(place, 0), group_bytes + rest_bytes)
+                sizes[place] = max(sizes.get(place, 0), group_bytes + rest_bytes + again_bytes)
+        moments = self.in_flight.union(in_flight)
+        most = frozenset(nums for nums in moments if not covers(moments - {nums}, nums))
+        return Demand(sizes, lean, most, self.num_chunks | num_chunks)
+
+    def covers(self, nums: ChunksInFlight) -> bool:
+        """Whether as many chunks of each stage were in flight before."""
+        return covers(self.in_flight, nums)
+
+    def again_bytes(self, chosen: Mapping[Place, int]) -> int:
+        """What recipes compute again in a step, where these places have room for so many bytes."""
+        return sum(
+            self.num_chunks[place.vp_stage] * (nbytes - self.lean[place])
+            for place, nbytes in self.sizes.items()
+            if chosen.get(place) != nbytes
+        )
+
+    def nbytes(self, sizes: Mapping[Place, int]) -> int:
+        """The most bytes that groups at these places, each of its size, take together."""
+        return self.peak_bytes(by_stage(sizes))
+
+    def peak_bytes(self, by_stage: Mapping[int, int]) -> int:
+        """The most bytes at a time, where each chunk of a stage takes so many."""
+        return max(
+            [sum([num * by_stage.get(at, 0) for at, num in nums]) for nums in self.in_flight],
+            default=0,
+        )
+
+
+def covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
+    """Whether at one of these moments as many chunks of each stage were in flight."""
+    return any(
+        all(moment.get(stage, 0) >= num for stage, num in nums) for moment in map(dict, moments)
+    )
+
+
+def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
+    """What a chunk of each stage takes."""
+    by_stage = Counter[int]()
+    for place, nbytes in sizes.items():
+        by_stage[place.vp_stage] += nbytes
+    return by_stage
+
+
+def fitting(
+    demand: Demand, room_bytes: int, moving_bytes: int, hidden_bytes: int = 0
+) -> dict[Place, int]:
+    """The places whose groups have room, each with the bytes that a group takes there.
+
+    All, as they were saved. Or all, and of some what recipes compute again is not kept. Or some
+    beside what moves: copies that hide behind compute cost less than computing again, others more.
+
+    Args:
+        demand: Of all steps that are to have room.
+        room_bytes: Beside what is needed whatever stays.
+        moving_bytes: Both ways together, as long as something leaves.
+        hidden_bytes: Copies of a step that hide behind its compute.
+    """
+    order = stay_order(demand)
+    all_stay = filled(demand, order, set(), room_bytes)
+    hidden = hidden_places(demand, order, hidden_bytes)
+    some_leave = filled(demand, order, hidden, room_bytes - moving_bytes)
+    if len(all_stay) < len(order):
+        return some_leave
+    does_hide = hidden.issuperset(demand.sizes.keys() - some_leave)
+    is_cheaper = demand.again_bytes(some_leave) < demand.again_bytes(all_stay)
+    return some_leave if does_hide and is_cheaper else all_stay
+
+
+def stay_order(demand: Demand) -> list[Place]:
+    """Places in the order in which their groups get room.
+
+    First of the stage with the fewest chunks in flight, where a byte of memory keeps most. Within a
+    stage first what is saved last, for backward uses it first, and then halves, quarters and so on:
+    copies of groups that are far apart have more time. See NOTE [ Chunks keep their room ].
+    """
+    last: dict[int, int] = {}
+    for stage, position in demand.sizes:
+        last[stage] = max(last.get(stage, 0), position)
+
+    def rank(place: Place) -> tuple[int, int, str]:
+        stage, position = place
+        num_bits = last[stage].bit_length()
+        from_end = f"{last[stage] - position:0{num_bits}b}"
+        return demand.peak_bytes({stage: 1}), stage, from_end[::-1]
+
+    return sorted(demand.sizes, key=rank)
+
+
+def hidden_places(demand: Demand, order: Sequence[Place], nbytes: int) -> set[Place]:
+    """The last places in this order whose groups copy at most so many bytes in a step."""
+    hidden = set[Place]()
+    for place in reversed(order):
+        nbytes -= demand.lean[place] * demand.num_chunks[place.vp_stage]
+        if nbytes < 0:
+            break
+        hidden.add(place)
+    return hidden
+
+
+def filled(
+    demand: Demand, order: Sequence[Place], may_leave: Collection[Place], room_bytes: int
+) -> dict[Place, int]:
+    """What has room: first all others without what is computed again, then with it, then these."""
+    chosen: dict[Place, int] = {}
+    taken = Counter[int]()
+    others = [place for place in order if place not in may_leave]
+    these = [place for place in order if place in may_leave]
+    for places, sizes in (
+        (others, demand.lean),
+        (others, demand.sizes),
+        (these, demand.lean),
+        (these, demand.sizes),
+    ):
+        for place in places:
+            more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
+            if demand.peak_bytes(more) <= room_bytes:
+                taken, chosen[place] = more, sizes[place]
+    return chosen
+
+
+class Beside(NamedTuple):
+    """Bytes that a group has besides what moves, if it stays.
+
+    Attributes:
+        rest_bytes: Of storages of which it saves parts.
+        again_bytes: That recipes would compute again.
+    """
+
+    rest_bytes: int = 0
+    again_bytes: int = 0
