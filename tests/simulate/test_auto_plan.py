@@ -207,6 +207,34 @@ def test_steps_that_ask_for_more_begin_anew(training: Training) -> None:
 
 
 @with_limit(60)
+def test_two_smaller_steps_in_a_row_have_the_room_to_themselves(training: Training) -> None:
+    """As much stays as if there had been no larger ones; the next larger step fits again."""
+    limit = training.limit_bytes
+    training.rows = ROWS // 2
+    training.run(6, in_flight=5)
+    alone = training.sent_by_a_step(in_flight=5)
+    training.rows = ROWS
+    peaks = training.run(6, in_flight=5)
+    training.rows = ROWS // 2
+    sent = [training.sent_by_a_step(in_flight=5) for _ in range(3)]
+    training.rows = ROWS
+    peaks += training.run(4, in_flight=5)
+    assert all(peak <= limit for peak in peaks)
+    assert sent[0] > sent[2] == alone
+
+
+@with_limit(60)
+def test_sizes_that_alternate_are_counted_as_the_largest(training: Training) -> None:
+    """Else each larger step would send all of its groups."""
+    sent = []
+    for number in range(40):
+        training.rows = ROWS // 2 if number % 4 < 3 else ROWS
+        sent.append(training.sent_by_a_step(in_flight=5))
+    larger = sent[3::4]
+    assert larger[-1] < larger[0]
+
+
+@with_limit(60)
 def test_a_step_that_was_aborted_is_followed_by_one_that_is_watched(training: Training) -> None:
     """Also where a loop calls ``reset()`` at the end of its steps."""
     limit = training.limit_bytes
