@@ -74,7 +74,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_fwd_stash_size: How many tensors gather on the device before they leave together, when
             the next operator saves one.
-        config: Which tiers, and how much of them. Options about groups have no effect.
+        config: Which tiers, and how much of them. Of the options about groups only
+            ``device_limit_bytes`` has an effect.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
@@ -112,6 +113,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             min_offload_size=min_offload_size,
             max_tensors=max_fwd_stash_size,
             use_pin_memory=use_pin_memory,
+            has_limit=True,
             backend=backend,
         )
         self._say_if_nothing_leaves(config)

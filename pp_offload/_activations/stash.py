@@ -27,6 +27,7 @@ from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
@@ -51,10 +52,12 @@ class ActivationStash:
 
     Args:
         name: Of its groups, for messages.
-        config: Which tiers, and how much of them. Options about groups have no effect.
+        config: Which tiers, and how much of them. Of the options about groups only
+            ``device_limit_bytes`` has an effect, with ``has_limit``.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_tensors: So many leave together without a :meth:`send`; None for no limit.
         use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
+        has_limit: Whether groups stay while ``config.device_limit_bytes`` has room for them.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Attributes:
@@ -69,12 +72,15 @@ class ActivationStash:
         min_offload_size: int = 1024,
         max_tensors: int | None = None,
         use_pin_memory: bool = True,
+        has_limit: bool = False,
         backend: Backend | None = None,
     ) -> None:
         self.name = name
         self.min_offload_size = min_offload_size
         self.max_tensors = max_tensors
         self.backend, config = backend_or_default(backend), config_or_default(config)
+        limit = config.device_limit_bytes if has_limit else None
+        self._config = OffloadConfig(device_limit_bytes=limit)
         allocate = None if use_pin_memory else pageable
         self._make = partial(Offloader, self.backend, config, allocate=allocate)
         self._inherited: Offloader | None = None
@@ -86,6 +92,7 @@ class ActivationStash:
         self._forward = _Forward()
         self._step = StepRecord()
         self._offloader = self._make(self._step)
+        self._room = DeviceRoom(self._offloader, self._step.in_flight)
         if self._offloader.engine.recipes is not None:
             self._offloader.engine.recipes.is_planned = False
 
@@ -102,7 +109,7 @@ class ActivationStash:
         self._offloader.renew_if_torn()
         self.send()
         with self._offloader.lock:
-            self._step.forget_finished()
+            self._end_step()
             # Between two forwards an optimizer may have changed what both save, and fused ones
             # count no change.
             self._offloader.engine.begin_step()
@@ -110,6 +117,19 @@ class ActivationStash:
         self._offloader.engine.check_freed()
         self._warn_of_elsewhere()
         self._forward.chunk = Chunk(0, self._offloader)
+
+    def _end_step(self) -> None:
+        """End the step if all its backwards are over: what it took says what stays in the next."""
+        shapes = self._step.shapes() if self._step.is_complete() else None
+        if shapes is None or self._config.limit is None:
+            self._step.forget_finished()
+            if self._step.num_chunks or self._config.limit is None:
+                return
+        self._room.end_step(shapes)
+        if shapes is not None:
+            self._offloader.plan = self._step.make_plan(self._config, self._room.stay)
+        self._step.clear()
+        self._room.begin_step(self._config.limit)
 
     def _warn_of_elsewhere(self) -> None:
         """Once, if nothing ever left, for tensors are on another device than the engine's."""

@@ -1,0 +1,74 @@
+"""Below a limit as much stays as has room, without groups to mark."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_backend
+from test_activations import Program, first_in_first_out, last_in_first_out, one_by_one
+from test_device import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from toy import batches, make_model, same_bits
+
+from pp_offload import OffloadConfig
+from pp_offload._activations.context import OffloadActivations
+from pp_offload.simulate import VirtualBackend
+
+NUM_LAYERS = 24
+
+
+@pytest.mark.parametrize("program", [one_by_one, first_in_first_out, last_in_first_out])
+@pytest.mark.parametrize("limit_bytes", [1, 3000, 2**30])
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_equal_bit_for_bit(order: str, limit_bytes: int, program: Program) -> None:
+    """In steps that differ in how many microbatches there are."""
+    backend = make_backend(order)
+    offload = OffloadActivations(
+        min_offload_size=1,
+        max_fwd_stash_size=2,
+        config=OffloadConfig(device_limit_bytes=limit_bytes),
+        backend=backend,
+    )
+    models = [make_model(groups=(), device=str(backend.device)) for _ in range(2)]
+    sent = []
+    for number, num in enumerate([2] * 7 + [3, 3, 1, 1]):
+        before = offload.statistics().bytes_offloaded
+        given, plain = (
+            [x.to(backend.device).requires_grad_() for x in batches(num, step=number)]
+            for _ in range(2)
+        )
+        assert same_bits(program(models[0], given, offload), program(models[1], plain, None))
+        sent.append(offload.statistics().bytes_offloaded - before)
+    assert sent[0]
+    assert bool(sent[6]) == (limit_bytes < 2**30)
+
+
+@pytest.mark.parametrize(("num_saved", "least", "most"), [(1, 0.9, 1), (20, 0.3, 0.7), (60, 0, 0)])
+def test_the_limit_is_kept_and_filled(num_saved: int, least: float, most: float) -> None:
+    """Of what all layers save as much leaves as must."""
+    limit_bytes = int(num_saved * SAVED_BYTES) + NUM_LAYERS * WIDTH**2 * 4
+    backend = VirtualBackend(hardware(1.0))
+    offload = OffloadActivations(
+        max_fwd_stash_size=1,
+        config=OffloadConfig(
+            device_limit_bytes=limit_bytes,
+            max_in_flight_bytes=SAVED_BYTES,
+            prefetch_bytes=SAVED_BYTES,
+        ),
+        backend=backend,
+    )
+    with backend.activate():
+        model = Layers(NUM_LAYERS, WIDTH)
+        offload.keep_module(model)
+        sent, peaks = [], []
+        for _ in range(10):
+            before = offload.statistics().bytes_offloaded
+            backend.memory.take_peak()
+            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            with offload:
+                y = model(x, offload=False)
+            y.backward(torch.empty_like(y))
+            del x, y
+            peaks.append(backend.memory.peak_bytes)
+            sent.append(offload.statistics().bytes_offloaded - before)
+    assert least <= sent[-1] / sent[0] <= most
+    assert num_saved == 1 or max(peaks) <= limit_bytes
