@@ -41,7 +41,7 @@ ROWS = [
 
 MOST_LINES = {
     "_core": 4588,
-    "_groups": 3145,
+    "_groups": 3282,
     "_hooks": 310,
     "_memory": 1520,
     "_megatron": 1416,

@@ -34,6 +34,7 @@ from pp_offload._groups.bounds import (
 )
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
+from pp_offload._groups.step_line import StepTime
 from pp_offload.backends import Backend, TimedEvent
 from pp_offload.config import OffloadConfig
 
@@ -137,12 +138,18 @@ class AutoBounds:
         self._offloader = offloader
         self._config = config
         self._unused_bytes = unused_bytes
-        self._num_left = NUM_TIMED if is_wanted(config) else 0
+        self._num_left = NUM_TIMED
         self._plan = Plan()
         self._running: StepTimes | None = None
         self._timed: StepTimes | None = None
         self._sent = self._sent_when_timed = 0
         self.hidden_bytes = 0
+        self._settled: StepTime | None = None
+
+    def take_settled(self) -> StepTime | None:
+        """The last step that was timed, once, when no more are to be timed."""
+        settled, self._settled = self._settled, None
+        return settled
 
     def begin_step(self) -> None:
         """Choose, if all that was timed has ended; then time this step, if steps are left to time.
@@ -193,30 +200,32 @@ class AutoBounds:
         limit that the plan was made for.
         """
         self._plan = plan
-        self._num_left = NUM_TIMED if is_wanted(self._config) else 0
+        self._num_left = NUM_TIMED
         if plan.bounds is not None:
             self._take(plan.bounds)
 
     def _choose(self, times: StepTimes) -> None:
         stalled_s = seconds(times.waits)
         to_host, back = rate(times.offloads), rate(times.reloads)
+        step_s = times.seconds_until(times.end)
+        if not self._num_left:
+            self._settled = StepTime(step_s * 1e3, stalled_s * 1e3)
         if to_host is not None and back is not None:
-            compute_s = times.seconds_until(times.end) - stalled_s
-            self.hidden_bytes = int(min(to_host, 2 * back) * compute_s / 3 * CAUTION)
+            forward_s = (step_s - stalled_s) / 3
+            self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
         self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
-        if self._plan.bounds is not None:
+        if self._plan.bounds is not None or not is_wanted(self._config):
             return
         least = least_bounds(times, self._plan.kept)
         if least is None:
             return
         self._take(within(self._config, self.now, least, self._unused_bytes()))
-        logger.log(
-            logging.DEBUG if self._num_left else logging.INFO,
+        logger.debug(
             "%sof a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
             "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
             "%d MiB ahead",
             rank_said(),
-            times.seconds_until(times.end) * 1e3,
+            step_s * 1e3,
             stalled_s * 1e3,
             (to_host or 0) / 1e9,
             (back or 0) / 1e9,

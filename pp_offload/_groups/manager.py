@@ -19,17 +19,19 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
+from pp_offload._common.processes import rank_said
 from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import make_plan
+from pp_offload._groups.plan import GroupBytes, make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
+from pp_offload._groups.step_line import step_line
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
@@ -304,6 +306,7 @@ class Manager:
             self._end_step()
             self.bounds.begin_step()
             self._room.begin_step((self.step.options or self.config).limit)
+            self._say_what_steps_cost()
         self.offloader.settle()
         self._call_on_begin()
         if forgotten:
@@ -333,6 +336,17 @@ class Manager:
             self._room.begin_step(
                 (self.step.options or self.config).limit
             )  # a loop may begin its next step without reset()
+
+    def _say_what_steps_cost(self) -> None:
+        """Once for each choice of what stays."""
+        time = self.bounds.take_settled()
+        if time is None or not self._room.is_settled:
+            return
+        groups = GroupBytes()
+        for each in self.step.summary.values():
+            groups = groups.plus(each)
+        level, line = step_line(time, groups, self._room.figures)
+        logger.log(level, "pp_offload: %s%s", rank_said(), line)
 
     def _drop_step(self) -> None:
         with self.offloader.lock:

@@ -48,6 +48,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._groups.demand import Beside, Demand, by_stage, fitting
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
+from pp_offload._groups.step_line import DeviceFigures
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -64,7 +65,7 @@ had to give memory back to have some; and room that grows by it is filled anew.
 NUM_EQUAL = 2
 """Equal steps that ask for less than steps before, until these are forgotten."""
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass
@@ -82,6 +83,12 @@ class Seen:
 
     has_risen: bool = False
     """Whether that is a peak that the device told."""
+
+    is_of_loss: bool = False
+    """Whether it rose behind the last group of a forward, and before its backward."""
+
+    is_behind_forward: bool = False
+    """Whether a group was closed last."""
 
     had_retries: bool = False
     """Whether the allocator had to give memory back first."""
@@ -129,6 +136,30 @@ class DeviceRoom(Observer):
         self._has_forgotten = False  # larger steps
         self._seen: Seen | None = None
         self._has_warned = False
+        self._limit_bytes = self._peak_bytes = 0
+        self._told_bytes = 0  # by the device, behind the last step
+        self._outside_bytes = 0  # its peak, where that rose between two steps
+        self._is_of_loss = False
+
+    @property
+    def figures(self) -> DeviceFigures | None:
+        """Memory of the step before the one that is watched; None without a limit."""
+        if self._seen is None or not self._limit_bytes:
+            return None
+        elsewhere = ""
+        if self._outside_bytes > self._peak_bytes:
+            elsewhere = (
+                f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
+                "an optimizer, an evaluation, or loading"
+            )
+        elif self._is_of_loss:
+            elsewhere = "that is behind the last group's forward: the model's head, or its loss"
+        return DeviceFigures(self._limit_bytes, self._peak_bytes, elsewhere)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is chosen what stays, or nothing is to."""
+        return self._seen is None or not self._num_left
 
     @property
     def stay(self) -> Stay:
@@ -162,15 +193,23 @@ class DeviceRoom(Observer):
             )
             self._has_warned = True
             return
+        self._note_outside(allocated.peak_bytes)
         self._seen = Seen(allocated, allocated.peak_bytes)
         self._offloader.observers.add(self)
+
+    def _note_outside(self, told_bytes: int) -> None:
+        """A peak that rose behind a step's last group is not a step's."""
+        if told_bytes > self._told_bytes:
+            self._told_bytes = self._outside_bytes = told_bytes
 
     def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
         seen, key = self._seen, group.key
         if seen is not None and key is not None and key.chunk not in seen.begun:
             if not seen.begun:  # what rose before was of no step
-                seen.told_bytes = (self._offloader.backend.allocated() or seen.begin).peak_bytes
+                told_bytes = (self._offloader.backend.allocated() or seen.begin).peak_bytes
+                self._note_outside(told_bytes)
+                seen.told_bytes = told_bytes
             seen.begun.add(key.chunk)
             now = self._in_flight()
             seen.in_flight.add(now)
@@ -178,11 +217,15 @@ class DeviceRoom(Observer):
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
         self._read()
+        if seen is not None:
+            seen.is_behind_forward = False
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""
         seen, key = self._seen, group.key
         self._read()
+        if seen is not None:
+            seen.is_behind_forward = True
         if seen is not None and key is not None and payloads is not None:
             again_bytes = group.counts.recipe_bytes
             now = payloads.beside_bytes - again_bytes, again_bytes
@@ -194,8 +237,8 @@ class DeviceRoom(Observer):
         if seen is None or key is None or key.chunk == seen.in_backward:
             self._read()
             return
-        allocated = self._note(seen)
-        seen.in_backward = key.chunk
+        allocated = self._note(seen, is_of_loss=seen.is_behind_forward)
+        seen.in_backward, seen.is_behind_forward = key.chunk, False
         mover = self._offloader.engine.mover
         moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
         seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
@@ -207,12 +250,12 @@ class DeviceRoom(Observer):
         if self._seen is not None and (self._num_left or self._last != self._demand):
             self._note(self._seen)
 
-    def _note(self, seen: Seen) -> Allocated:
+    def _note(self, seen: Seen, *, is_of_loss: bool = False) -> Allocated:
         """See NOTE [ What a peak does not say ]."""
         now = self._offloader.backend.allocated() or seen.begin
         if now.peak_bytes > seen.told_bytes:
             seen.told_bytes = seen.peak_bytes = now.peak_bytes
-            seen.has_risen = True
+            seen.has_risen, seen.is_of_loss = True, is_of_loss
         seen.peak_bytes = max(seen.peak_bytes, now.nbytes)
         seen.had_retries = now.num_retries > seen.begin.num_retries
         return now
@@ -228,6 +271,7 @@ class DeviceRoom(Observer):
         if seen is None:
             return
         self._offloader.observers.remove(self)
+        self._told_bytes = seen.told_bytes
         if not chunks:
             return
         self._hidden_bytes = hidden_bytes
@@ -241,7 +285,8 @@ class DeviceRoom(Observer):
         elif self._num_left or self._is_smaller(step):
             self._num_left = max(0, self._num_left - 1)
             self._foreseen_bytes = peak_bytes = self._measure(seen, step)
-        limit_bytes = min(self._limits())
+        self._limit_bytes = limit_bytes = min(self._limits())
+        self._peak_bytes = peak_bytes
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART
@@ -290,7 +335,7 @@ class DeviceRoom(Observer):
     def _peak(self, seen: Seen) -> int:
         """Of a step that was read."""
         if seen.has_risen:
-            self._risen_bytes = seen.peak_bytes
+            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
         if self._risen_bytes:
             return max(seen.peak_bytes, self._risen_bytes)
         return seen.peak_bytes + max(self._demand.sizes.values(), default=0)
@@ -313,7 +358,7 @@ class DeviceRoom(Observer):
             self._room_bytes = room_bytes
             self._stay = fitting(demand, room_bytes, moving_bytes, self._hidden_bytes)
             stay_bytes = demand.nbytes(self._stay)
-            logger.info(
+            logger.debug(
                 "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
                 "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as "
                 "long as something leaves; the limit is %.1f MiB",

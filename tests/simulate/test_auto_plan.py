@@ -115,7 +115,7 @@ def with_limit(num_saved: float | None, **how: Any) -> Any:
 def test_the_limit_is_filled_and_kept(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     limit = training.limit_bytes
     first = training.sent_by_a_step()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         peaks = training.run(10)
     assert [one for one in caplog.messages if re.match(r"\d+ of 24 groups of a micro", one)]
     sent = training.sent_by_a_step()

@@ -1,0 +1,69 @@
+"""The line of log that says what steps cost once it is chosen what stays.
+
+level, line = step_line(time, manager.step.saved_bytes, room.figures)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from pp_offload._groups.plan import GroupBytes
+
+GIB = 2**30
+
+FREE_PART = 0.01
+"""Waiting for copies in a smaller part of a step is not worth a warning."""
+
+
+class StepTime(NamedTuple):
+    """Of a step that was timed, in milliseconds."""
+
+    step_ms: float
+    """Until its last copy; 0 without any."""
+
+    waiting_ms: float
+    """While compute waited for copies."""
+
+
+class DeviceFigures(NamedTuple):
+    """Memory of the device, in bytes."""
+
+    limit_bytes: int
+    peak_bytes: int
+    """Of the last step."""
+
+    elsewhere: str = ""
+    """What made the device's peak, where that is higher or not in a group; may be empty."""
+
+
+def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) -> tuple[int, str]:
+    """A warning if copies cost time, else information.
+
+    Args:
+        time: Of a step.
+        groups: What became of the bytes of its groups.
+        device: Memory it took; None without a limit.
+
+    Returns:
+        The level, and the line without the rank.
+    """
+    kept, copied, again = (f"{n / GIB:.2f}" for n in (groups.kept, groups.copied, groups.again))
+    line = (
+        f"when most is saved, {kept} GiB of it stay, {copied} are on the host, and {again} are "
+        "computed again"
+    )
+    if time.step_ms:
+        without_ms = time.step_ms - time.waiting_ms
+        line += f"; a step takes {time.step_ms:.1f} ms, {without_ms:.1f} without waiting for copies"
+    if device is not None:
+        peak, limit = device.peak_bytes / GIB, device.limit_bytes / GIB
+        line += f"; the device's peak is about {peak:.2f} GiB of at most {limit:.2f}"
+        if device.elsewhere:
+            line += f"; {device.elsewhere}"
+    if time.waiting_ms <= FREE_PART * time.step_ms:
+        return logging.INFO, line
+    more = "a larger device_limit_bytes" if device is not None else "a device_limit_bytes"
+    return logging.WARNING, (
+        f"{line}; {more}, fewer groups, or recomputed layers (pp-offload plan) would wait less"
+    )
