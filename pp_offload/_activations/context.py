@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -190,7 +190,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         entered.scope.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, *args: Any) -> None:
         """The forward is over.
 
         Raises:
@@ -201,11 +201,11 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 f"a context is left that thread {threading.get_ident()} did not enter; expected as "
                 "many exits as entries, on the same thread; use it in a with statement"
             )
-        self._leave()
+        self._leave(*args[1:2])
         self.stash.send_if_full()
 
-    def _leave(self) -> None:
-        self._here.entered[-1].leave()
+    def _leave(self, failure: BaseException | None = None) -> None:
+        self._here.entered[-1].leave(failure)
         self._here.entered.pop()
 
     def keep_module(self, model: Module) -> None:
@@ -254,11 +254,11 @@ class Entered:
         """Whether an interrupt came between a ``with`` and its end."""
         return self.scope.is_over
 
-    def leave(self) -> None:
-        """Take it away. Twice is fine."""
+    def leave(self, failure: BaseException | None) -> None:
+        """Take it away, after the ``with`` raised ``failure``. Twice is fine."""
         if self.met is not None:
             self.met.end()
-        self.scope.leave()  # last: behind an interrupt in it, nobody would know that it is over
+        self.scope.leave(failure)  # last: behind an interrupt, nobody would know that it is over
 
 
 class _OfThread(threading.local):

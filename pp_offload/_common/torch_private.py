@@ -18,11 +18,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import SelectiveCheckpointContext
+from torch.utils.checkpoint import SelectiveCheckpointContext, checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -286,6 +287,22 @@ def records_operators() -> bool:
     return _is_tracing()
 
 
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def end_checkpoints(failure: BaseException | None) -> None:
+    """End the checkpoints whose forward raised ``failure``, innermost first.
+
+    Torch 2.13 does so itself. Before, a checkpoint leaves its hooks on the stack, and its generator
+    pops the top of the stack when the traceback is freed, which may be the hooks of another.
+    """
+    trace = None if failure is None else failure.__traceback__
+    frames = [frame for frame, _ in walk_tb(trace) if frame.f_code is _CHECKPOINT]
+    for frame in reversed(frames):
+        if (generator := frame.f_locals.get("gen")) is not None:  # a reentrant one has none
+            generator.close()
+
+
 def policies_see_outputs() -> bool:
     """Whether a policy of a selective checkpoint is asked when an output is there, and given it.
 
@@ -357,6 +374,7 @@ __all__ = [
     "apply_activation_checkpointing",
     "checkpoint_wrapper",
     "disable_current_modes",
+    "end_checkpoints",
     "foreach_copy_",
     "forward_pre_hooks",
     "graph_task_id",

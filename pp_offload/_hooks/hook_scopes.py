@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pp_offload._common.torch_private import push_hooks, top_hooks
+from pp_offload._common.torch_private import end_checkpoints, push_hooks, top_hooks
 from pp_offload._hooks.regions import all_packs, popped, top_pack
 
 T = TypeVar("T")
@@ -60,6 +60,9 @@ def saving(
         if pack is not None:
             push_hooks(pack, unpack)
         return call(*args, **kwargs)
+    except BaseException as failure:
+        end_checkpoints(failure)
+        raise
     finally:
         deque(pops, maxlen=0)
 
@@ -87,8 +90,13 @@ class HookScope:
         self._with = _here.entering(owner, partial(countOf, pops))
         push_hooks(pack, unpack)
 
-    def leave(self) -> None:
-        """Pop the hooks, and what was left inside. A second call does nothing."""
+    def leave(self, failure: BaseException | None = None) -> None:
+        """Pop the hooks, and what was left inside. A second call does nothing.
+
+        Args:
+            failure: What the ``with`` raised.
+        """
+        end_checkpoints(failure)
         if self._thread != threading.get_ident():
             self._with = None  # a generator that ends elsewhere: no hook of that thread is ours
             return

@@ -163,7 +163,7 @@ class FineGrainedActivationOffloadingInterface:
     def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
         if self._hooks is not None:
-            self._hooks.leave()
+            self._hooks.leave(*args[1:2])
         group, self._group = self._group, None
         if group is not None:
             group.has_failed = bool(args) and args[0] is not None

@@ -191,7 +191,7 @@ class SharedNames:
                 f"a manager is left that thread {threading.get_ident()} did not enter; expected "
                 "as many exits as entries, on the same thread; use it in a with statement"
             )
-        scopes[-1].leave()
+        scopes[-1].leave(*args[1:2])
         scopes.pop()
         chunk = self.forward.chunk
         if args and args[0] is not None and chunk is not None and chunk.open_groups:
