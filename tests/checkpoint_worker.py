@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpointed import WAYS, apply
+from checkpointed import BY_OP, WAYS, apply
 from pipeline_worker import WIDTH, Block, Stage
 from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE
@@ -19,7 +19,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from pp_offload import OffloadActivations
 from pp_offload.backends import Backend, CpuBackend
-from pp_offload.checkpointing import apply_activation_checkpointing_fsdp1_inplace
+from pp_offload.checkpointing import (
+    SelectiveOpACParams,
+    apply_activation_checkpointing_fsdp1_inplace,
+)
 from pp_offload.testing import SimulatedBackend
 
 Moved = Callable[[], int]
@@ -79,7 +82,8 @@ def fsdp1(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
     )
     if backend is None:
         return train(model, 1), lambda: 0
-    _, params = WAYS[way]
+    variant, params = WAYS[way]
+    params = SelectiveOpACParams(**params) if variant is BY_OP else params
     recompute = apply_activation_checkpointing_fsdp1_inplace(
         model, ["Block"], ac_fun_params=params, backend=backend
     )

@@ -16,13 +16,12 @@ from pp_offload.checkpointing import (
     ActivationCheckpointingVariants,
     FullACParams,
     SelectiveLayerACParams,
-    SelectiveOpACParams,
 )
 
 FULL, EVERY_FEW, BY_OP = ActivationCheckpointingVariants
 MM, ADDMM, MAX = "ops.aten.mm.default", "ops.aten.addmm.default", "ops.aten.max.dim"
 
-WAYS: dict[str, tuple[ActivationCheckpointingVariants, FullACParams]] = {
+WAYS: dict[str, tuple[ActivationCheckpointingVariants, Any]] = {
     "full": (FULL, FullACParams()),
     "full, offload": (FULL, FullACParams(offload_inputs=True, min_offload_size=1)),
     "reentrant": (FULL, FullACParams(use_reentrant=True)),
@@ -34,23 +33,20 @@ WAYS: dict[str, tuple[ActivationCheckpointingVariants, FullACParams]] = {
         EVERY_FEW,
         SelectiveLayerACParams(ac_freq=2, offload_inputs=True, min_offload_size=1),
     ),
-    "products saved": (BY_OP, SelectiveOpACParams(save_ops_keys=[MM, ADDMM])),
-    "products offloaded": (
-        BY_OP,
-        SelectiveOpACParams(offload_ops_keys=[MM, ADDMM], min_offload_size=1),
-    ),
+    "products saved": (BY_OP, {"save_ops_keys": [MM, ADDMM]}),
+    "products offloaded": (BY_OP, {"offload_ops_keys": [MM, ADDMM], "min_offload_size": 1}),
     "all, offload": (
         BY_OP,
-        SelectiveOpACParams(
-            save_ops_keys=[MAX],
-            offload_ops_keys=[MM, ADDMM],
-            recompute_every={ADDMM: 2},
-            offload_inputs=True,
-            min_offload_size=1,
-        ),
+        {
+            "save_ops_keys": [MAX],
+            "offload_ops_keys": [MM, ADDMM],
+            "recompute_every": {ADDMM: 2},
+            "offload_inputs": True,
+            "min_offload_size": 1,
+        },
     ),
 }
-"""How a model is checkpointed, by name."""
+"""How a model is checkpointed, by name. Where torch is too old, options by operator raise."""
 
 
 class Block(nn.Module):

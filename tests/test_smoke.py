@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend
+from conftest import BEFORE_2_13, make_backend
 from test_pipelining import ALL, V_SHAPED, run_ranks
 from torch import Tensor, nn
 from toy import assert_idle, batches, make_model, run_step, same_bits
@@ -28,7 +28,6 @@ from pp_offload import (
     recompute_layers,
     use_backend,
 )
-from pp_offload._common.torch_private import policies_see_outputs
 from pp_offload.backends import Backend
 from pp_offload.errors import ConfigError
 
@@ -36,10 +35,8 @@ pytestmark = pytest.mark.smoke
 
 NUM_LAYERS = 3
 
-CANNOT_RUN = {name for name, _ in V_SHAPED if torch.__version__.startswith("2.10.")}
-"""Schedules that this torch itself cannot run on gloo, without offload either: before the first
-step of a V the rank at its turn sends to itself.
-"""
+CANNOT_RUN = {name for name, _ in V_SHAPED if BEFORE_2_13}
+"""Schedules that this torch itself cannot run on gloo, without offload either."""
 
 
 @pytest.fixture(params=["cpu", "late"])
@@ -134,7 +131,7 @@ def test_checkpoints(device: Backend, kind: str) -> None:
     expected = losses_and_gradients(layers())
     model = nn.ModuleDict({"layers": layers()})
     variant, params = CHECKPOINTS[kind]
-    if variant == OP and not policies_see_outputs():
+    if variant == OP and BEFORE_2_13:
         with pytest.raises(ConfigError, match=r"need torch 2\.13 or later; found torch 2\."):
             SelectiveOpACParams(**params)
         return

@@ -38,15 +38,15 @@ class GivesView(torch.autograd.Function):
     """The sum of x times a view of h. Its gradient for x is that view, and no copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, view: View) -> Tensor:
+    def forward(ctx: Any, view: View, x: Tensor, h: Tensor) -> Tensor:
         ctx.save_for_backward(h)
         ctx.view = view
         return (x * view(h)).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (h,) = ctx.saved_tensors
-        return ctx.view(h), None, None
+        return None, ctx.view(h), None
 
 
 class Poisons(torch.autograd.Function):
@@ -94,7 +94,7 @@ def test_backward_gives_a_view(kind: str, view: View, prefetch_bytes: int) -> No
         for number, leaf in enumerate(leaves):
             h, x = leaf.detach() * 2, Poisons.apply(leaf)
             x.register_hook(kept.append)
-            give = partial(GivesView.apply, x, view=view)
+            give = partial(GivesView.apply, view, x)
             total = total + Poisons.apply(grouped(f"{number}", h, is_on, give))
             del h, x, give
         total.backward()
@@ -181,7 +181,7 @@ def test_in_the_context(
             for leaf in leaves:
                 h, x = leaf.detach() * 2, Poisons.apply(leaf)
                 x.register_hook(kept.append)
-                give = partial(GivesView.apply, view=view)
+                give = partial(GivesView.apply, view)
                 y = checkpoint(give, x, h, use_reentrant=False) if is_checkpointed else give(x, h)
                 total = total + Poisons.apply(y)
                 del h, x, y

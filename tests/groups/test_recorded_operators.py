@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import on_two_backends
+from conftest import BEFORE_2_13, on_two_backends
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -165,6 +165,8 @@ def test_a_transformed_step_is_right(
 ) -> None:
     if run is checkpointed and transform is functionalized:
         pytest.skip("PyTorch's checkpoints refuse it")
+    if run is checkpointed and transform in (jvp, jacfwd) and BEFORE_2_13:
+        pytest.skip("PyTorch's checkpoints refuse it before torch 2.13")
     x = inputs(backend, 0)
     assert torch.equal(transform(run, x), transform(plain, x))
     assert_a_step_goes_on(manager, backend, run)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS, BEFORE_2_13, make_backend
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from toy import assert_idle, batches, make_model, same_bits
@@ -173,6 +173,8 @@ def test_what_was_foreseen_wrongly_is_still_right(kind: str, policy: str) -> Non
             expected = run_step(off, inputs, 2, None)
             assert same_bits(run_step(on, inputs, 2, manager), expected), step
             assert_idle(manager)
+            if BEFORE_2_13:  # it keeps the graph of a backward in two parts that raises
+                continue
             with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
                 run_step(FailingOnce(on), inputs, 2, manager)
             on.zero_grad()
