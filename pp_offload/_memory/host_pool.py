@@ -28,11 +28,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pp_offload._common.processes import rank_said
 from pp_offload._memory.budget import HostBudget, Reserved
 from pp_offload._memory.ranges import Ranges
 from pp_offload.backends import Event
@@ -60,6 +62,9 @@ SETTLED_FRACTION = 64
 
 SETTLED_GRANULES = 128
 """The smallest settled slab is about this part of the peak."""
+
+SLOW_S = 1.0
+"""A step that allocates for longer says so in a warning: it looks as if training were slow."""
 
 WASTE_ALLOWED = 1.03
 """Reserved bytes / peak bytes in use, above which settling is worth new allocations."""
@@ -150,6 +155,7 @@ class HostPool:
         self._lent: dict[int, tuple[weakref.ref[Any], HostBytes]] = {}  # by id of the reference
         self._returned: deque[weakref.ref[Any]] = deque()
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
+        self._new_bytes, self._new_s = 0, 0.0  # allocated since the last settle(), and how long
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
         """Host memory that is free at the next call after ``owner`` is garbage.
@@ -200,7 +206,26 @@ class HostPool:
         return self._free.longest
 
     def settle(self) -> None:
-        """Between steps, where no byte is in use and no copy runs: see NOTE [ Footprint ]."""
+        """Between steps: fit slabs to the peak, and log how long the step allocated."""
+        self._fit_slabs()
+        if self._new_bytes:
+            self._log_allocations()
+
+    def _log_allocations(self) -> None:
+        is_pinned = any(slab.data.is_pinned() for slab in self._slabs.values())
+        logger.log(
+            logging.WARNING if self._new_s >= SLOW_S else logging.INFO,
+            "pp_offload: %sthe step %s %.2f GiB of host memory, which took %.1f s; later steps use "
+            "this memory again",
+            rank_said(),
+            "pinned" if is_pinned else "allocated",
+            self._new_bytes / 2**30,
+            self._new_s,
+        )
+        self._new_bytes, self._new_s = 0, 0.0
+
+    def _fit_slabs(self) -> None:
+        """Where no byte is in use and no copy runs: see NOTE [ Footprint ]."""
         self._collect()
         peak = self._peak_bytes
         if self._lent or peak == self._settled_bytes:
@@ -375,12 +400,15 @@ class HostPool:
                 f"{self._budget.advice}"
             )
         self.num_allocations += 1
+        begin_s = perf_counter()
         try:
             with torch.inference_mode(False):
                 data = self._allocate(nbytes)
         except MemoryError:
             del reserved  # or the traceback would keep it counted
             raise
+        self._new_s += perf_counter() - begin_s
+        self._new_bytes += nbytes
         self._slabs[self._end] = Slab(data, reserved)
         self._free.add(self._end, nbytes)
         self._end += nbytes + ALIGNMENT  # a gap, or ranges of two slabs would be merged
