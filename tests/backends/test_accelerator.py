@@ -196,3 +196,38 @@ def test_a_device_that_does_not_say_what_it_has_is_not_asked(
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     assert backend_without_a_device().memory_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("connections", "warns"),
+    [
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, True),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "1"}, True),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"}, False),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("cuda", ["13.0", None], ids=["CUDA", "ROCm"])
+def test_one_work_queue_for_all_copies_is_warned_of_once(
+    connections: dict[str, str],
+    warns: bool,
+    cuda: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Megatron's users set 1 to overlap the communication of tensor parallelism."""
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in connections.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    accelerator._warn_of_one_queue.cache_clear()
+    for _ in range(2):
+        AcceleratorBackend(torch.device("cuda", 0))
+    if not warns or cuda is None:
+        assert not caplog.records
+        return
+    (line,) = caplog.records
+    assert "with CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in line.getMessage()
