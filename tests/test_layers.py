@@ -43,7 +43,7 @@ MOST_LINES = {
     "_core": 4588,
     "_groups": 3282,
     "_hooks": 314,
-    "_memory": 1540,
+    "_memory": 1537,
     "_megatron": 1416,
     "backends": 723,
 }

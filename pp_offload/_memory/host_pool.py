@@ -63,8 +63,10 @@ SETTLED_FRACTION = 64
 SETTLED_GRANULES = 128
 """The smallest settled slab is about this part of the peak."""
 
-SLOW_S = 1.0
-"""A step that allocates for longer says so in a warning: it looks as if training were slow."""
+NOTED_S, SLOW_S = 0.1, 1.0
+"""A step whose allocations take so long logs that, as information and as a warning. Ordinary memory
+never takes so long; a first step that is seconds slower than others looks like slow training.
+"""
 
 WASTE_ALLOWED = 1.03
 """Reserved bytes / peak bytes in use, above which settling is worth new allocations."""
@@ -208,20 +210,15 @@ class HostPool:
     def settle(self) -> None:
         """Between steps: fit slabs to the peak, and log how long the step allocated."""
         self._fit_slabs()
-        if self._new_bytes:
-            self._log_allocations()
-
-    def _log_allocations(self) -> None:
-        is_pinned = any(slab.data.is_pinned() for slab in self._slabs.values())
-        logger.log(
-            logging.WARNING if self._new_s >= SLOW_S else logging.INFO,
-            "pp_offload: %sthe step %s %.2f GiB of host memory, which took %.1f s; later steps use "
-            "this memory again",
-            rank_said(),
-            "pinned" if is_pinned else "allocated",
-            self._new_bytes / 2**30,
-            self._new_s,
-        )
+        if self._new_s >= NOTED_S:
+            logger.log(
+                logging.WARNING if self._new_s >= SLOW_S else logging.INFO,
+                "pp_offload: %sthe step pinned %.2f GiB of host memory, which took %.1f s; later "
+                "steps use this memory again",
+                rank_said(),
+                self._new_bytes / 2**30,
+                self._new_s,
+            )
         self._new_bytes, self._new_s = 0, 0.0
 
     def _fit_slabs(self) -> None:
