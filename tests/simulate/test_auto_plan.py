@@ -21,7 +21,6 @@ from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_ba
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups import auto_bounds
 from pp_offload._memory.budget import as_another_process
-from pp_offload.backends import Allocated
 from pp_offload.compat import megatron
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
@@ -169,17 +168,6 @@ def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -
 
 
 @with_limit(40)
-def test_a_peak_of_another_program_is_none_of_a_step(training: Training) -> None:
-    """It says that nothing has room, and would for ever."""
-    limit, memory = training.limit_bytes, training.backend.memory
-    training.backend.allocated = lambda: Allocated(memory.live_bytes, 10**12)  # type: ignore[method-assign]
-    training.loss_bytes = 4 * SAVED_BYTES
-    first = training.sent_by_a_step()
-    assert all(peak <= limit for peak in training.run(10))
-    assert 0 < training.sent_by_a_step() < 0.8 * first
-
-
-@with_limit(40)
 def test_states_that_an_optimizer_makes_have_their_room(training: Training) -> None:
     """After the first step, so that one does not say what the second one needs."""
     limit = training.limit_bytes
@@ -289,19 +277,6 @@ def test_what_another_process_takes_has_no_room(training: Training) -> None:
     backend.hardware = replace(backend.hardware, memory_bytes=10**12)
     training.step()
     assert training.sent_by_a_step() == 0
-
-
-@with_limit(40)
-@pytest.mark.parametrize("at_step", [1, 6])
-def test_an_evaluation_behind_a_step_takes_no_room_from_it(
-    training: Training, at_step: int
-) -> None:
-    """Nothing of a group is there then, nor where a checkpoint is loaded or an optimizer runs."""
-    for number in range(8):
-        training.step()
-        if number == at_step:
-            torch.empty(80 * SAVED_BYTES, dtype=torch.uint8, device="meta")  # above the limit
-    assert training.sent_by_a_step() == SENT_WITH_40
 
 
 @with_limit(40)
