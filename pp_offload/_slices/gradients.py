@@ -46,6 +46,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -294,7 +295,8 @@ class Turn:
         if torch.is_grad_enabled() != self._builds_graph:
             self._builds_graph = not self._builds_graph
             for node, usual in self._usual:
-                node._set_sequence_nr(self._graph if self._builds_graph else usual)
+                with suppress(RuntimeError):  # torch 2.11 frees nodes of unused tensors
+                    node._set_sequence_nr(self._graph if self._builds_graph else usual)
 
 
 def gated(
