@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS, BEFORE_2_13, make_backend
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from toy import same_bits
@@ -102,6 +102,8 @@ def step(program: Callable[..., Tensor], region: Region, device: torch.device) -
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_gradients_are_equal(product: Any, program: Any, options: str, kind: str) -> None:
+    if BEFORE_2_13 and (product, program) == (checkpoints, saved_by_an_operator):
+        pytest.skip("checkpoints of such a torch have no forward-mode AD")
     backend = make_backend(kind)
     expected = step(program, lambda compute, *tensors: compute(*tensors), backend.device)
     for _ in range(2):
