@@ -28,6 +28,12 @@ except ImportError:
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if torch.cuda.is_available():  # kernels whose backward gives the same bits each time
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
 # The same examples each time, whatever was found before and however slow the machine is; new ones
 # are for the fuzzer. A test that is not through after an hour hangs: pyproject.toml has the limit.
 try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -282,15 +283,14 @@ ORDERS: list[Order] = [
 def train(
     model: nn.Module,
     order: Order,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    make_optimizer: Callable[[Any], OnHost],
     *,
     call: Call | None = None,
     steps: int = 3,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Losses, gradients of inputs, and the state after a few steps, on the host."""
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(wanted)
+    optimizer = make_optimizer(model.parameters())
     results = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -305,7 +305,7 @@ def train(
 
 def trained(model: nn.Module, backend: Backend, width: int) -> list[Tensor]:
     """Losses of a few steps on batches of so many features, and the state behind them."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = adamw(model.parameters())
     losses = []
     for step in range(3):
         optimizer.zero_grad()
@@ -317,9 +317,40 @@ def trained(model: nn.Module, backend: Backend, width: int) -> list[Tensor]:
     return losses + state(model)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+class OnHost:
+    """An optimizer that steps on the host alone: a GPU rounds unlike a CPU.
+
+    A parameter on a device has a copy on the host, which is stepped in its place.
+
+    Args:
+        parameters: Some may be on the host already.
+        make: Makes the optimizer.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], make: Callable[..., torch.optim.Optimizer]
+    ) -> None:
+        wanted = [p for p in parameters if p.requires_grad]
+        self._pairs = [(p, p if p.is_cpu else p.detach().cpu()) for p in wanted]
+        self._optimizer = make([host for _, host in self._pairs])
+
+    def zero_grad(self) -> None:
+        for p, _ in self._pairs:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        copies = [(p, host) for p, host in self._pairs if p is not host]
+        for p, host in copies:
+            host.grad = None if p.grad is None else p.grad.cpu()
+        self._optimizer.step()
+        for p, host in copies:
+            p.copy_(host)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
+def sgd(parameters: Iterable[Tensor]) -> OnHost:
+    return OnHost(parameters, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+def adamw(parameters: Iterable[Tensor]) -> OnHost:
+    return OnHost(parameters, partial(torch.optim.AdamW, lr=0.01))

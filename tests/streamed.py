@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import make_backend
 from peft import LoraConfig, get_peft_model
+from sliced import adamw
 from torch import Tensor, nn
 from toy import moved
 
@@ -111,7 +112,7 @@ def loss_of(model: Any, step: int = 0) -> Tensor:
 def train(model: Any, steps: int = 2, microbatches: int = 2) -> list[Tensor]:
     """Losses, last gradients, and parameters after a few steps, on the host."""
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = adamw(model.parameters())
     losses = []
     for step in range(steps):
         optimizer.zero_grad()

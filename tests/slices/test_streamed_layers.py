@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from sliced import state
+from sliced import adamw, state
 from torch import Tensor, nn
 from toy import assert_no_hooks, moved, same_bits
 
@@ -57,7 +57,7 @@ def inputs(backend: Backend, step: int = 0) -> Tensor:
 
 
 def train(model: nn.Module, backend: Backend, steps: int = 3) -> list[Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = adamw(model.parameters())
     results = []
     for step in range(steps):
         optimizer.zero_grad()
