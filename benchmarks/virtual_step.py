@@ -131,7 +131,7 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
         "at_peak_gib": {name: nbytes / GIB for name, nbytes in at_peak.items()},
         "stalled_ms": stalled_s * 1e3,
         "fits": peak_bytes <= backend.hardware.memory_bytes,
-        "link_ms": max(left, came) / backend.hardware.copy_bytes_per_s * 1e3,
+        "link_ms": max(left, came) / backend.hardware.d2h_rate * 1e3,
     }
 
 

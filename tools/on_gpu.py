@@ -34,18 +34,21 @@ class Part(NamedTuple):
     most_s: int
 
 
-def parts_for(device: str, cases: list[str], most_s: int) -> list[Part]:
+def parts_for(device: str, out: Path, cases: list[str], most_s: int) -> list[Part]:
     """What is asked first is what is wanted most.
 
     Args:
         device: Type of the device.
+        out: Where the rates of the device are written.
         cases: Of ``benchmarks/on_card.py``.
         most_s: Of each case with all that is ours.
     """
     how = ["--device", device, "--rounds", "4", "--warmup", "7"]
     tests = ["-m", "pytest", "-q", "-m", "gpu", "-n", "14", "--maxfail", "500"]
+    doctor = ["-m", "pp_offload.cli", "doctor", "--json", "--measure", str(out / "hardware.json")]
+    size = ["--measure-mib", "256" if device == "cuda" else "1"]
     return [
-        Part("doctor", ["-m", "pp_offload.cli", "doctor", "--json", "--disk-mib", "0"], 20),
+        Part("doctor", [*doctor, *size, "--disk-mib", "0"], 30),
         *[
             Part(case, [*STEPS, case, *how, "--ways", "recompute", *LIMITS, *LEAVING], most_s)
             for case in cases
@@ -92,7 +95,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     outcomes = {
         part.name: run(part, options.out)
-        for part in parts_for(options.device, options.cases, most_s=110)
+        for part in parts_for(options.device, options.out.resolve(), options.cases, most_s=110)
         if not options.parts or part.name in options.parts
     }
     (options.out / "outcomes.json").write_text(json.dumps(outcomes, indent=1) + "\n")

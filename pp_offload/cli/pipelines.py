@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from math import isfinite
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -106,7 +107,14 @@ def pipeline_of(
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 16,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a microbatch.")] = 4096,
-    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = "H100",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            "--hardware",
+            "--device",
+            help=f"{', '.join(DEVICES)}, or a file of pp-offload doctor --measure.",
+        ),
+    ] = "H100",
     groups: Annotated[
         str | None, typer.Option(help="Which of the model's groups leave, with commas; all if not.")
     ] = None,
@@ -123,12 +131,7 @@ def pipeline_of(
     if (model is None) == (hf is None):
         given = "neither" if model is None else "both"
         raise wrong("MODEL", f"found {given} of module:function and --hf, expected one of the two")
-    device = {name.lower(): name for name in DEVICES}.get(device.lower(), device)
-    if device not in DEVICES:
-        raise wrong(
-            "--device",
-            f"found {device!r}{near(device, list(DEVICES))}, expected one of {', '.join(DEVICES)}",
-        )
+    device = hardware_of(hardware)
     with told("--schedule"):
         num_stages = checked_stages(schedule, virtual_stages)
         order = order_of(
@@ -149,13 +152,32 @@ def pipeline_of(
         work.optimizer = optimizer_of(optimizer)
     names = "groups that the model marks" if work.groups is None else " and ".join(work.groups)
     title = (
-        f"{model or hf} on {ranks} virtual {device}, {schedule}, {num_stages} "
+        f"{model or hf} on {ranks} virtual {device.name}, {schedule}, {num_stages} "
         f"stage{'s' * (num_stages > 1)} each, {microbatches} microbatches of {length} tokens; "
         f"{names} may leave"
     )
     if optimizer is not None:
         title += f"; {optimizer} ends a step"
-    return Pipeline(order, work, DEVICES[device], title, option, "--optimizer" * bool(optimizer))
+    return Pipeline(order, work, device, title, option, "--optimizer" * bool(optimizer))
+
+
+def hardware_of(given: str) -> Hardware:
+    """A device of the table, or of a file.
+
+    Raises:
+        typer.BadParameter: There is none.
+    """
+    by_name = {name.lower(): hardware for name, hardware in DEVICES.items()}
+    if given.lower() in by_name:
+        return by_name[given.lower()]
+    if Path(given).is_file():
+        with told("--hardware", OSError):
+            return Hardware.from_file(given)
+    raise wrong(
+        "--hardware",
+        f"found {given!r}{near(given, list(DEVICES))}, expected one of {', '.join(DEVICES)}, or a "
+        "file that pp-offload doctor --measure has written",
+    )
 
 
 MakePipeline = Callable[[], Pipeline]

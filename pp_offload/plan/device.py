@@ -194,7 +194,7 @@ class NumberDevice:
         self._streams: list[VirtualStream] = []
         self.compute, self.d2h, self.h2d = (self.new_stream() for _ in range(3))
         # Then copies share a rate with nothing, for each direction has one stream.
-        self._copies_are_alone = self.link.are_apart and not hardware.copy_slowdown
+        self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
 
     @property
     def seconds(self) -> float:
@@ -220,7 +220,7 @@ class NumberDevice:
 
     def run(self, operators_s: Sequence[float]) -> None:
         """Launch operators that take so long by themselves."""
-        if not self.host.hardware.copy_slowdown:
+        if not self.host.hardware.copies_slow_compute:
             self.compute.launch_all(operators_s)
             return
         for took_s in operators_s:
@@ -231,9 +231,9 @@ class NumberDevice:
     ) -> None:
         """Launch copies one behind the other."""
         sizes = [target.nbytes for target in targets]
-        if self._copies_are_alone:
-            stream.launch_all([self.link.seconds(nbytes) for nbytes in sizes])
-            return
         to_host = stream is self.d2h
+        if self._copies_are_alone:
+            stream.launch_all([self.link.seconds(nbytes, to_host=to_host) for nbytes in sizes])
+            return
         for nbytes in sizes:
             stream.launch_until(partial(self.link.copy, nbytes=nbytes, to_host=to_host))

@@ -177,7 +177,7 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
         tuple(one for stage in sorted(groups) for one in groups[stage]),
         tuple(stages[stage] for stage in sorted(stages)),
         tuple(one.resident_bytes for one in tapes),
-        hardware.copy_bytes_per_s / 1e3,
+        hardware.d2h_rate / 1e3,
         tuple(_optimizer(one.update) for one in tapes),
     )
 

@@ -161,7 +161,7 @@ def _record_rank(
                 # From now on stages run alone, without groups of others.
                 manager.idle_groups.num_steps_left = 0
                 gc.collect()
-                resident = backend.memory.live_bytes - made.state_bytes
+                resident = hardware.workspace_bytes + backend.memory.live_bytes - made.state_bytes
                 manager.offloader.observers.add(recorder)
                 with collector_off():
                     stages = _Recording(order, rank, mine, manager, recorder).tapes()

@@ -30,13 +30,19 @@ class OperatorCosts:
 
     def __init__(self, hardware: Hardware, measured: OperatorSeconds | None = None) -> None:
         self._measured = measured_times({} if measured is None else measured)
-        self._flops_per_s = hardware.matmul_flops * hardware.matmul_fraction
         self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_fraction
+        self._gap_s = hardware.kernel_gap_s
+        products = hardware.matmul_fraction
+        forward = hardware.attention_fraction or products
+        backward = hardware.attention_backward_fraction or products
+        self._flops_per_s = hardware.matmul_flops * products
+        self._attention = dict.fromkeys(FORWARDS, hardware.matmul_flops * forward)
+        self._attention |= dict.fromkeys(BACKWARDS, hardware.matmul_flops * backward)
 
     def seconds(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
     ) -> float:
-        """How long the device works.
+        """How long the device works, and is idle before the next operator.
 
         Args:
             func: The overload; no view.
@@ -46,10 +52,11 @@ class OperatorCosts:
         """
         measured = self._measured(func, args, kwargs, outputs)
         if measured is not None:
-            return measured
+            return self._gap_s + measured
         flops = flops_of(func, args, kwargs, outputs)
         nbytes = bytes_of(operator(func), args, kwargs, outputs)
-        return max(flops / self._flops_per_s, nbytes / self._bytes_per_s)
+        flops_per_s = self._attention.get(func._overloadpacket, self._flops_per_s)
+        return self._gap_s + max(flops / flops_per_s, nbytes / self._bytes_per_s)
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
@@ -159,13 +166,15 @@ def _grouped(left: Tensor, right: Tensor, *rest: Any, **more: Any) -> float:
     return 2.0 * num_matrices * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-COUNTED: dict[Any, Callable[..., float]] = {
-    aten._grouped_mm: _grouped,
+FORWARDS: dict[Any, Callable[..., float]] = {
     aten._scaled_dot_product_efficient_attention: _efficient_forward,
-    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     aten._scaled_dot_product_flash_attention: _forward,
+}
+BACKWARDS: dict[Any, Callable[..., float]] = {
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     aten._scaled_dot_product_flash_attention_backward: _backward,
 }
+COUNTED = {aten._grouped_mm: _grouped, **FORWARDS, **BACKWARDS}
 """Counted here: ``flop_counter`` takes no account of causal masks, of heads that share keys, or of
 products in groups.
 """

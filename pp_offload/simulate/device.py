@@ -85,7 +85,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         self.host = HostClock(hardware)
         self.link = Link(self.host)
         self.disk = DiskClock(self.host)
-        self.memory = DeviceMemory()
+        self.memory = DeviceMemory(hardware.workspace_bytes)
         self._streams: list[VirtualStream] = []
         self.compute = self._current = self.new_stream()
         self.d2h: Stream = self.new_stream()
@@ -140,7 +140,9 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         stream.launch_until(lambda begin_s: self.link.copy(begin_s, nbytes, to_host=to_host))
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Addresses that nobody touches, so that no memory has to be behind them."""
+        """Addresses without memory behind them, for nobody touches them. Pinning takes its time."""
+        if self.hardware.pin_bytes_per_s is not None:
+            self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         try:
             return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)

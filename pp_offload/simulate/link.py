@@ -55,9 +55,10 @@ class Link:
         self.bytes_to_device = 0
         self._host = host
         self._hardware = host.hardware
-        self._both_rate = host.hardware.both_copies_bytes_per_s
-        self._rate = min(host.hardware.copy_bytes_per_s, self._both_rate)
-        self.are_apart = self._both_rate >= 2 * self._rate
+        both = self._both_rate = host.hardware.both_copies_bytes_per_s
+        to_host, to_device = host.hardware.d2h_rate, host.hardware.h2d_rate
+        self._rates = {True: min(to_host, both), False: min(to_device, both)}
+        self.are_apart = both >= sum(self._rates.values())
         self._uses: list[Use] = []
         self._last_ends_s: list[float] = []
         """By use, when it and all before it are over."""
@@ -77,9 +78,9 @@ class Link:
         self._forget_past()
         return self._take(begin_s + self._hardware.copy_latency_s, nbytes, to_host=to_host)
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: int, *, to_host: bool) -> float:
         """How long a copy takes that shares its direction with no other."""
-        return self._hardware.copy_latency_s + nbytes / self._rate
+        return self._hardware.copy_latency_s + nbytes / self._rates[to_host]
 
     def _take(self, now_s: float, nbytes: float, *, to_host: bool) -> float:
         """Use what is left of the rate from now on, until the bytes are over."""
@@ -87,8 +88,8 @@ class Link:
         if others and self.are_apart:
             others = [use for use in others if use.to_host == to_host]
         if not others:  # nearly always
-            end_s = now_s + nbytes / self._rate
-            self._note(Use(now_s, end_s, self._rate, to_host))
+            end_s = now_s + nbytes / self._rates[to_host]
+            self._note(Use(now_s, end_s, self._rates[to_host], to_host))
             return end_s
         while True:
             rate, until_s = self._left(others, now_s, to_host=to_host), next_change_s(others, now_s)
@@ -110,7 +111,7 @@ class Link:
         running = running_at(others, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
-        left = min(self._rate - here, self._both_rate - both)
+        left = min(self._rates[to_host] - here, self._both_rate - both)
         return left if left > NOTHING * both else 0.0
 
     def compute(self, begin_s: float, seconds: float) -> float:
@@ -118,13 +119,16 @@ class Link:
 
         See NOTE [ Slower compute ].
         """
-        slowdown = self._hardware.copy_slowdown
-        if not slowdown:
+        hardware = self._hardware
+        if not hardware.copies_slow_compute:
             return begin_s + seconds
         self._forget_past()
         copies, now_s = self._uses_after(begin_s), begin_s
         while True:
-            speed = 1 - slowdown if running_at(copies, now_s) else 1.0
+            ways = {use.to_host for use in running_at(copies, now_s)}
+            speed = (
+                1 - (True in ways) * hardware.d2h_slowdown - (False in ways) * hardware.h2d_slowdown
+            )
             end_s, until_s = now_s + seconds / speed, next_change_s(copies, now_s)
             if end_s <= until_s:
                 return end_s

@@ -51,12 +51,15 @@ class _Shared(_Allocation):
 
 
 class DeviceMemory:
-    """Counts the bytes of storages that were seen and are alive."""
+    """Counts the bytes of storages that were seen and are alive.
 
-    def __init__(self) -> None:
+    Args:
+        taken_bytes: That are in use all the time.
+    """
+
+    def __init__(self, taken_bytes: int = 0) -> None:
         self._live: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
-        self._live_bytes = 0
-        self._peak_bytes = 0
+        self._live[OTHER] = self._live_bytes = self._peak_bytes = taken_bytes
         self._at_peak = dict(self._live)
         self._alive: dict[int, _Allocation] = {}
         self._gone: deque[_Allocation] = deque()

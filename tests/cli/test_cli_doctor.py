@@ -15,6 +15,7 @@ from pp_offload._memory.disk_file import file_system_of
 from pp_offload.cli import machine
 from pp_offload.cli.app import app
 from pp_offload.cli.disk_speed import disk_speed
+from pp_offload.simulate import Hardware
 
 MIB, GIB = 2**20, 2**30
 TOPICS = ["versions", "device", "host memory", "pinned memory", "NUMA", "disk", "environment"]
@@ -132,3 +133,37 @@ def test_a_directory_that_is_not_there_is_explained() -> None:
     done = CliRunner().invoke(app, ["doctor", "--disk-dir", "/no/such"])
     assert done.exit_code == 2
     assert "found /no/such, expected a directory that is there" in done.output
+
+
+def test_what_was_measured_is_hardware_of_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU; tests of the emulated device have an accelerator's."""
+    out = tmp_path / "out.json"
+    run("--measure", str(out), "--measure-mib", "1", "--disk-mib", "1")
+    hardware = Hardware.from_file(out)
+    assert hardware.name == "measured cpu"
+    assert hardware.pin_bytes_per_s is None and hardware.d2h_slowdown == 0.0
+    assert hardware.disk_write_bytes_per_s != Hardware.disk_write_bytes_per_s
+    monkeypatch.chdir(Path(__file__).parent)
+    given = "cli_models:good --ranks 2 --microbatches 4 --length 256 --hardware".split()
+    done = CliRunner().invoke(app, ["simulate", *given, str(out)])
+    assert "on 2 virtual measured cpu, 1f1b" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "'hardware'"),
+        ('{"hardware": {"nam": "x"}}', "'nam' is no field of Hardware (did you mean name?)"),
+        ('{"hardware": {"name": "x"}}', "missing 4 required keyword-only arguments"),
+        ("no JSON", "Expecting value"),
+    ],
+)
+def test_a_file_of_something_else_is_explained(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "out.json").write_text(text)
+    given = ["simulate", "cli_models:good", "--hardware", str(tmp_path / "out.json")]
+    done = CliRunner().invoke(app, given)
+    output = " ".join(done.output.replace("│", "").split())
+    assert done.exit_code == 2
+    assert "is no file of pp-offload doctor --measure" in output and told in output

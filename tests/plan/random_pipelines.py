@@ -186,7 +186,8 @@ def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Draw
         memory_bytes_per_s=10 ** draw.uniform(9, 12),
         num_queued_launches=draw.choice([4, 30, 1024]),
         memory_bytes=draw.choice([2**40, 10 * chunk_bytes]),
-        copy_slowdown=draw.choice([0.0, 0.0, 0.2]),
+        d2h_slowdown=(slowdown := draw.choice([0.0, 0.0, 0.2])),
+        h2d_slowdown=slowdown / 2,
     )
     if draw.random() < 0.3:
         hardware = replace(hardware, both_links_bytes_per_s=1.3 * hardware.link_bytes_per_s)

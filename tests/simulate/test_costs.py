@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -245,5 +246,32 @@ def test_a_fraction_is_at_most_one() -> None:
 def test_a_count_is_an_integer_and_compute_goes_on() -> None:
     with pytest.raises(ValueError, match="num_devices_per_host is 2.5, .* above 0, an integer"):
         replace(EVEN, num_devices_per_host=2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="copy_slowdown is 1.0, expected a number below 1"):
-        replace(EVEN, copy_slowdown=1.0)
+    with pytest.raises(ValueError, match="are 0.5 and 0.5, expected numbers that add up to less"):
+        replace(EVEN, d2h_slowdown=0.5, h2d_slowdown=0.5)
+
+
+def test_attention_has_rates_of_its_own_and_each_operator_a_gap() -> None:
+    own = {"attention_fraction": 0.25, "attention_backward_fraction": 0.125}
+
+    def seconds(**changes: Any) -> list[float]:
+        backend = VirtualBackend(replace(EVEN, memory_bytes_per_s=1e30, **changes))
+        qkv = [meta(1, 4, 512, 64, needs_grad=True) for _ in range(3)]
+        times = [0.0]
+        with backend.activate():
+            y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+            times.append(backend.compute.busy_s)
+            torch.autograd.grad(y, qkv, torch.empty_like(y))
+            times.append(backend.compute.busy_s)
+            qkv[0] @ qkv[0].mT
+            times.append(backend.compute.busy_s)
+        return [after - before for before, after in pairwise(times)]
+
+    plain, found, apart = seconds(), seconds(**own), seconds(kernel_gap_s=1.0)
+    assert found == pytest.approx([2 * plain[0], 4 * plain[1], plain[2]])
+    assert apart == pytest.approx([one + 1 for one in plain])
+
+
+def test_pinning_takes_the_hosts_time_and_libraries_the_devices_memory() -> None:
+    backend = VirtualBackend(replace(EVEN, pin_bytes_per_s=2.0**20, workspace_bytes=1000))
+    backend.allocate_host(2**21)
+    assert (backend.host.now_s, backend.memory.peak_bytes) == (2.0, 1000)

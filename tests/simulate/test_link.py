@@ -44,6 +44,13 @@ def test_directions_are_not_in_each_others_way() -> None:
     assert (copies.link.bytes_to_host, copies.link.bytes_to_device) == (15, 11)
 
 
+def test_a_link_may_be_faster_one_way() -> None:
+    copies = Copies(h2d_bytes_per_s=2.0)
+    assert [copies.out(10), copies.back(10)] == [10.0, 5.0]
+    copies = Copies(h2d_bytes_per_s=2.0, both_links_bytes_per_s=2.0)
+    assert [copies.out(10), copies.back(10)] == [10.0, 10.0], "a byte a second is left"
+
+
 def test_each_copy_has_its_latency() -> None:
     copies = Copies(copy_latency_s=0.5)
     assert [copies.out(10), copies.out(10)] == [10.5, 21.0]
@@ -77,7 +84,7 @@ def test_devices_of_a_host_share_its_memory_equally() -> None:
 
 def test_what_a_host_has_is_that_of_no_device_above_its_link() -> None:
     hardware = replace(SLOW, host_bytes_per_s=100.0)
-    assert (hardware.copy_bytes_per_s, hardware.both_copies_bytes_per_s) == (1.0, 2.0)
+    assert (hardware.d2h_rate, hardware.both_copies_bytes_per_s) == (1.0, 2.0)
     assert replace(SLOW, both_links_bytes_per_s=1.25).both_copies_bytes_per_s == 1.25
     assert SLOW.both_copies_bytes_per_s == 2.0
 
@@ -132,17 +139,17 @@ def test_what_is_over_for_the_host_is_forgotten() -> None:
 
 
 def test_compute_is_slower_while_copies_run() -> None:
-    copies = Copies(copy_slowdown=0.5)
+    copies = Copies(d2h_slowdown=0.5, h2d_slowdown=0.25)
     copies.out(4)
     assert copies.link.compute(0.0, 10.0) == 12.0, "two of its ten seconds in the first four"
     assert copies.link.compute(1.0, 1.0) == 3.0
     assert copies.link.compute(4.0, 10.0) == 14.0
-    copies.back(6)
-    assert copies.link.compute(0.0, 10.0) == 13.0, "two at once slow it down as one does"
+    copies.back(8)
+    assert copies.link.compute(0.0, 10.0) == 14.0, "one second in four, three in the next four"
 
 
 def test_compute_before_the_first_copy_is_as_fast_as_ever() -> None:
-    copies = Copies(copy_slowdown=0.25)
+    copies = Copies(d2h_slowdown=0.25)
     copies.host.wait_until(5.0)
     copies.out(4)
     assert copies.link.compute(0.0, 5.0) == 5.0

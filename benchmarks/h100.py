@@ -1,0 +1,138 @@
+"""Steps on a virtual H100 beside the same steps on the H100 whose rates it has.
+
+``results/h100.json`` has what was measured there: the rates of the machine, how long operators of a
+plain step of gpt4096 took, and steps of on_card.py. Each step runs again here, on a device that has
+these rates; operators of llama8b were not timed, so rates alone say how long they take.
+
+    python benchmarks/h100.py
+    python benchmarks/h100.py --quick
+
+Figures of a row: what was measured, what the virtual device says, and their difference in percent
+    ms        of a step: the median, and in brackets the difference from the least
+    ratio     to a step without offload
+    GiB       the peak of the device
+    back      GiB copied to the device in a step
+
+The engine of most rows copied all back that had left. Today's, and that of the rows called later,
+uses what is still on its way to the host where it is: see GiB back, here and there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from on_card import CASES, WAYS, Stage
+from torch import Tensor
+
+from pp_offload import OffloadConfig, use_backend
+from pp_offload.simulate import Hardware, VirtualBackend
+
+FACTS = Path(__file__).parent / "results/h100.json"
+GIB = 2**30
+SETTLED = 8
+"""Steps until bounds are chosen, and one more."""
+
+NAMES = {
+    "_scaled_dot_product_flash_attention": "attention_forward",
+    "_scaled_dot_product_flash_attention_backward": "attention_backward",
+}
+Row = dict[str, Any]
+
+
+class OperatorTimes:
+    """Seconds of the operators that were timed; None for others.
+
+    Args:
+        microseconds: By name, and sizes of all tensors or of the first.
+    """
+
+    def __init__(self, microseconds: Mapping[str, float]) -> None:
+        self._microseconds = microseconds
+
+    def __call__(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+    ) -> float | None:
+        name = func._overloadpacket.__name__
+        sizes = ["x".join(map(str, x.shape)) for x in args if isinstance(x, Tensor) and x.dim()]
+        for operands in (sizes, sizes[:1]):
+            key = " ".join([NAMES.get(name, name), *operands])
+            if key in self._microseconds:
+                return self._microseconds[key] * 1e-6
+        return None
+
+
+def virtual(case: str, way: str, facts: Row) -> Row:
+    """A step when all is chosen."""
+    hardware = Hardware.from_file(FACTS)
+    backend = VirtualBackend(hardware, OperatorTimes(facts["operators_us"]))
+    options = {"device_limit_bytes": None, **WAYS.get(way, {})}
+    config = OffloadConfig(
+        min_offloaded_tensor_size=CASES[case].min_numel, rematerialize="none", **options
+    )
+    with use_backend(backend, config=config) as manager:
+        stage = Stage(CASES[case], backend.device)
+        for _ in range(SETTLED if way.startswith("ours") else 2):
+            begin_s, before = backend.seconds, manager.statistics()
+            backend.memory.take_peak()
+            stage.step("ours" if way.startswith("ours") else way, nullcontext)
+            backend.synchronize()
+            end_s = backend.seconds
+            stage.clear()
+        moved = manager.statistics().since(before)
+    return {
+        "ms": (end_s - begin_s) * 1e3,
+        "peak_gib": backend.memory.peak_bytes / GIB,
+        "back_gib": moved.bytes_reloaded / GIB,
+    }
+
+
+def line(measured: Row, here: Row, none_ms: tuple[float, float]) -> str:
+    """Of the table.
+
+    Args:
+        measured: A row of the facts.
+        here: The same on the virtual device.
+        none_ms: A step without offload, as measured and here.
+    """
+    ratios = measured["ms"] / none_ms[0], here["ms"] / none_ms[1]
+    back = "{:.2f}".format(measured["back_gib"]) if "back_gib" in measured else ""
+    return (
+        f"{measured['case']:<8} {measured['way']:<10}{measured.get('day', ''):<6}"
+        f"{measured['ms']:>7.1f} {here['ms']:>6.1f} {off(here['ms'], measured['ms'])} "
+        f"({off(here['ms'], measured['least_ms'])}) {ratios[0]:>6.3f} {ratios[1]:>6.3f} "
+        f"{off(ratios[1], ratios[0])} {measured['peak_gib']:>7.3f} {here['peak_gib']:>7.3f} "
+        f"{off(here['peak_gib'], measured['peak_gib'])} {back:>6} {here['back_gib']:>6.2f}"
+    )
+
+
+def off(here: float, measured: float) -> str:
+    return f"{(here / measured - 1) * 100:>+5.1f}"
+
+
+HEADER = (
+    "case     way                  ms   here  off (least)   ratio   here   off  peak GiB  here"
+    "   off   back   here"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two rows")
+    options = parser.parse_args()
+    facts = json.loads(FACTS.read_text())
+    print(facts["machine"]["device"], facts["machine"]["date"])
+    print(HEADER)
+    none_ms: dict[str, tuple[float, float]] = {}
+    for measured in facts["rows"][: 2 if options.quick else None]:
+        here = virtual(measured["case"], measured["way"], facts)
+        none = none_ms.setdefault(measured["case"], (measured["ms"], here["ms"]))
+        print(line(measured, here, none), flush=True)
+
+
+if __name__ == "__main__":
+    main()
