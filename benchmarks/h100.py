@@ -7,8 +7,8 @@ these rates; operators of llama8b were not timed, so rates alone say how long th
     python benchmarks/h100.py
     python benchmarks/h100.py --quick
 
-Figures of a row: what was measured, what the virtual device says, and their difference in percent
-    ms        of a step: the median, and in brackets the difference from the least
+Figures of a row: what was measured, what it is here, and how far off that is, in percent
+    ms        of a step: the median, and in brackets how far off the least it is
     ratio     to a step without offload
     GiB       the peak of the device
     back      GiB copied to the device in a step
@@ -85,28 +85,38 @@ def virtual(case: str, way: str, facts: Row) -> Row:
             stage.clear()
         moved = manager.statistics().since(before)
     return {
-        "ms": (end_s - begin_s) * 1e3,
-        "peak_gib": backend.memory.peak_bytes / GIB,
-        "back_gib": moved.bytes_reloaded / GIB,
+        "here_ms": (end_s - begin_s) * 1e3,
+        "here_peak_gib": backend.memory.peak_bytes / GIB,
+        "here_back_gib": moved.bytes_reloaded / GIB,
     }
 
 
-def line(measured: Row, here: Row, none_ms: tuple[float, float]) -> str:
-    """Of the table.
+def beside(measured: Row, facts: Row, none: Row | None) -> Row:
+    """A row of the facts, and the same here.
 
     Args:
-        measured: A row of the facts.
-        here: The same on the virtual device.
-        none_ms: A step without offload, as measured and here.
+        measured: Of the facts.
+        facts: All of them.
+        none: The row without offload; None for that row itself.
     """
-    ratios = measured["ms"] / none_ms[0], here["ms"] / none_ms[1]
-    back = "{:.2f}".format(measured["back_gib"]) if "back_gib" in measured else ""
+    row = measured | virtual(measured["case"], measured["way"], facts)
+    none = none or row
+    return row | {
+        "ratio": measured.get("ratio", row["ms"] / none["ms"]),  # its own on a later day
+        "here_ratio": row["here_ms"] / none["here_ms"],
+    }
+
+
+def line(row: Row) -> str:
+    """Of the table."""
+    back = f"{row['back_gib']:.2f}" if "back_gib" in row else ""
     return (
-        f"{measured['case']:<8} {measured['way']:<10}{measured.get('day', ''):<6}"
-        f"{measured['ms']:>7.1f} {here['ms']:>6.1f} {off(here['ms'], measured['ms'])} "
-        f"({off(here['ms'], measured['least_ms'])}) {ratios[0]:>6.3f} {ratios[1]:>6.3f} "
-        f"{off(ratios[1], ratios[0])} {measured['peak_gib']:>7.3f} {here['peak_gib']:>7.3f} "
-        f"{off(here['peak_gib'], measured['peak_gib'])} {back:>6} {here['back_gib']:>6.2f}"
+        f"{row['case']:<8} {row['way']:<10}{row.get('day', ''):<6}"
+        f"{row['ms']:>7.1f} {row['here_ms']:>6.1f} {off(row['here_ms'], row['ms'])} "
+        f"({off(row['here_ms'], row['least_ms'])}) {row['ratio']:>6.3f} {row['here_ratio']:>6.3f} "
+        f"{off(row['here_ratio'], row['ratio'])} {row['peak_gib']:>7.3f} "
+        f"{row['here_peak_gib']:>7.3f} {off(row['here_peak_gib'], row['peak_gib'])} "
+        f"{back:>6} {row['here_back_gib']:>6.2f}"
     )
 
 
@@ -123,15 +133,19 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two rows")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     facts = json.loads(FACTS.read_text())
     print(facts["machine"]["device"], facts["machine"]["date"])
     print(HEADER)
-    none_ms: dict[str, tuple[float, float]] = {}
+    none: dict[str, Row] = {}
+    rows = []
     for measured in facts["rows"][: 2 if options.quick else None]:
-        here = virtual(measured["case"], measured["way"], facts)
-        none = none_ms.setdefault(measured["case"], (measured["ms"], here["ms"]))
-        print(line(measured, here, none), flush=True)
+        rows.append(beside(measured, facts, none.get(measured["case"])))
+        none.setdefault(measured["case"], rows[-1])
+        print(line(rows[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from pp_offload.cli.device_speed import DeviceSpeed
 
 MIB = 2**20
 DEVICES = ("cpu", "cuda", "xpu", "emulated")
@@ -73,7 +74,7 @@ def peak_bytes(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def ceiling_bytes_per_s(device: torch.device, nbytes: int, repeats: int = 8) -> tuple[float, float]:
-    """To the host and to the device, both at once, each on its stream, in the best of five runs.
+    """To the host and to the device, both at once, each on its stream, in the best of some runs.
 
     On the CPU both are one plain copy at a time.
     """
@@ -81,41 +82,5 @@ def ceiling_bytes_per_s(device: torch.device, nbytes: int, repeats: int = 8) -> 
     hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     devices = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pairs = [(hosts[0], devices[0]), (devices[1], hosts[1])]
-    if not pinned:
-        rates = [_host_rate(target, source, repeats) for target, source in pairs]
-        return rates[0], rates[1]
-    best = [0.0, 0.0]
-    for _ in range(5):
-        rates = _two_stream_rates(pairs, device, repeats)
-        best = [max(old, new) for old, new in zip(best, rates, strict=True)]
-    return best[0], best[1]
-
-
-def _host_rate(target: Tensor, source: Tensor, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return target.nbytes / min(times)
-
-
-def _two_stream_rates(
-    pairs: list[tuple[Tensor, Tensor]], device: torch.device, repeats: int
-) -> list[float]:
-    streams = [torch.Stream(device=device) for _ in pairs]
-    events = [[torch.Event(device=device, enable_timing=True) for _ in range(2)] for _ in pairs]
-    synchronize(device)
-    for stream, event in zip(streams, events, strict=True):
-        event[0].record(stream)
-    for _ in range(repeats):
-        for stream, (target, source) in zip(streams, pairs, strict=True):
-            with stream:
-                target.copy_(source, non_blocking=True)
-    for stream, event in zip(streams, events, strict=True):
-        event[1].record(stream)
-    synchronize(device)
-    return [
-        repeats * target.nbytes / (event[0].elapsed_time(event[1]) / 1e3)
-        for event, (target, _) in zip(events, pairs, strict=True)
-    ]
+    d2h, h2d = DeviceSpeed(device, nbytes).copy_rates(pairs, repeats)
+    return d2h, h2d

@@ -24,7 +24,6 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.simulate import DEVICES, VirtualBackend
+from pp_offload.simulate import Hardware, VirtualBackend
 from pp_offload.simulate.huggingface import model_from_config
 
 VOCABULARY = 512
@@ -189,17 +188,8 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
 
 GIB = 2**30
 
-MEASURED = replace(
-    DEVICES["H100"],
-    name="measured H100",
-    matmul_fraction=635.2 / 990,
-    memory_fraction=2.866 / 3.35,
-    link_bytes_per_s=50.3e9,
-    launch_s=12e-6,
-)
-"""What products of width 4096, copies on the device, and copies both ways at once reached on an
-H100 80GB behind PCIe 5 (2026-11-27).
-"""
+MEASURED = Hardware.from_file(Path(__file__).parent / "results/h100.json")
+"""An H100 80GB behind PCIe 5 (2026-11-27)."""
 
 
 def virtual_step(case: str, way: str, choice: str, num_steps: int = 4) -> dict[str, Any]:

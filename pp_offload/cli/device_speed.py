@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -60,7 +61,7 @@ class DeviceSpeed:
             matmul_fraction=1.0,
             attention_fraction=min(1.0, product_s / forward_s),  # as many operations
             attention_backward_fraction=min(1.0, 2.5 * product_s / backward_s),
-            memory_bytes_per_s=2 * self._nbytes / self._seconds(lambda: back[0].copy_(out[1])),
+            memory_bytes_per_s=2 * self._nbytes / self._seconds(partial(back[0].copy_, out[1])),
             memory_fraction=1.0,
             memory_bytes=default_backend(self._device).memory_bytes() or _host_bytes(),
             link_bytes_per_s=d2h,
@@ -87,7 +88,7 @@ class DeviceSpeed:
 
     def _rates(self, pairs: Sequence[Pair], num: int) -> list[float]:
         if self._is_host:
-            return [a.nbytes / self._seconds(lambda a=a, b=b: a.copy_(b), num) for a, b in pairs]
+            return [a.nbytes / self._seconds(partial(a.copy_, b), num) for a, b in pairs]
         spans = [self._copies(pair, num) for pair in pairs]
         self._synchronize()
         milliseconds = [begin.elapsed_time(end) for begin, end in spans]
@@ -114,16 +115,16 @@ class DeviceSpeed:
 
     def _attention_s(self) -> tuple[float, float]:
         """Forward and backward of causal attention."""
-        qkv = [self._random(*self._shape).requires_grad_() for _ in range(3)]
+        q, k, v = (self._random(*self._shape).requires_grad_() for _ in range(3))
 
         def forward() -> Tensor:
-            return F.scaled_dot_product_attention(*qkv, is_causal=True)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         y = forward()
         gradient = torch.ones_like(y)
 
         def backward() -> object:
-            return torch.autograd.grad(y, qkv, gradient, retain_graph=True)
+            return torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True)
 
         both = (
             median(self._seconds(run) for _ in range(NUM_ROUNDS)) for run in (forward, backward)

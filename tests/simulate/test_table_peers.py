@@ -73,7 +73,7 @@ def test_megatron_moves_what_each_operator_has_saved_and_no_parameter(rows: dict
     mlp = 2 + 4 + 4  # norm, up; gelu; down
     nbytes = SMALL.num_layers * (attention + mlp) * SMALL.length * SMALL.width * 2
     moved_ms = rows["megatron"]["need"] * rows["none"]["step_ms"]
-    link_bytes_per_s = virtual_step.DEVICES["H100"].copy_bytes_per_s
+    link_bytes_per_s = virtual_step.DEVICES["H100"].d2h_rate
     assert moved_ms * 1e-3 * link_bytes_per_s == pytest.approx(nbytes)
 
 
