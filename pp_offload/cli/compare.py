@@ -17,7 +17,12 @@ from pp_offload.trace import compare_with_plan
 
 def compare(
     plan: Annotated[Path, typer.Argument(help="As pp-offload plan has written it: plan.json.")],
-    file: Annotated[Path, typer.Argument(help="Which a Trace of a run by it has written.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Written by a Trace of a run by it; one for each rank, or all."
+        ),
+    ],
     step: Annotated[
         int | None, typer.Option(help="The last one of the trace if not given.")
     ] = None,
@@ -34,7 +39,7 @@ def compare(
     """
     with told("PLAN", ConfigError, OSError):
         planned = OffloadPlan.load(plan)
-    timeline = timeline_of("FILE", file)
+    timeline = timeline_of("FILE", *files)
     try:
         found = compare_with_plan(planned, timeline, step=step)
     except ConfigError as failure:

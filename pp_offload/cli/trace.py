@@ -12,10 +12,8 @@ import typer
 from pp_offload._common.tables import format_table
 from pp_offload.cli.wrong import check_target, told, wrong
 from pp_offload.trace import Timeline, read
-from pp_offload.trace.events import COUNTERS
-from pp_offload.trace.figures import RankFigures, checked_step, figures_of, steps_of
-from pp_offload.trace.kinds import Kind
-from pp_offload.trace.parts import absence_said
+from pp_offload.trace.figures import Kind, RankFigures, checked_step, figures_of, steps_of
+from pp_offload.trace.timeline import COUNTERS
 
 GIB, GB = 2**30, 10**9
 
@@ -37,7 +35,12 @@ all. GB/s: while copies ran. Peaks: GiB. - is what the trace does not say."""
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="Which a Trace has written: out.json.gz.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Written by a Trace: out.json.gz, or out.rank*.json.gz."
+        ),
+    ],
     png: Annotated[
         Path | None, typer.Option(help="Draw the step here instead: PNG, SVG or PDF.")
     ] = None,
@@ -55,7 +58,7 @@ def trace(
     ] = False,
 ) -> None:
     """What happened in a step, as a table or as a picture."""
-    timeline = timeline_of("FILE", file)
+    timeline = timeline_of("FILE", *files)
     with told("--step"):
         number = checked_step(timeline, step)
     there = list(steps_of(timeline)[number])
@@ -77,19 +80,10 @@ def trace(
     typer.echo(table(timeline, number, chosen))
 
 
-def timeline_of(option: str, path: Path) -> Timeline:
-    """That of a file, or an error that names the option which gave it."""
-    if not path.is_file():
-        raise wrong(option, absence_said(path))
-    try:
-        return read(path)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as failure:
-        # Whatever is in a file that is none of ours, or was cut.
-        raise wrong(
-            option,
-            f"{path} cannot be read as a trace, expected a file that a Trace has written "
-            f"({type(failure).__name__}: {failure})",
-        ) from failure
+def timeline_of(option: str, *paths: Path) -> Timeline:
+    """Timeline of the files of a run, or an error that names the option."""
+    with told(option, OSError):
+        return read(*paths)
 
 
 def _draw(

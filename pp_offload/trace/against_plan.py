@@ -1,111 +1,136 @@
-"""A step of a trace beside the plan that it was to follow.
+"""A step of a trace beside the plan that the run followed.
 
-compared = compare_with_plan(OffloadPlan.load("plan.json"), read("out.json.gz"))
-print(compared.table())
-compared.is_as_planned
-compared.ranks[0].differences
+    compared = compare_with_plan(OffloadPlan.load("plan.json"), read("out.json.gz"))
+    print(compared.table())
+    compared.is_as_planned
+
+A virtual device knows when compute of a rank last worked in a step, which is compared with the plan
+of the rank. Of other devices only the time to the next step is known, in which a rank also waits
+for others, and which is compared with the step of the pipeline. Host memory is the most in any step
+up to this one, as in a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.tables import format_table
-from pp_offload.trace.events import DEVICE, HOST, Timeline
+from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
 from pp_offload.trace.figures import (
+    Interval,
+    Kind,
     RankFigures,
     checked_step,
     figures_of,
-    spans_by_rank,
+    kind_of,
     steps_of,
 )
-from pp_offload.trace.groups import TOLERANCE, GroupsSeen, groups_in, strangers_of, why_other_bytes
-from pp_offload.trace.planned_rank import (
-    HOST_PEAK,
-    ON_DEMAND,
-    PEAK,
-    RATE,
-    SENT,
-    STALLED,
-    STEP,
-    RankCompared,
-    ms,
-)
+from pp_offload.trace.timeline import DEVICE, HOST, Timeline
 
-HEAD = ("rank", PEAK, HOST_PEAK, STEP, STALLED, ON_DEMAND, SENT, RATE)
+TOLERANCE = 0.02
+GIB, GB, MS = 2**30, 1e9, 1e-3
 
 NOTE = """\
-Planned / found; - is what the trace does not say. host: the most in any step up to this one. step:
-until the rank's compute ends, which virtual devices say; of others until the next step begins,
-beside the pipeline's. stalled: ms of it in which compute stands still for copies. on demand:
-tensors that came only when backward was at their group. sent: copied to the host. GB/s: while it
-was."""
+Planned / found; - is what the trace does not say. step: until compute of the rank ends on a virtual
+device, else until the next step, beside that of the pipeline. stalled: compute waits for copies. on
+demand: tensors that came back only when backward was at their group. sent: to the host, at GB/s."""
+
+WHY = {
+    "peak_bytes": "memory that the plan does not know, or more on its way than planned",
+    "host_peak_bytes": "more of what left was there at the same time",
+    "step_s": "longer compute or waits, or more than the schedule in a step, such as an optimizer",
+    "busy_s": "operators take other times than planned; plan again with a Hardware of other "
+    "matmul_fraction and memory_fraction",
+    "stalled_s": "copies came at other times, as with other bounds on what is on its way",
+    "on_demand_reloads": "copies came too late, as with other bounds on what is on its way",
+    "bytes_offloaded": "groups do not leave as planned; give the run the length, the microbatches "
+    f"and the options of the plan; {OTHERS_ON_A_CPU}",
+    "offload_bytes_per_s": "the link, or host memory that several devices share; plan again with a "
+    "Hardware of other link_bytes_per_s",
+}
+"""Causes by figure."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A figure as planned and as found, with the column and unit of a table; None is unknown."""
+
+    name: str
+    head: str
+    planned: float | None
+    found: float | None
+    unit: float = 1
+
+    @property
+    def more(self) -> float:
+        """By how much the run is worse. Any other number of bytes sent is."""
+        if self.planned is None or self.found is None or len({*self.texts()}) == 1:
+            return 0.0
+        more = self.found - self.planned
+        return {"bytes_offloaded": abs(more), "offload_bytes_per_s": -more}.get(self.name, more)
+
+    def texts(self) -> tuple[str, str]:
+        """Planned and found, in the unit."""
+        return _text(self.planned, self.unit), _text(self.found, self.unit)
+
+
+@dataclass(frozen=True)
+class RankCompared:
+    """One rank of a trace beside its plan; ``differences`` are what is worse, and why."""
+
+    rank: int
+    planned: RankPlan
+    found: RankFigures
+    pairs: tuple[Pair, ...]
+    differences: list[str]
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether nothing is worse than planned, and the plan is for what ran."""
+        return not self.differences
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All ranks that a trace has."""
+    """All ranks of a trace beside their plan."""
 
     step: int
+    planned_s: float
     ranks: list[RankCompared]
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether nothing is worse than planned, and the plan is of what ran."""
-        return all(one.is_as_planned for one in self.ranks)
+        """Whether nothing is worse than planned, and the plan is for what ran."""
+        return all(rank.is_as_planned for rank in self.ranks)
 
     def table(self) -> str:
-        """As text: a row for each rank, and what is not as planned below."""
-        rows = [(str(one.rank), *one.row()) for one in self.ranks]
-        lines = [f"rank {one.rank}: {text}" for one in self.ranks for text in one.differences]
-        return "\n".join(
-            [
-                f"step {self.step}{self._of_the_pipeline()}",
-                "",
-                format_table([HEAD, *rows]),
-                NOTE,
-                "",
-                *lines,
-                *self._closing(),
-            ]
+        """A row for each rank, and below what is worse than planned."""
+        rows = [("rank", *(pair.head for pair in self.ranks[0].pairs))]
+        for rank in self.ranks:
+            rows.append((str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)))
+        steps_s = (pair.found or 0 for rank in self.ranks for pair in rank.pairs[2:3])
+        title = (
+            f"step {self.step}: {_text(max(steps_s), MS)} ms, planned {_text(self.planned_s, MS)}"
         )
-
-    def _of_the_pipeline(self) -> str:
-        """Its step, which ends with the last rank's."""
-        if not self.ranks:
-            return ""
-        found_s = max(one.found_step_s for one in self.ranks)
-        return f": {ms(found_s)} ms, planned {ms(self.ranks[0].planned_s)}"
-
-    def _closing(self) -> Iterator[str]:
-        """What may be said of all figures."""
-        if not self.is_as_planned:
-            return
-        if any(pair.is_worse for one in self.ranks for pair in one.pairs):
-            yield f"nothing is worse than planned by more than {TOLERANCE:.0%} of a step"
-        elif any(one.differs for one in self.ranks):
-            yield f"nothing is worse than planned by more than {TOLERANCE:.0%}"
-        else:
-            yield f"nothing differs by more than {TOLERANCE:.0%}"
+        texts = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences]
+        texts = texts or [f"nothing is worse than planned by more than {TOLERANCE:.0%}"]
+        return "\n".join([title, "", format_table(rows), NOTE, "", *texts])
 
     def figures(self) -> dict[str, Any]:
         """Plain values, in seconds and bytes, for a file."""
-        return {
-            "step": self.step,
-            "as_planned": self.is_as_planned,
-            "ranks": [
-                {
-                    "rank": one.rank,
-                    "planned": _planned_figures(one),
-                    "found": _found_figures(one),
-                    "differences": one.differences,
-                }
-                for one in self.ranks
-            ],
-        }
+        ranks = [
+            {
+                "rank": rank.rank,
+                "planned": {pair.name: pair.planned for pair in rank.pairs},
+                "found": {pair.name: pair.found for pair in rank.pairs},
+                "differences": rank.differences,
+            }
+            for rank in self.ranks
+        ]
+        return {"step": self.step, "as_planned": self.is_as_planned, "ranks": ranks}
 
 
 def compare_with_plan(
@@ -115,85 +140,96 @@ def compare_with_plan(
     step: int | None = None,
     pipeline_rank: Callable[[int], int] = int,
 ) -> Compared:
-    """What a step was to cost, and what it did.
+    """Compare a step with its plan.
 
     Args:
-        plan: Which the run has followed.
-        timeline: Of one rank or of several; see :func:`pp_offload.trace.read`.
-        step: Of the trace; the last one when None. In a run's first step an optimizer has no state
-            yet.
-        pipeline_rank: Of a rank of the trace; the same number unless there are other dimensions
-            of parallelism.
+        plan: Plan that the run followed.
+        timeline: One rank or several; see :func:`pp_offload.trace.read`.
+        step: Number of the step; the last one when None. In the first step of a run an optimizer
+            has no state yet.
+        pipeline_rank: Pipeline rank of a rank of the trace, where a run has other dimensions of
+            parallelism.
 
     Raises:
         ConfigError: The plan has fewer ranks.
         ValueError: The trace has no such step.
     """
     number = checked_step(timeline, step)
-    spans, windows = spans_by_rank(timeline), steps_of(timeline)[number]
-    return Compared(
-        number,
-        [
-            _rank(
-                plan,
-                pipeline_rank(one.rank),
-                _with_earlier_steps(timeline, one, windows[one.rank][1]),
-                groups_in(spans[one.rank], windows[one.rank]),
-                has_groups=not timeline.metadata.get(one.rank, {}).get("has_captures"),
-            )
-            for one in figures_of(timeline, number)
-        ],
+    ranks = []
+    for found in figures_of(timeline, number):
+        planned = plan.rank(pipeline_rank(found.rank))
+        window = steps_of(timeline)[number][found.rank]
+        samples = timeline.counter(found.rank, HOST)
+        host = max((item.nbytes for item in samples if item.time_s < window[1]), default=None)
+        pairs = _pairs(plan, planned, found, host)
+        differences = [*_strangers(planned, timeline, found.rank, window)]
+        differences += _worse(plan, planned, pairs, has_causes=not differences)
+        ranks.append(RankCompared(found.rank, planned, found, pairs, differences))
+    return Compared(number, plan.seconds, ranks)
+
+
+def _pairs(
+    plan: OffloadPlan, planned: RankPlan, found: RankFigures, host_bytes: int | None
+) -> tuple[Pair, ...]:
+    rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
+    steps = plan.seconds, found.seconds
+    if found.worked_s is not None:
+        steps = planned.seconds, found.worked_s
+    on_demand = planned.on_demand_reloads, found.on_demand_reloads
+    return (
+        Pair("peak_bytes", "peak GiB", planned.peak_bytes, found.peak_bytes.get(DEVICE), GIB),
+        Pair("host_peak_bytes", "host GiB", planned.host_peak_bytes, host_bytes, GIB),
+        Pair("step_s", "step ms", *steps, MS),
+        Pair("busy_s", "busy ms", planned.busy_s, found.busy_s, MS),
+        Pair("stalled_s", "stalled ms", planned.stalled_s, found.waited_for_copies_s, MS),
+        Pair("on_demand_reloads", "on demand", *on_demand),
+        Pair("bytes_offloaded", "sent GiB", planned.bytes_offloaded, found.offloaded_bytes, GIB),
+        Pair("offload_bytes_per_s", "GB/s", rate, found.offload_bytes_per_s, GB),
     )
 
 
-def _rank(
-    plan: OffloadPlan,
-    pipeline_rank: int,
-    found: RankFigures,
-    seen: GroupsSeen,
-    *,
-    has_groups: bool,
-) -> RankCompared:
-    """One rank; what was captured into a graph has no groups in a trace."""
-    planned = plan.rank(pipeline_rank)
-    return RankCompared(
-        found.rank,
-        planned,
-        plan.seconds,
-        found,
-        strangers_of(planned, plan.options, seen, found.offloaded_bytes) if has_groups else (),
-        why_other_bytes(planned, seen),
-        plan.options,
-    )
+def _worse(
+    plan: OffloadPlan, planned: RankPlan, pairs: tuple[Pair, ...], *, has_causes: bool
+) -> Iterator[str]:
+    """Figures that are worse by more than the tolerance; waits, by that of a step."""
+    for pair in pairs:
+        base = plan.seconds if pair.name == "stalled_s" else pair.planned or 0
+        if pair.more > TOLERANCE * base:
+            text = "{1}, planned {0}".format(*pair.texts())
+            why = f": {WHY[pair.name]}" if has_causes else ""
+            if why and pair.name == "peak_bytes" and not planned.optimizer_bytes:
+                why += "; it was made without an optimizer's state, --optimizer"
+            yield f"{pair.head} {text}{why}"
 
 
-def _with_earlier_steps(timeline: Timeline, found: RankFigures, end_s: float) -> RankFigures:
-    """With the host's peak in any step so far, which is what a plan has."""
-    samples = timeline.counter(found.rank, HOST)
-    most = max((one.nbytes for one in samples if one.time_s < end_s), default=None)
-    peaks = {} if most is None else {HOST: most}
-    return replace(found, peak_bytes={**found.peak_bytes, **peaks})
-
-
-def _planned_figures(one: RankCompared) -> dict[str, Any]:
-    known = {key: value for key, value in asdict(one.planned).items() if key not in PARTS}
-    return known | {"step_s": one.planned_step_s, "offload_bytes_per_s": one.planned_rate}
-
-
-def _found_figures(one: RankCompared) -> dict[str, Any]:
-    found = one.found
-    return {
-        "peak_bytes": found.peak_bytes.get(DEVICE),
-        "host_peak_bytes": found.peak_bytes.get(HOST),
-        "busy_s": found.busy_s,
-        "stalled_s": one.found_stalled_s,
-        "bytes_offloaded": found.offloaded_bytes,
-        "on_demand_reloads": found.on_demand_reloads,
-        "offload_s": found.offload_s,
-        "step_s": one.found_step_s,
-        "offload_bytes_per_s": found.offload_bytes_per_s,
+def _strangers(planned: RankPlan, timeline: Timeline, rank: int, window: Interval) -> Iterator[str]:
+    """The first group that is not that of the plan, whatever leaves."""
+    if timeline.metadata[rank].get("has_captures"):
+        return  # groups of a graph are not in the trace
+    names: dict[tuple[int, int], str] = {}
+    for span in timeline.spans:
+        is_inside = span.rank == rank and window[0] <= span.begin_s < window[1]
+        if is_inside and "position" in span.args and kind_of(span) is Kind.FORWARD:
+            place = span.args["vp_stage"], span.args["position"]
+            names[place] = span.name.removesuffix(" (forward)")
+    expected = {
+        (vp_stage, position): group.name
+        for vp_stage, stage in enumerate(planned.stages)
+        for position, group in enumerate(stage)
+        if group.nbytes or (vp_stage, position) in names  # without bytes it may have no span
     }
+    others = sorted(set(names.items()) ^ set(expected.items()))
+    for place, _ in others[:1]:
+        yield (
+            f"the plan is of another model or schedule: group {place[1]} of stage {place[0]} is "
+            f"{names.get(place)}, planned {expected.get(place)}"
+        )
 
 
-PARTS = ("stages", "recomputed")
-"""Of a plan, that are no figures."""
+def _text(value: float | None, unit: float) -> str:
+    if value is None or unit == 1:
+        return "-" if value is None else str(value)
+    number = value / unit
+    if number >= 100 or not number:
+        return f"{number:.1f}"
+    return f"{number:.3f}" if number >= 0.1 else f"{number:.3g}"

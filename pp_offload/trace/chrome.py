@@ -1,10 +1,13 @@
-"""Timelines as Chrome's JSON, which Perfetto opens, and back.
+"""Timelines as Chrome trace files, which Perfetto opens; files of several ranks as one.
 
-    write(timeline, "out.json.gz")   # gzipped, for the name says so
-    timeline = read("out.json.gz")
+    write(timeline, "out.json.gz")                        # compressed, because of the name
+    read("out.rank0.json.gz", "out.rank1.json.gz")        # one timeline of both ranks
+    merge_ranks([part_of("out.json.gz", rank) for rank in range(2)], "out.json.gz")
+    merge("out.json.gz", ["profiled.json"], "both.json.gz")  # with a file of torch.profiler
 
-A rank is a process, a track a thread of it. Times are microseconds since ``baseTimeNanoseconds``,
-as in the files of ``torch.profiler``. A file appears under its name when all of it is written.
+A rank is a process of the file, a track is a thread. Times are microseconds since
+``baseTimeNanoseconds`` on the wall clock, as in files of ``torch.profiler``, so files merge without
+a guess.
 """
 
 from __future__ import annotations
@@ -12,89 +15,95 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-from pp_offload.trace.events import TRACKS, Flow, Point, Sample, Span, Timeline
-from pp_offload.trace.parts import absence_said
+from pp_offload.trace.timeline import TRACKS, Flow, Point, Sample, Span, Timeline
 
-OURS = "pp_offload"
-"""The category of our spans and flows, and the key of what is known of each rank."""
-
+OURS, BASE = "pp_offload", "baseTimeNanoseconds"
 FLOWS_OF_A_RANK = 2**32
-"""Numbers of flows are kept apart by rank: those of two files never meet."""
+FOREIGN_PROCESSES = 2**20
+"""More than a rank has flows, and a system processes: added to keep numbers apart."""
 
-Event = dict[str, Any]
-
-
-def write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a file; gzipped if its name ends in ``.gz``."""
-    write_json(to_json(timeline), path)
+Json = dict[str, Any]
+AnyPath = str | os.PathLike[str]
 
 
-def read(path: str | os.PathLike[str]) -> Timeline:
-    """The timeline of a file that :func:`write`, or a merge, has written.
-
-    Raises:
-        FileNotFoundError: There is none; files of its ranks may be there, which are to be merged.
-        ValueError: It is none of ours.
-    """
-    try:
-        found = read_json(path)
-    except FileNotFoundError as failure:
-        raise FileNotFoundError(absence_said(path)) from failure
-    if OURS not in found:
-        raise ValueError(f"{path} says nothing of {OURS}, expected a file that a Trace has written")
-    return from_json(found)
+def write(timeline: Timeline, path: AnyPath) -> None:
+    """Write a file; compressed if its name ends in ``.gz``."""
+    ranks = {str(rank): timeline.metadata[rank] for rank in timeline.ranks}
+    events = list(_events(timeline))
+    head = {"schemaVersion": 1, "displayTimeUnit": "ms", BASE: timeline.base_ns, OURS: ranks}
+    _write_json(head | {"traceEvents": events}, path)
 
 
-def to_json(timeline: Timeline) -> dict[str, Any]:
-    """What stands in the file."""
-    return {
-        "schemaVersion": 1,
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": timeline.base_ns,
-        OURS: {str(rank): known for rank, known in sorted(timeline.metadata.items())},
-        "traceEvents": [*_names(timeline), *_spans(timeline), *_samples(timeline)]
-        + [*_flows(timeline)],
-    }
-
-
-def from_json(found: dict[str, Any]) -> Timeline:
-    """The timeline that stands in a file; what others wrote there is left out."""
-    timeline = Timeline(int(found["baseTimeNanoseconds"]))
-    timeline.metadata = {int(rank): known for rank, known in found[OURS].items()}
-    tracks: dict[tuple[int, int], str] = {}
-    flows: dict[tuple[int, int], list[Event]] = {}
-    for event in found["traceEvents"]:
-        kind = event["ph"]
-        if event.get("cat") != OURS:
-            continue
-        rank, tid = event["pid"], event["tid"]
-        if kind == "M" and event["name"] == "thread_name":
-            tracks[rank, tid] = event["args"]["name"]
-        elif kind == "X":
-            begin_s, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            where = rank, tracks[rank, tid], event["name"]
-            timeline.spans.append(Span(*where, begin_s, begin_s + seconds, event["args"]))
-        elif kind == "C":
-            nbytes = event["args"]["bytes"]
-            timeline.samples.append(Sample(rank, _counter(event), event["ts"] / 1e6, nbytes))
-        elif kind in "stf":
-            flows.setdefault((rank, event["id"]), []).append(event)
-    for (rank, _), events in flows.items():
-        points = [Point(tracks[rank, one["tid"]], one["ts"] / 1e6) for one in events]
-        timeline.flows.append(Flow(rank, events[0]["name"], tuple(points)))
-    return timeline
-
-
-def write_json(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write JSON; gzipped if the name ends in ``.gz``. A file that was there is replaced at once.
+def read(path: AnyPath, *others: AnyPath) -> Timeline:
+    """Read a file, or the files of several ranks into one timeline.
 
     Raises:
-        OSError: It cannot be written; what was there is there.
+        FileNotFoundError: No such file. The message names files of single ranks that exist.
+        ValueError: A file was not written by a Trace, or two files have the same rank.
     """
+    contents = [_read_ours(each) for each in (path, *others)]
+    whole = Timeline(min(content[BASE] for content in contents))
+    for content in contents:
+        whole.add(_timeline(content, shift_s=(content[BASE] - whole.base_ns) / 1e9))
+    return whole
+
+
+def part_of(path: AnyPath, rank: int | str) -> Path:
+    """Path of the file of one rank: ``out.rank3.json.gz`` for ``out.json.gz``."""
+    stem, dot, suffixes = Path(path).name.partition(".")
+    return Path(path).with_name(f"{stem}.rank{rank}{dot}{suffixes}")
+
+
+def merge_ranks(paths: Sequence[AnyPath], out: AnyPath) -> Timeline:
+    """Write the files of all ranks of a run as one file. The ranks need not be running.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The files are not those of all ranks of one run, each once.
+    """
+    if not paths:
+        raise ValueError("no trace to merge, expected one for each rank")
+    whole = read(*paths)
+    expected = {facts.get("num_ranks", 1) for facts in whole.metadata.values()}
+    if expected != {len(whole.ranks)} or whole.ranks != list(range(len(whole.ranks))):
+        raise ValueError(
+            f"the traces are of ranks {whole.ranks} of runs of {sorted(expected)} ranks, expected "
+            "those of all ranks of one run"
+        )
+    write(whole, out)
+    return whole
+
+
+def merge(ours: AnyPath, profilers: Sequence[AnyPath], out: AnyPath) -> None:
+    """Write a trace and files of ``torch.profiler.export_chrome_trace`` as one file.
+
+    Raises:
+        ValueError: ``ours`` is of a virtual run, or a file has no base time.
+    """
+    contents = [_read_ours(ours), *map(_read_json, profilers)]
+    for path, content in zip((ours, *profilers), contents, strict=True):
+        if not content.get(BASE):
+            raise ValueError(f"{path} has no {BASE}, expected a real run, or a file of a profiler")
+    ranks, base_ns = set(map(int, contents[0][OURS])), min(int(each[BASE]) for each in contents)
+    whole = {key: value for content in reversed(contents) for key, value in content.items()}
+    whole |= {BASE: base_ns, "traceEvents": []}
+    for number, content in enumerate(contents):
+        for event in content["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += (int(content[BASE]) - base_ns) / 1e3
+            if number and event.get("pid") in ranks:  # another process with the number of a rank
+                event["pid"] += FOREIGN_PROCESSES * number
+        whole["traceEvents"] += content["traceEvents"]
+    _write_json(whole, out)
+
+
+def _write_json(content: Json, path: AnyPath) -> None:
+    """Write a file that replaces an older one only when complete."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     data = json.dumps(content, separators=(",", ":")).encode()
@@ -105,89 +114,96 @@ def write_json(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What stands in a file, gzipped or not, whatever its name.
-
-    Raises:
-        ValueError: It is no trace in JSON.
-    """
-    data = Path(path).read_bytes()
-    found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    if not isinstance(found, dict) or "traceEvents" not in found:
-        raise ValueError(f"{path} has no traceEvents, expected a trace in Chrome's JSON")
-    return found
+def _read_json(path: AnyPath) -> Json:
+    try:
+        data = Path(path).read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (gzip.BadGzipFile, EOFError, ValueError) as failure:
+        raise ValueError(_refusal(path, failure)) from failure
+    if not isinstance(content, dict) or "traceEvents" not in content:
+        raise ValueError(_refusal(path, "no traceEvents"))
+    return content
 
 
-def _tids(timeline: Timeline) -> dict[tuple[int, str], int]:
-    """The number of each track that is used: a known one has the same number in every rank."""
-    used = {(one.rank, one.track) for one in timeline.spans}
-    used |= {(flow.rank, point.track) for flow in timeline.flows for point in flow.points}
-    tids: dict[tuple[int, str], int] = {}
-    for rank in sorted({rank for rank, _ in used}):
-        more = sorted(track for one, track in used if one == rank and track not in TRACKS)
-        for tid, track in enumerate([*TRACKS, *more]):
-            if (rank, track) in used:
-                tids[rank, track] = tid
-    return tids
+def _read_ours(path: AnyPath) -> Json:
+    if not Path(path).is_file():
+        raise FileNotFoundError(_absence(path))
+    content = _read_json(path)
+    if OURS not in content:
+        raise ValueError(_refusal(path, f"no key {OURS}"))
+    return content
 
 
-def _names(timeline: Timeline) -> Iterator[Event]:
+def _refusal(path: AnyPath, why: object) -> str:
+    return f"{path} cannot be read as a trace, expected a file that a Trace has written ({why})"
+
+
+def _absence(path: AnyPath) -> str:
+    text = f"found no file {path}, expected one that a Trace has written"
+    pattern = part_of(escape(os.fspath(path)), "*")
+    if not (parts := sorted(part.name for part in pattern.parent.glob(pattern.name))):
+        return text
+    return f"{text}; found {', '.join(parts)}: give these instead, or merge them with merge_ranks()"
+
+
+def _events(timeline: Timeline) -> Iterator[Json]:
+    """Names of ranks and tracks, then spans, samples and flows."""
+    points = [(flow.rank, point.track) for flow in timeline.flows for point in flow.points]
+    used = sorted({(span.rank, span.track) for span in timeline.spans} | set(points))
+    others = sorted({track for _, track in used} - set(TRACKS))
+    tids = {track: tid for tid, track in enumerate([*TRACKS, *others])}
     for rank in timeline.ranks:
-        yield _named(rank, 0, "process_name", {"name": f"rank {rank}"})
-        yield _named(rank, 0, "process_sort_index", {"sort_index": rank})
-    for (rank, track), tid in _tids(timeline).items():
-        yield _named(rank, tid, "thread_name", {"name": track})
-        yield _named(rank, tid, "thread_sort_index", {"sort_index": tid})
-
-
-def _named(rank: int, tid: int, what: str, args: Event) -> Event:
-    return {"ph": "M", "cat": OURS, "name": what, "ts": 0, "pid": rank, "tid": tid, "args": args}
-
-
-def _spans(timeline: Timeline) -> Iterator[Event]:
-    tids = _tids(timeline)
+        yield from _label("process", rank, 0, f"rank {rank}", rank)
+    for rank, track in used:
+        yield from _label("thread", rank, tids[track], track, tids[track])
     for span in timeline.spans:
-        yield {
-            "ph": "X",
-            "cat": OURS,
-            "name": span.name,
-            "pid": span.rank,
-            "tid": tids[span.rank, span.track],
-            "ts": span.begin_s * 1e6,
-            "dur": (span.end_s - span.begin_s) * 1e6,
-            "args": dict(span.args),
-        }
-
-
-def _samples(timeline: Timeline) -> Iterator[Event]:
-    for one in timeline.samples:
-        yield {
-            "ph": "C",
-            "cat": OURS,
-            "name": f"{one.counter} bytes",
-            "pid": one.rank,
-            "tid": 0,
-            "ts": one.time_s * 1e6,
-            "args": {"bytes": one.nbytes},
-        }
-
-
-def _counter(event: Event) -> str:
-    return str(event["name"]).removesuffix(" bytes")
-
-
-def _flows(timeline: Timeline) -> Iterator[Event]:
-    tids = _tids(timeline)
+        dur = (span.end_s - span.begin_s) * 1e6
+        event = _event("X", span.name, span.rank, tids[span.track], span.begin_s)
+        yield event | {"dur": dur, "args": dict(span.args)}
+    for item in timeline.samples:
+        event = _event("C", f"{item.counter} bytes", item.rank, 0, item.time_s)
+        yield event | {"args": {"bytes": item.nbytes}}
     for number, flow in enumerate(timeline.flows):
         kinds = ["s", *"t" * (len(flow.points) - 2), "f"]
         for kind, point in zip(kinds, flow.points, strict=True):
-            event = {
-                "ph": kind,
-                "cat": OURS,
-                "name": flow.name,
-                "id": flow.rank * FLOWS_OF_A_RANK + number,
-                "pid": flow.rank,
-                "tid": tids[flow.rank, point.track],
-                "ts": point.time_s * 1e6,
-            }
-            yield event | ({"bp": "e"} if kind == "f" else {})
+            event = _event(kind, flow.name, flow.rank, tids[point.track], point.time_s)
+            ends = {"bp": "e"} if kind == "f" else {}  # at the span around it, not at the next
+            yield event | {"id": flow.rank * FLOWS_OF_A_RANK + number} | ends
+
+
+def _label(what: str, rank: int, tid: int, name: str, index: int) -> Iterator[Json]:
+    yield _event("M", f"{what}_name", rank, tid, 0) | {"args": {"name": name}}
+    yield _event("M", f"{what}_sort_index", rank, tid, 0) | {"args": {"sort_index": index}}
+
+
+def _event(kind: str, name: str, rank: int, tid: int, time_s: float) -> Json:
+    return {"ph": kind, "cat": OURS, "name": name, "pid": rank, "tid": tid, "ts": time_s * 1e6}
+
+
+def _timeline(content: Json, shift_s: float) -> Timeline:
+    """The timeline of a file. Events of other programs are left out."""
+    ranks = {int(rank): facts for rank, facts in content[OURS].items()}
+    timeline = Timeline(content[BASE], metadata=ranks)
+    tracks: dict[tuple[int, int], str] = {}
+    flows: dict[int, list[Json]] = {}
+    for event in content["traceEvents"]:
+        if event.get("cat") != OURS:
+            continue
+        rank, name, kind, time_s = event["pid"], event["name"], event["ph"], event["ts"] / 1e6
+        time_s += shift_s
+        if name == "thread_name":
+            tracks[rank, event["tid"]] = event["args"]["name"]
+        elif kind == "X":
+            end_s = time_s + event["dur"] / 1e6
+            track = tracks[rank, event["tid"]]
+            timeline.spans.append(Span(rank, track, name, time_s, end_s, event["args"]))
+        elif kind == "C":
+            counter, nbytes = name.removesuffix(" bytes"), event["args"]["bytes"]
+            timeline.samples.append(Sample(rank, counter, time_s, nbytes))
+        elif kind in "stf":
+            flows.setdefault(event["id"], []).append(event)
+    for events in flows.values():
+        where = [(tracks[event["pid"], event["tid"]], event["ts"] / 1e6) for event in events]
+        points = tuple(Point(track, time_s + shift_s) for track, time_s in where)
+        timeline.flows.append(Flow(events[0]["pid"], events[0]["name"], points))
+    return timeline

@@ -1,90 +1,158 @@
-"""What a step of a trace came to: times, waits by cause, rates and peaks, rank by rank.
+"""Figures of a step of a trace: times, waits by cause, rates and peaks of each rank.
 
-steps = steps_of(timeline)                     # {1: {0: (0.003, 0.007), ...}}: by rank
-found = figures_of(timeline, 1)                # of the ranks that have it
-found[0].waited_s[Kind.WAITS_FOR_RELOAD]
+step = checked_step(timeline, None)                  # the last one
+figures = figures_of(timeline, step)[0]
+figures.waited_s[Kind.WAITS_FOR_RELOAD]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from pp_offload.trace.events import COUNTERS, DEVICE, OPERATORS, STEPS, Span, Timeline
-from pp_offload.trace.intervals import Interval, common, total, without
-from pp_offload.trace.kinds import WAITS, Kind, kind_of
+from pp_offload.trace.timeline import (
+    COMPUTE,
+    COUNTERS,
+    D2H,
+    DEVICE,
+    DISK,
+    H2D,
+    OPERATORS,
+    STEPS,
+    WAITS_FOR_OTHERS,
+    WAITS_FOR_UNKNOWN,
+    Span,
+    Timeline,
+)
+
+Interval = tuple[float, float]
+
+
+class Kind(enum.Enum):
+    """Kind of a span, as legends and tables show it."""
+
+    OPERATORS = "other compute"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OFFLOAD = "offload (d2h)"
+    RELOAD = "reload (h2d)"
+    WRITE = "write to disk"
+    READ = "read from disk"
+    WAITS_FOR_RELOAD = "waits for a reload"
+    WAITS_FOR_OFFLOAD = "waits for an offload"
+    WAITS_FOR_DISK = "waits for a disk"
+    WAITS_FOR_RANK = "waits for other ranks"
+
+
+WAITS_FOR_COPIES = (Kind.WAITS_FOR_RELOAD, Kind.WAITS_FOR_OFFLOAD, Kind.WAITS_FOR_DISK)
+WAITS = (*WAITS_FOR_COPIES, Kind.WAITS_FOR_RANK)
+
+_BY_TRACK = {D2H: Kind.OFFLOAD, H2D: Kind.RELOAD, OPERATORS: Kind.OPERATORS}
+_BY_NAME = {
+    (DISK, "write"): Kind.WRITE,
+    (DISK, "read"): Kind.READ,
+    (COMPUTE, WAITS_FOR_UNKNOWN): Kind.WAITS_FOR_DISK,
+    (COMPUTE, WAITS_FOR_OTHERS): Kind.WAITS_FOR_RANK,
+}
+_BY_END = {
+    "(forward)": Kind.FORWARD,
+    "(backward)": Kind.BACKWARD,
+    "(reload)": Kind.WAITS_FOR_RELOAD,
+    "(offload)": Kind.WAITS_FOR_OFFLOAD,
+}
+
+
+def kind_of(span: Span) -> Kind | None:
+    """Kind of a span; None for a step."""
+    track = span.track.split(" ")[0]
+    kind = _BY_TRACK.get(track) or _BY_NAME.get((track, span.name))
+    return kind or (_BY_END.get(span.name.split(" ")[-1]) if track == COMPUTE else None)
+
+
+def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """Intervals in order, joined where they overlap or are at most ``gap`` apart."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1] + gap:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def common(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Intervals in which both are."""
+    sets = (*merged(left), *merged(right))
+    edges = [edge for begin, end in sets for edge in ((begin, 1), (end, -1))]
+    both, depth, begin = [], 0, 0.0
+    for at, sign in sorted(edges):
+        if depth == 2 and begin < at:
+            both.append((begin, at))
+        depth, begin = depth + sign, at
+    return both
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """Of one rank in one step. All times are in seconds."""
+    """Figures of one rank in one step, in seconds and bytes.
+
+    Attributes:
+        seconds: From the begin of the step to the next one, or to the end of the recording.
+        busy_s: Time in which compute worked; None except for a virtual device, as for ``worked_s``.
+        worked_s: From the begin of the step to the end of the last work of compute.
+        waited_s: Time in which compute waited, by cause.
+        offloaded_bytes, reloaded_bytes, offload_s, reload_s: Of copies that began in the step.
+        written_bytes, read_bytes: To the disk, and from there.
+        on_demand_reloads: Tensors that came back only when backward was at their group.
+        peak_bytes: Most bytes of each counter; of the device, also between readings, if known.
+    """
 
     rank: int
-
     seconds: float
-    """From the begin of the step to that of the next one, or to the end of the recording."""
-
     busy_s: float | None
-    """How long compute worked; None where only a virtual device could say it."""
-
-    worked_s: float | None = None
-    """From the begin of the step until compute last worked; None where only a virtual device could
-    say it.
-    """
-
+    worked_s: float | None
     waited_s: Mapping[Kind, float]
-    """How long compute waited, by cause."""
-
     offloaded_bytes: int
     reloaded_bytes: int
-    """In copies that began in the step."""
-
     offload_s: float
     reload_s: float
-    """How long these copies took."""
-
     written_bytes: int
     read_bytes: int
-    """To the disk and from there."""
-
     on_demand_reloads: int | None
-    """Payloads that came only when backward was at their group; None if the trace does not say."""
-
     peak_bytes: Mapping[str, int]
-    """The most of each counter that the trace has. Of the device's, also between the times at which
-    counters were read, where the device has told.
-    """
-
-    at_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What the other counters said where that of the device said most; empty if it says nothing."""
 
     @property
     def offload_bytes_per_s(self) -> float | None:
-        """While it copied; None if it never did."""
+        """Rate while copying; None without copies."""
         return self.offloaded_bytes / self.offload_s if self.offload_s else None
 
     @property
     def reload_bytes_per_s(self) -> float | None:
-        """While it copied; None if it never did."""
+        """Rate while copying; None without copies."""
         return self.reloaded_bytes / self.reload_s if self.reload_s else None
+
+    @property
+    def waited_for_copies_s(self) -> float:
+        """Time in which compute waited for copies."""
+        return sum(self.waited_s[kind] for kind in WAITS_FOR_COPIES)
 
 
 def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
-    """When each step was, by its number and by rank."""
-    found: dict[int, dict[int, Interval]] = {}
-    for span in sorted(timeline.spans, key=lambda one: one.rank):
+    """Begin and end of each step, by number and rank."""
+    steps: dict[int, dict[int, Interval]] = {}
+    for span in sorted(timeline.spans, key=lambda span: span.rank):
         if span.track == STEPS:
-            number = int(span.args["step"])
-            found.setdefault(number, {})[span.rank] = span.begin_s, span.end_s
-    return dict(sorted(found.items()))
+            steps.setdefault(int(span.args["step"]), {})[span.rank] = span.begin_s, span.end_s
+    return dict(sorted(steps.items()))
 
 
 def checked_step(timeline: Timeline, step: int | None) -> int:
-    """The number of a step that a trace has: the last one when None.
+    """Number of a step of the trace; the last one when None.
 
     Raises:
-        ValueError: It has no such step, or none at all.
+        ValueError: The trace has no such step, or none at all.
     """
     steps = list(steps_of(timeline))
     if not steps:
@@ -94,115 +162,58 @@ def checked_step(timeline: Timeline, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
+def values_of(
+    timeline: Timeline, rank: int, counter: str, window: Interval
+) -> list[tuple[float, int]]:
+    """Times and values of a counter in a window, from the value at its begin on."""
+    samples = [(item.time_s, item.nbytes) for item in timeline.counter(rank, counter)]
+    before = [(window[0], nbytes) for time_s, nbytes in samples if time_s <= window[0]][-1:]
+    return before + [sample for sample in samples if window[0] < sample[0] < window[1]]
+
+
 def figures_of(timeline: Timeline, step: int) -> list[RankFigures]:
-    """Of all ranks that have the step.
-
-    Args:
-        timeline: Of a real run, or of a virtual one.
-        step: One of :func:`steps_of`.
-    """
-    windows = steps_of(timeline)[step]
-    spans = spans_by_rank(timeline)
-    return [
-        _figures(timeline, rank, window, spans.get(rank, [])) for rank, window in windows.items()
-    ]
-
-
-def spans_by_rank(timeline: Timeline) -> dict[int, list[Span]]:
-    """All spans, in the order in which they are."""
-    found: dict[int, list[Span]] = {}
+    """Figures of all ranks that have the step."""
+    by_rank: dict[int, list[Span]] = {}
     for span in timeline.spans:
-        found.setdefault(span.rank, []).append(span)
-    return found
+        by_rank.setdefault(span.rank, []).append(span)
+    windows = steps_of(timeline)[step].items()
+    return [_figures(timeline, rank, window, by_rank[rank]) for rank, window in windows]
 
 
-def times_of(spans: Sequence[Span], window: Interval) -> dict[Kind, list[Interval]]:
-    """When a rank did what, in a window. Forward and backward do not work while compute waits.
-
-    On a virtual device it is known when operators ran: of forward and backward, that is counted.
-    """
-    found: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
+def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span]) -> RankFigures:
+    begin_s, end_s = window
+    of_kind: dict[Kind | None, list[Span]] = {kind: [] for kind in (None, *Kind)}
     for span in spans:
-        kind = kind_of(span)
-        if kind is not None:
-            found[kind].append((span.begin_s, span.end_s))
-    found = {kind: common(times, [window]) for kind, times in found.items()}
-    groups = found[Kind.FORWARD] + found[Kind.BACKWARD]
-    if any(span.track == OPERATORS for span in spans):
-        worked = found[Kind.OPERATORS]
-        found[Kind.FORWARD] = common(found[Kind.FORWARD], worked)
-        found[Kind.BACKWARD] = common(found[Kind.BACKWARD], worked)
-        found[Kind.OPERATORS] = without(worked, groups)
-    waits = [one for kind in WAITS for one in found[kind]]
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        found[kind] = without(found[kind], waits)
-    return found
-
-
-def _figures(timeline: Timeline, rank: int, window: Interval, spans: Sequence[Span]) -> RankFigures:
-    times = times_of(spans, window)
-    worked = [(one.begin_s, one.end_s) for one in spans if one.track == OPERATORS]
-    worked = common(worked, [window])
-    sent, back = (_copied(spans, kind, window) for kind in (Kind.OFFLOAD, Kind.RELOAD))
+        of_kind[kind_of(span)].append(span)
+    times = {
+        kind: common([(span.begin_s, span.end_s) for span in of_kind[kind]], [window])
+        for kind in (Kind.OPERATORS, *WAITS)
+    }
+    total_s = {kind: sum(end - begin for begin, end in each) for kind, each in times.items()}
+    nbytes, took_s = Counter[Kind | None](), dict.fromkeys(Kind, 0.0)
+    for kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ):
+        for span in of_kind[kind]:
+            if begin_s <= span.begin_s < end_s:
+                nbytes[kind] += span.args["bytes"]
+                took_s[kind] += span.args.get("busy_s", span.end_s - span.begin_s)
+    worked = times[Kind.OPERATORS]
+    values = {name: values_of(timeline, rank, name, window) for name in COUNTERS}
+    peaks = {name: max(n for _, n in items) for name, items in values.items() if items}
+    facts = next(span.args for span in of_kind[None] if span.begin_s == begin_s)
+    if "device_peak_bytes" in facts:
+        peaks[DEVICE] = max(peaks.get(DEVICE, 0), facts["device_peak_bytes"])
     return RankFigures(
         rank=rank,
-        seconds=window[1] - window[0],
-        busy_s=total(worked) if worked else None,
-        worked_s=max(end_s for _, end_s in worked) - window[0] if worked else None,
-        waited_s={kind: total(times[kind]) for kind in WAITS},
-        offloaded_bytes=sent[0],
-        reloaded_bytes=back[0],
-        offload_s=sent[1],
-        reload_s=back[1],
-        written_bytes=_copied(spans, Kind.WRITE, window)[0],
-        read_bytes=_copied(spans, Kind.READ, window)[0],
-        on_demand_reloads=_step_at(spans, window).get("on_demand_reloads"),
-        peak_bytes=_peaks(timeline, rank, window, spans),
-        at_peak_bytes=_at_peak(timeline, rank, window),
+        seconds=end_s - begin_s,
+        busy_s=total_s[Kind.OPERATORS] if worked else None,
+        worked_s=worked[-1][1] - begin_s if worked else None,
+        waited_s={kind: total_s[kind] for kind in WAITS},
+        offloaded_bytes=nbytes[Kind.OFFLOAD],
+        reloaded_bytes=nbytes[Kind.RELOAD],
+        offload_s=took_s[Kind.OFFLOAD],
+        reload_s=took_s[Kind.RELOAD],
+        written_bytes=nbytes[Kind.WRITE],
+        read_bytes=nbytes[Kind.READ],
+        on_demand_reloads=facts.get("on_demand_reloads"),
+        peak_bytes=peaks,
     )
-
-
-def _step_at(spans: Sequence[Span], window: Interval) -> Mapping[str, Any]:
-    """What the step with this window says of itself."""
-    found = [one.args for one in spans if one.track == STEPS and one.begin_s == window[0]]
-    return found[0] if found else {}
-
-
-def _copied(spans: Sequence[Span], kind: Kind, window: Interval) -> tuple[int, float]:
-    """Bytes and seconds of the copies that began in a window."""
-    begin_s, end_s = window
-    copies = [one for one in spans if kind_of(one) is kind and begin_s <= one.begin_s < end_s]
-    nbytes = sum(int(one.args["bytes"]) for one in copies)
-    return nbytes, sum(one.args.get("busy_s", one.end_s - one.begin_s) for one in copies)
-
-
-def _peaks(
-    timeline: Timeline, rank: int, window: Interval, spans: Sequence[Span]
-) -> dict[str, int]:
-    """The most in a window; what was said last before it holds at its begin."""
-    found: dict[str, int] = {}
-    for counter in COUNTERS:
-        samples = timeline.counter(rank, counter)
-        before = [one.nbytes for one in samples if one.time_s <= window[0]][-1:]
-        inside = [one.nbytes for one in samples if window[0] < one.time_s < window[1]]
-        if before or inside:
-            found[counter] = max(before + inside)
-    told = _step_at(spans, window).get("device_peak_bytes")
-    if told is not None:
-        found[DEVICE] = max(found.get(DEVICE, 0), int(told))
-    return found
-
-
-def _at_peak(timeline: Timeline, rank: int, window: Interval) -> dict[str, int]:
-    """What the other counters said where that of the device said most."""
-    device = timeline.counter(rank, DEVICE)
-    inside = [one for one in device if window[0] <= one.time_s < window[1]]
-    if not inside:
-        return {}
-    time_s = max(inside, key=lambda one: one.nbytes).time_s
-    found: dict[str, int] = {}
-    for counter in COUNTERS:
-        before = [one.nbytes for one in timeline.counter(rank, counter) if one.time_s <= time_s]
-        if before and counter != DEVICE:
-            found[counter] = before[-1]
-    return found

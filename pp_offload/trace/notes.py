@@ -1,150 +1,113 @@
-"""What is noted while a step runs: events that are still to come, and no time yet.
+"""Notes of a recording, whose events are still to come, and the timeline made of them at the end.
 
-Notes are plain and few, for they are taken between the program's own work. ``assembled.py`` makes
-a timeline of them when all is over.
+clock = Clock(backend, begin)        # begin: an event on compute, recorded just now
+notes.append(Note("d2h", "mlp (offload)", begin=lap.begin, end=lap.end))
+spans = spans_of(notes, clock, rank=0)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
-from pp_offload._core.group import Counts, GroupState
-from pp_offload._core.keys import GroupKey
-from pp_offload.backends import TimedEvent
+from pp_offload._core.group import Counts
+from pp_offload.backends import Backend, CpuBackend, HostTimed, TimedEvent
+from pp_offload.trace.timeline import DISK, Flow, Point, Sample, Span
+
+Reading = tuple[Any, dict[str, int]]
+"""An event on compute, and bytes by counter."""
 
 
-class Work(NamedTuple):
-    """Work of a virtual stream, in seconds of its own clock."""
+class Clock:
+    """Seconds of a recording from events of a device, from ``begin`` on.
 
-    ready_s: float
-    """When nothing but other streams kept it waiting."""
+    Events of a virtual device or timed by the host know their time. For others, the host waits for
+    ``begin`` once, and reads the wall clock beside it. Where a simulated device has no times, those
+    of the host as it queued the work are used.
+    """
 
-    begin_s: float
-    end_s: float
+    def __init__(self, backend: Backend, begin: TimedEvent) -> None:
+        self.kind = "host" if isinstance(backend, CpuBackend) else "host, as queued"
+        if not isinstance(begin, HostTimed):
+            self.kind = "virtual" if hasattr(backend.d2h, "heard") else "device"
+        self.is_virtual = self.kind == "virtual"
+        if not self.is_virtual:
+            begin.synchronize()
+        self.base_ns, self._host_s = (0 if self.is_virtual else time.time_ns()), time.perf_counter()
+        self._begin = begin
+
+    def seconds(self, at: Any) -> float | None:
+        """Seconds of an event; None if it was never recorded, or a copy before it failed."""
+        if at is None or isinstance(at, float):
+            return at
+        if self.is_virtual:  # a stream without work passes an event when it is recorded
+            return float(max(at.time_s, at.recorded_s))
+        if self.kind != "device":
+            return None if at.time_s is None else self.of_host(at.time_s)
+        with suppress(RuntimeError):
+            return self._begin.elapsed_time(at) / 1e3
+        return None
+
+    def of_host(self, counter_s: float) -> float:
+        """Seconds of a time by ``perf_counter``, or by the clock of a virtual disk."""
+        return counter_s if self.is_virtual else counter_s - self._host_s
 
 
 @dataclass(slots=True, eq=False)
-class CopyNote:
-    """Copies that were queued together."""
+class Note:
+    """A future span. ``begin`` and ``end`` are events, or seconds of the clock."""
 
-    label: str
-    to_host: bool
-    begin: TimedEvent
-    end: TimedEvent
-    nbytes: int
-    num_payloads: int
-    works: tuple[Work, ...] = ()
-    """Of a virtual stream, each copy."""
-
-    came_from: tuple[CopyNote, ...] = ()
-    """Of a reload: the copies that had brought its bytes to the host, as far as they were noted."""
-
-    used_on: int = -1
-    """Of a reload: the lane of its first use."""
-
-    used: TimedEvent | None = None
-
-
-class WaitNote(NamedTuple):
-    """A wait of compute for copies."""
-
-    lane: int
+    track: str
     name: str
-    begin: TimedEvent
-    end: TimedEvent
+    begin: Any
+    end: Any = None
+    args: dict[str, Any] = field(default_factory=dict)
+    counts: Counts | None = None
+    """Counts of a group, whose bytes are final only at the end of the recording."""
+
+    used: tuple[str, Any] | None = None
+    """Track and event of the first use of what a reload brought."""
 
 
-class Stall(NamedTuple):
-    """Time in which a virtual compute stream had work and waited."""
-
-    name: str
-    begin_s: float
-    end_s: float
-
-
-class DiskNote(NamedTuple):
-    """What a thread of the disk did, by ``perf_counter``."""
-
-    name: str
-    nbytes: int
-    begin_s: float
-    end_s: float
+def spans_of(notes: Iterable[Note], clock: Clock, *, rank: int) -> dict[Note, Span]:
+    """Spans, without those that have no begin, no end or no length."""
+    spans: dict[Note, Span] = {}
+    for note in notes:
+        begin_s, end_s = clock.seconds(note.begin), clock.seconds(note.end)
+        if begin_s is not None and end_s is not None and begin_s < end_s:
+            nbytes = {} if note.counts is None else {"bytes": note.counts.copied_bytes}
+            spans[note] = Span(rank, note.track, note.name, begin_s, end_s, note.args | nbytes)
+    return spans
 
 
-class Known(NamedTuple):
-    """What is known of a group, none of which keeps a tensor."""
-
-    name: str
-    key: GroupKey | None
-    state: GroupState | None
-    counts: Counts | None
-    """What it says when all is over counts."""
-
-    def args(self) -> dict[str, Any]:
-        """For a span."""
-        found: dict[str, Any] = {}
-        if self.key is not None:
-            chunk = self.key.chunk
-            found = {"microbatch": chunk.microbatch, "vp_stage": chunk.vp_stage}
-            found["position"] = self.key.position
-        if self.state is not None and self.counts is not None:
-            found |= {"state": self.state.value, "bytes": self.counts.copied_bytes}
-        return found
+def flow_of(source: Span, reload: Span, used: tuple[str, Any] | None, clock: Clock) -> Flow:
+    """Flow from a copy to the host to the copy back and its first use."""
+    points = [Point(span.track, span.begin_s) for span in (source, reload)]
+    if used is not None and (used_s := clock.seconds(used[1])) is not None:
+        points.append(Point(used[0], used_s))
+    return Flow(source.rank, source.name.removesuffix(" (offload)"), tuple(points))
 
 
-NO_GROUP = Known("", None, None, None)
+def samples_of(readings: Iterable[Reading], clock: Clock, *, rank: int) -> Iterator[Sample]:
+    """Samples of each counter where its value changes."""
+    last: dict[str, int] = {}
+    for at, values in readings:
+        time_s = clock.seconds(at)
+        for counter, nbytes in values.items():
+            if time_s is not None and last.get(counter) != nbytes:
+                last[counter] = nbytes
+                yield Sample(rank, counter, time_s, nbytes)
 
 
-class Mark(NamedTuple):
-    """A point of a compute stream at which a group changed."""
-
-    lane: int
-    what: str
-    """``opened``, ``closed`` or ``reached``; ``over`` ends all that is still going on."""
-
-    at: TimedEvent
-    number: int
-    """The group's own, from open to close."""
-
-    group: Known
-
-
-@dataclass(slots=True)
-class StepNote:
-    """Where a step begins."""
-
-    number: int
-    at: TimedEvent
-    peak_bytes: int | None = None
-    """The most that was allocated in it, where that is known."""
-
-    on_demand_reloads: int = 0
-    """Payloads that came only when backward was at their group."""
-
-
-class Sampled(NamedTuple):
-    """Counters, as the host knew them when it queued this point of compute."""
-
-    at: TimedEvent
-    nbytes: dict[str, int]
-
-
-class Room:
-    """How much may still be noted.
-
-    Args:
-        most: So many events of the file.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.is_full = False
-        self._left = most
-
-    def takes(self, num: int) -> bool:
-        """Whether there is room for a note that becomes so many events; never again after a no."""
-        self.is_full = self.is_full or self._left < num
-        if not self.is_full:
-            self._left -= num
-        return not self.is_full
+def spread(disk: Iterable[Note], clock: Clock) -> Iterator[Note]:
+    """Disk work, each on the first disk track that is free at its begin."""
+    ends_s: list[float] = []
+    for note in sorted(disk, key=lambda note: float(note.begin)):
+        note.begin, note.end = clock.of_host(note.begin), clock.of_host(note.end)
+        number = next((n for n, end_s in enumerate(ends_s) if end_s <= note.begin), len(ends_s))
+        ends_s[number : number + 1] = [note.end]
+        note.track = f"{DISK} {number + 1}" if number else DISK
+        yield note

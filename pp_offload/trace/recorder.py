@@ -1,221 +1,327 @@
-"""Hears what one engine does, and notes when it does it on its device.
+"""Observer of one engine, which notes when groups, copies and waits run on the device.
 
-    recorder = Recorder(offloader, Room(10**6))
-    recorder.begin()                 # the host waits for compute, once
-    ...                              # it does not wait here
-    recorder.end()                   # the host waits for all that was noted
-    recorder.notes, recorder.marks
+    recorder = Recorder(offloader, max_events=10**6)
+    recorder.start()                    # the host waits for compute, once
+    ...                                 # the host does not wait
+    timeline = recorder.finish(rank=0)  # the host waits for all events of the notes
 
-In a capture nothing runs, and nothing is noted.
+In a capture nothing runs, and nothing is noted. Around what the host does for a group the recorder
+enters ``torch.profiler.record_function``, so that a profiler shows the same names.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
+import threading
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from torch import Tensor
 
 from pp_offload._core.group import Group
-from pp_offload._core.observer import Observer
+from pp_offload._core.observer import Lap, Moved, Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
-from pp_offload._core.stopwatch import named, time_of
+from pp_offload._core.stopwatch import direction, named, time_of
 from pp_offload._groups.offloader import Offloader
-from pp_offload.backends import TimedEvent
-from pp_offload.trace.clock import VIRTUAL, Clock, is_virtual
-from pp_offload.trace.copy_notes import CopyNotes, Lanes
-from pp_offload.trace.disk_notes import DiskNotes
-from pp_offload.trace.notes import NO_GROUP, Known, Mark, Room, Sampled, StepNote
-from pp_offload.trace.sampled import Counters
-from pp_offload.trace.virtual_notes import VirtualCopyNotes
-
-logger = logging.getLogger(__name__)
+from pp_offload.backends import Event
+from pp_offload.trace.notes import Clock, Note, Reading, flow_of, samples_of, spans_of, spread
+from pp_offload.trace.timeline import (
+    COMPUTE,
+    D2H,
+    DEVICE,
+    DISK,
+    H2D,
+    HOST,
+    IN_FLIGHT,
+    RELOADED,
+    STEPS,
+    WAITS_FOR_UNKNOWN,
+    Timeline,
+)
+from pp_offload.trace.virtual import VirtualStreams
 
 
 class Recorder(Observer):
-    """Notes what an engine does, from :meth:`begin` to :meth:`end`.
-
-    Args:
-        offloader: Of the engine.
-        room: For notes. When it is full, the recorder hears no more.
+    """Notes of one engine, until ``max_events`` events of a file are noted.
 
     Attributes:
-        clock: Of the recording; None before.
-        notes: Of copies and waits.
-        disk: Notes of what the threads of a disk do.
-        marks: Of groups, in the order in which compute passes them on each lane.
-        steps: Where they begin.
-        samples: Of counters.
-        drift_s: How much later the wall clock is at the end; None where there is none to compare.
+        clock: None before the start.
+        notes: Future spans.
+        is_cut: Whether a capture ran, which has no times.
     """
 
-    def __init__(self, offloader: Offloader, room: Room) -> None:
+    def __init__(self, offloader: Offloader, max_events: int) -> None:
         self.offloader = offloader
-        self._observers = offloader.observers
         self.clock: Clock | None = None
-        self.notes: CopyNotes | None = None
-        self.marks: list[Mark] = []
-        self.steps: list[StepNote] = []
-        self.samples: list[Sampled] = []
-        self.drift_s: float | None = None
-        self.disk = DiskNotes(offloader.engine.mover.tier, room)
-        self._room = room
-        self._lanes = Lanes(offloader.backend)
+        self.notes: list[Note] = []
+        self.is_cut = False
+        self._room = max_events
         self._counters = Counters(offloader)
-        self._numbers = itertools.count()
-        self._num_on_demand = 0
-        self._is_hearing = False
-        self._open: dict[int, tuple[Group, int, Any]] = {}
+        self._copies = Copies()
+        self._virtual: VirtualStreams | None = None
+        self._streams: list[object] = []
+        self._open: dict[int, tuple[Group, Note, AbstractContextManager[object]]] = {}
+        self._running: dict[str, Note] = {}  # by track: the step, and the last group of backward
 
     @property
-    def is_captured(self) -> bool:
-        """Whether some of it ran in a capture, and has no time."""
-        return self.notes is not None and self.notes.is_cut
+    def is_full(self) -> bool:
+        """Whether recording stopped at the limit."""
+        return self._room < 0
 
-    def begin(self) -> bool:
-        """Record from now on; False in a capture, where the time is not known."""
-        backend = self.offloader.backend
-        begin = time_of(backend, backend.current_stream())
-        if begin is None:
-            return False
-        self.clock = Clock.started(backend, begin)
-        if is_virtual(backend):
-            self.notes = VirtualCopyNotes(begin, self._room, self._lanes, backend)
-        else:
-            self.notes = CopyNotes(begin, self._room, self._lanes)
-        self._lanes.here()  # the stream that is live now is the first
-        with self.offloader.lock:
-            self._observers.add(self.notes)
-            self.disk.hear()
-            self._observers.add(self)
-            self._is_hearing = True
-        return True
-
-    def step(self, number: int) -> None:
-        """A step begins here."""
-        at = self._now()
-        self._ends_step()
-        values = self._counters.read()
-        if at is not None and self._takes(1 + len(values)):
-            self.steps.append(StepNote(number, at))
-            self.samples.append(Sampled(at, values))
-            self._mark("over", at, -1, None)
-
-    def _ends_step(self) -> None:
-        peak_bytes = self._counters.step_peak()
-        if self.steps:
-            self.steps[-1].peak_bytes = peak_bytes
-        self._count_on_demand()
-
-    def _count_on_demand(self) -> None:
-        num, before = self.offloader.engine.mover.counts.on_demand_reloads, self._num_on_demand
-        self._num_on_demand = num
-        if self.steps:
-            self.steps[-1].on_demand_reloads = num - before
-
-    def end(self) -> None:
-        """Record no more, and wait until all that was noted has ended. Not in a capture."""
-        if not self._room.is_full:
-            self._ends_step()
-        self.stop()
-        at = self._now_after()
-        if at is None or self.clock is None or self.notes is None:
+    def start(self) -> None:
+        """Start, unless a graph is captured. A second call does nothing."""
+        backend, disk, begin = self.offloader.backend, self._disk, self._now()
+        if begin is None or self.clock is not None:
             return
-        if not self._room.is_full:  # else nobody knows until when what is open went on
-            self._mark("over", at, -1, None)
-        self.drift_s = self.clock.drift_s(at)
-        if self.clock.kind != VIRTUAL:
-            self._wait_for_all()
+        self.clock = Clock(backend, begin)
+        self._track()  # the current stream is the first
+        with self.offloader.lock:
+            if self.clock.is_virtual:
+                self._virtual = VirtualStreams(self._add, backend)
+            if disk is not None:
+                disk.listeners = (*disk.listeners, self._disk_worked)
+            self.offloader.observers.add(self)
 
     def stop(self) -> None:
-        """Hear no more. Twice is fine."""
-        if self.notes is not None:
-            with self.offloader.lock:
-                self._observers.remove(self.notes)
-                self._observers.remove(self)
-                self._is_hearing = False
-            self.disk.stop_hearing()
-            if isinstance(self.notes, VirtualCopyNotes):
-                self.notes.stop_hearing()
+        """Observe no more. A second call does nothing."""
+        disk = self._disk
+        with self.offloader.lock:
+            self.offloader.observers.remove(self)
+            if disk is not None:
+                disk.listeners = tuple(call for call in disk.listeners if call != self._disk_worked)
+            if self._virtual is not None:
+                self._virtual.stop()
         while self._open:
-            _, _, shown = self._open.popitem()[1]
-            shown.__exit__(None, None, None)
+            self._open.popitem()[1][2].__exit__(None, None, None)
 
-    def _wait_for_all(self) -> None:
-        assert self.notes is not None
-        copies = [note.end for note in self.notes.copies]
-        waits = [note.end for note in self.notes.wait_notes]
-        uses = [note.used for note in self.notes.copies if note.used is not None]
-        for event in (*copies, *waits, *uses, *(mark.at for mark in self.marks)):
-            try:
-                if not event.query():
-                    event.synchronize()
-            except Exception as failure:  # who needs the bytes is told; here it has no time
-                logger.debug("a copy has no time, for it failed: %s", str(failure))
+    def step(self, number: int) -> None:
+        """End a step, and begin the next."""
+        at = self._now()
+        if at is None or self.clock is None:
+            return
+        self._end_step(at)
+        if (note := self._add(STEPS, f"step {number}", at, step=number)) is not None:
+            self._running[STEPS] = note
+        self._read(at)
 
-    # What the engine tells
+    def _end_step(self, at: Any) -> None:
+        facts = self._counters.end_step()
+        if STEPS in self._running:
+            self._running[STEPS].args |= facts
+        for note in self._running.values() if not self.is_full else ():
+            note.end = at
+        self._running.clear()
+
+    def finish(self, rank: int) -> Timeline:
+        """Stop, wait for all events of the notes, and make the timeline. Not in a capture."""
+        self.stop()
+        clock = self.clock
+        if clock is None:
+            return Timeline(0)
+        self._end_step(self._now())
+        for note in self.notes if not clock.is_virtual else ():
+            for at in (note.begin, note.end):
+                with suppress(Exception):  # a failed copy is reported where its bytes are used
+                    at.synchronize()
+        disk = [note for note in self.notes if note.track == DISK]
+        notes = [note for note in self.notes if note.track != DISK]
+        spans = spans_of([*notes, *spread(disk, clock)], clock, rank=rank)
+        flows = [
+            flow_of(spans[source], spans[back], back.used, clock)
+            for source, back in self._copies.pairs
+            if source in spans and back in spans
+        ]
+        samples = list(samples_of(self._counters.readings, clock, rank=rank))
+        return Timeline(clock.base_ns, list(spans.values()), samples, flows)
+
+    # Calls of the engine
 
     def opened(self, group: Group) -> None:
-        number, shown = next(self._numbers), named(group.name, "forward")
-        shown.__enter__()
-        self._open[id(group)] = group, number, shown
-        at = self._now()
-        if at is not None and self._takes(1):
-            self._mark("opened", at, number, group)
+        track, at = self._mark()
+        note = self._add(track, f"{group.name} (forward)", at)
+        if note is not None:
+            shown = named(group.name, "forward")
+            shown.__enter__()
+            self._open[id(group)] = group, note, shown
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
-        found = self._open.pop(id(group), None)
-        if found is not None:
-            _, number, shown = found
-            self._note("closed", number, group)
+        if id(group) in self._open:
+            _, note, shown = self._open.pop(id(group))
+            note.end, note.args, note.counts = self._mark()[1], _facts(group), group.counts
             shown.__exit__(None, None, None)
+            self._read(note.end)
 
     def reached(self, group: Group) -> None:
-        with named(group.name, "backward"):  # a point: it cannot end inside another node
+        with named(group.name, "backward"):  # a point, because it cannot end in another node
             pass
-        self._note("reached", -1, group)
+        track, at = self._mark()
+        note = self._add(track, f"{group.name} (backward)", at, **_facts(group))
+        if note is not None:
+            note.counts, self._running[track] = group.counts, note
+        self._read(at)
+
+    def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
+        track, name = D2H if to_host else H2D, f"{moved[0][0].label} ({direction(to_host)})"
+        note = self._lap(track, name, lap)
+        if note is not None and lap is not None:
+            num = sum(len(indices) for _, indices in moved)
+            note.args |= {"bytes": lap.nbytes, "payloads": num}
+            if self._virtual is not None:
+                self._virtual.fit(note)
+            if self._takes(0 if to_host else 3 * len(moved)):  # points of flows
+                self._copies.add(note, moved, event)
+
+    def waited(self, lap: Lap | None, event: Event) -> None:
+        name = self._copies.name_of_wait(event)
+        if self._virtual is not None and lap is not None:
+            self._virtual.waits.append((name, lap))
+        else:
+            self._lap(self._track(), name, lap)
 
     def used(self, saved: Saved, payload: Tensor) -> None:
-        note = None if self.notes is None else self.notes.first_use_of(saved)
+        note = self._copies.first_use(saved)
         if note is not None:
-            note.used, note.used_on = self._now(), self._lanes.here()
+            note.used = self._track(), self._now()
+
+    def _disk_worked(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
+        note = self._add(DISK, name, begin_s, bytes=nbytes)
+        if note is not None:
+            note.end = end_s
 
     # Notes
 
-    def _note(self, what: str, number: int, group: Group) -> None:
-        """A mark, and what the counters say."""
-        at = self._now()
-        if at is None:
-            return
-        values = self._counters.read()
-        if self._takes(1 + len(values)):
-            self._mark(what, at, number, group)
-            self.samples.append(Sampled(at, values))
+    def _add(self, track: str, name: str, begin: Any, **args: Any) -> Note | None:
+        """Add a note; None in a capture, and at the limit."""
+        self.is_cut = self.is_cut or begin is None
+        if begin is None or not self._takes(1):
+            return None
+        note = Note(track, name, begin, args=args)
+        self.notes.append(note)
+        return note
+
+    def _lap(self, track: str, name: str, lap: Lap | None) -> Note | None:
+        note = self._add(track, name, lap and lap.begin)
+        if note is not None and lap is not None:
+            note.end = lap.end
+        return note
 
     def _takes(self, num: int) -> bool:
-        """Whether there is room for so much; if not, it hears no more."""
-        if self._room.takes(num):
-            return True
-        if self._is_hearing:
-            self._count_on_demand()
-        self.stop()
-        return False
+        self._room = -1 if self._room < num else self._room - num
+        if self.is_full:
+            self.stop()
+        return not self.is_full
 
-    def _mark(self, what: str, at: TimedEvent, number: int, group: Group | None) -> None:
-        known = NO_GROUP if group is None else known_of(group)
-        self.marks.append(Mark(self._lanes.here(), what, at, number, known))
+    def _mark(self) -> tuple[str, Any]:
+        """The compute track, and an event there, which ends the group of backward before."""
+        track, at = self._track(), self._now()
+        if track in self._running:
+            self._running.pop(track).end = at
+        return track, at
 
-    def _now(self) -> TimedEvent | None:
-        """Behind all that the live compute stream was given; None in a capture."""
-        return None if self.notes is None else self.notes.now(self.offloader.backend)
-
-    def _now_after(self) -> TimedEvent | None:
-        """The same when nobody listens any more."""
+    def _now(self) -> Any:
+        """An event on the live compute stream; None in a capture."""
         return time_of(self.offloader.backend, self.offloader.backend.current_stream())
 
+    def _read(self, at: Any) -> None:
+        if at is not None and self._takes(len(values := self._counters.read())):
+            self._counters.readings.append((at, values))
 
-def known_of(group: Group) -> Known:
-    """What a span says of its group."""
-    return Known(group.name, group.key, group.state, group.counts)
+    def _track(self) -> str:
+        """Track of the live compute stream; where the host is the device, of the thread."""
+        backend, streams = self.offloader.backend, self._streams
+        stream = threading.get_ident() if backend.is_host else backend.current_stream()
+        if stream not in streams:
+            streams.append(stream)
+        number = streams.index(stream)
+        return f"{COMPUTE} {number + 1}" if number else COMPUTE
+
+    @property
+    def _disk(self) -> Any:
+        disk = self.offloader.engine.mover.tier.disk
+        return disk if hasattr(disk, "listeners") else None
+
+
+def _facts(group: Group) -> dict[str, Any]:
+    """Arguments of a group's spans. A note keeps no group, which could keep tensors."""
+    state = {"state": group.state.value}
+    if group.key is None:
+        return state
+    (vp_stage, microbatch), position = group.key
+    return {"microbatch": microbatch, "vp_stage": vp_stage, "position": position} | state
+
+
+class Copies:
+    """The way of payloads: which copy brought them to the host, and which one back.
+
+    A batch is known by its ``id``, because a reference would keep its bytes. A later batch with the
+    same ``id`` replaces it at its own copy to the host, which comes first.
+
+    Attributes:
+        pairs: Copies to the host and back, of the same bytes.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Note, Note]] = []
+        self._before: dict[int, tuple[Event, Note]] = {}  # with the event, which keeps its id
+        self._sent: dict[int, Note] = {}
+        self._back: dict[int, Note] = {}
+
+    def add(self, note: Note, moved: Moved, event: Event) -> None:
+        """Add a copy before ``event``."""
+        self._before[id(event)] = event, note
+        if note.track == D2H:
+            self._sent.update((id(batch), note) for batch, _ in moved)
+            return
+        self._back.update((id(batch), note) for batch, _ in moved)
+        sources = dict.fromkeys(self._sent.get(id(batch)) for batch, _ in moved)
+        self.pairs += [(source, note) for source in sources if source is not None]
+
+    def name_of_wait(self, event: Event) -> str:
+        """Name of a wait for ``event``."""
+        copy = self._before.get(id(event))
+        return WAITS_FOR_UNKNOWN if copy is None else f"waits for {copy[1].name}"
+
+    def first_use(self, saved: Saved) -> Note | None:
+        """The copy that brought a tensor, unless something that it brought was used before."""
+        reload = saved.batch.back.reloads[saved.index]
+        if reload is None or reload.event is None:  # its source was still there
+            return None
+        note = self._back.get(id(saved.batch))
+        return None if note is None or note.used is not None else note
+
+
+class Counters:
+    """Bytes of an engine, read without waiting, and ``readings`` of them with their events."""
+
+    def __init__(self, offloader: Offloader) -> None:
+        self.readings: list[Reading] = []
+        self._offloader = offloader
+        self._least_peak = 0
+        self._num_on_demand = 0
+
+    def read(self) -> dict[str, int]:
+        """Bytes by counter, as the host knows them now."""
+        mover = self._offloader.engine.mover
+        with mover.lock:
+            host = sum([pool.in_use_bytes for pool in mover.tier.pools])
+            values = {HOST: host, IN_FLIGHT: mover.in_flight.nbytes}
+            values[RELOADED] = mover.arrived.unused_bytes
+        if (allocated := self._offloader.backend.allocated()) is not None:
+            values[DEVICE] = allocated.nbytes
+            self._least_peak = min(self._least_peak, allocated.peak_bytes)
+        return values
+
+    def end_step(self) -> dict[str, int]:
+        """Facts of the step since the last call.
+
+        A device tells its peak since somebody reset it: the peak of this step where it has risen
+        since any reading in the step.
+        """
+        num = self._offloader.engine.mover.counts.on_demand_reloads
+        facts = {"on_demand_reloads": num - self._num_on_demand}
+        self._num_on_demand = num
+        if (allocated := self._offloader.backend.allocated()) is not None:
+            if allocated.peak_bytes > self._least_peak:
+                facts["device_peak_bytes"] = allocated.peak_bytes
+            self._least_peak = allocated.peak_bytes
+        return facts

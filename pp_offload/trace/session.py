@@ -1,21 +1,19 @@
-"""A trace, as a user makes it.
+"""A trace of some steps of a manager, as a user makes it.
 
     with Trace("out.json.gz", steps=range(2, 4)) as trace:
         train()
     trace.timeline
 
-A step begins at ``manager.reset()``, which a schedule calls, and ends at the next one. When the
-last one of the range is over the file is written, between two steps, and nothing is recorded any
-more; at the latest when the block is left, also by an exception.
+A step runs from one ``manager.reset()``, which a schedule calls, to the next. After the last step
+of the range the file is written and recording ends; at the latest at the end of the block.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +22,39 @@ import torch.distributed as dist
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload.errors import OffloadError
-from pp_offload.trace.chrome import write
-from pp_offload.trace.events import Timeline, joined
-from pp_offload.trace.parts import part_of
-from pp_offload.trace.rank import RankTrace
+from pp_offload.errors import NotWhileCapturingError, OffloadError
+from pp_offload.trace.chrome import part_of, write
+from pp_offload.trace.recorder import Recorder
+from pp_offload.trace.timeline import STEPS, Timeline
 
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 500_000
-"""Some 70 MB of JSON, an eighth of it gzipped."""
+"""About 70 MB of JSON, and an eighth of that compressed."""
 
 
 class Trace:
-    """Records steps of a manager, and writes a file.
+    """Records steps of a manager into a file.
 
-    With ``torch.distributed`` initialised and several ranks, each rank writes a file of its own,
-    named by :func:`part_of`; nothing is sent. :func:`merge_ranks` makes one of them.
+    In ``torch.distributed`` with several ranks, each rank writes its own file, named by
+    :func:`part_of`, and sends nothing. :func:`merge_ranks` makes one file of them.
 
     Args:
-        path: Of the file; gzipped if it ends in ``.gz``.
-        steps: Which ones, counted from 0 at the first ``reset()`` in the block; None for all, and
-            what runs before.
-        manager: Whose; that of the process when None.
-        max_events: With more, recording stops: a line in the log and the file say so.
+        path: File to write; compressed if it ends in ``.gz``.
+        steps: Steps to record, counted from 0 at the first ``reset()`` in the block. None records
+            the whole block.
+        manager: Manager to record; the current one when None.
+        max_events: Limit on events of the file. At the limit, recording stops with a warning.
 
-    Leaving the block raises OSError if the file cannot be written; what was recorded is in
-    ``timeline`` all the same, for :func:`write`. If the block raised, that goes on, and the log has
-    it.
+    The end of the block raises OSError if the file cannot be written; if the block raised, the log
+    has it instead.
 
     Raises:
         TypeError: ``path`` is no path, ``steps`` no range, or ``max_events`` no integer.
-        ValueError: A number is out of range, or the path is a folder, or in one that is not there.
+        ValueError: A number is out of range, or no file can be at the path.
 
     Attributes:
-        timeline: What was recorded; None as long as it goes on.
+        timeline: What was recorded, even if it cannot be written; None while recording.
     """
 
     def __init__(
@@ -79,92 +75,158 @@ class Trace:
                 raise ValueError(f"steps is {steps}, expected some steps in a row, from 0 on")
         check_count("max_events", max_events, least=1)
         self.timeline: Timeline | None = None
-        self._steps = steps
-        self._manager = manager
-        self._max_events = max_events
-        self._stack: ExitStack | None = None
+        self._steps, self._max_events = steps, max_events
+        self._managers: Sequence[Manager] = () if manager is None else (manager,)
+        self._is_virtual = False
+        self._recordings: list[Recording] = []
+        self._is_written = False
 
-    def __enter__(self) -> Trace:
-        if self._stack is not None:
-            raise OffloadError("this Trace records already; make another one for a file of its own")
-        manager = self._manager or PipelineOffloadManager.get_instance()
-        rank, num_ranks = _rank_of_process()
-        with ExitStack() as stack:
-            stack.enter_context(self._following([manager], rank, num_ranks))
-            self._stack = stack.pop_all()
+    def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
+        """This trace, for all ranks of a virtual pipeline, whose devices share one clock."""
+        self._managers, self._is_virtual = managers, True
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.__exit__(*error)
+    def __enter__(self) -> Trace:
+        if self._recordings:
+            raise OffloadError("this Trace records already; make another one for a file of its own")
+        managers = self._managers or (PipelineOffloadManager.get_instance(),)
+        first, num_ranks = (0, len(managers)) if self._is_virtual else _rank_of_process()
+        self.timeline, self._is_written = None, False
+        facts = {"num_ranks": num_ranks, "max_events": self._max_events // len(managers)}
+        for rank, manager in enumerate(managers, first):
+            self._recordings.append(Recording(manager, rank, self._steps, facts, self._ended))
+        return self
 
-    def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[None]:
-        """A context in which all ranks of a virtual pipeline are recorded, into one file.
-
-        Args:
-            managers: One for each rank, in order, whose devices share one time.
-        """
-        return self._following(managers, 0, len(managers))
-
-    @contextmanager
-    def _following(
-        self, managers: Sequence[Manager], first_rank: int, num_ranks: int
-    ) -> Iterator[None]:
-        self.timeline = None
-        is_part = len(managers) < num_ranks
-        path = part_of(self.path, first_rank) if is_part else self.path
-        traces: list[RankTrace] = []
-
-        def write_if_over() -> None:
-            found = [one.timeline for one in traces if one.timeline is not None]
-            if len(found) == len(traces):
-                try:
-                    self._write(joined(found), path)
-                except OSError as failure:  # it is tried again when the block is left
-                    said = str(failure)  # NOTE [ Failures in the log ]
-                    logger.error("%s cannot be written now, training goes on: %s", path, said)
-
-        for rank, manager in enumerate(managers, first_rank):
-            known = {"num_ranks": num_ranks, "max_events": self._max_events}
-            each = self._max_events // len(managers)
-            traces.append(RankTrace(manager, rank, self._steps, each, known))
-        with ExitStack() as stack:
-            stack.push(partial(self._write_at_last, traces, path))
-            for one in traces:
-                stack.callback(one.end)
-                one.begin(write_if_over)
-            yield
-
-    def _write_at_last(
-        self, traces: Sequence[RankTrace], path: Path, error: type | None, *rest: object
-    ) -> None:
-        found = [one.timeline for one in traces if one.timeline is not None]
-        if self.timeline is not None or len(found) < len(traces):
-            return
-        self.timeline = joined(found)  # first: it is there even where the file is not
+    def __exit__(self, kind: type | None, *error: object) -> None:
         try:
-            self._write(self.timeline, path)
+            for recording in self._recordings:
+                recording.end()
+            if not self._is_written:
+                self._write()
         except OSError as failure:
-            if error is None:
+            if kind is None:
                 raise
-            logger.error("%s cannot be written: %s", path, str(failure))
+            logger.error("%s cannot be written: %s", self.path, str(failure))
+        finally:
+            self._recordings.clear()
 
-    def _write(self, timeline: Timeline, path: Path) -> None:
-        write(timeline, path)
-        self.timeline = timeline
-        is_cut = any(known.get("is_truncated") for known in timeline.metadata.values())
-        if not timeline.spans and not is_cut:  # of which the log knows already
+    def _ended(self) -> None:
+        """The last step of a rank is over."""
+        try:
+            self._write()
+        except OSError as failure:  # NOTE [ Failures in the log ]
+            text = str(failure)
+            logger.error("%s cannot be written now, training goes on: %s", self.path, text)
+
+    def _write(self) -> None:
+        parts = [part for each in self._recordings if (part := each.timeline) is not None]
+        if len(parts) < len(self._recordings):
+            return  # another rank goes on
+        self.timeline = whole = Timeline(parts[0].base_ns)
+        for part in parts:
+            whole.add(part)
+        facts = whole.metadata[whole.ranks[0]]
+        is_part = len(parts) < facts["num_ranks"]
+        path = part_of(self.path, whole.ranks[0]) if is_part else self.path
+        write(whole, path)
+        self._is_written = True
+        if not whole.spans and not facts["is_truncated"]:
             logger.warning(
                 "%s is empty, for nothing ran of the manager that was traced; expected steps of it "
                 "inside the block, and reset() at the begin of each",
                 path,
             )
-        logger.info("%d spans of ranks %s are in %s", len(timeline.spans), timeline.ranks, path)
+        logger.info("%d spans of ranks %s are in %s", len(whole.spans), whole.ranks, path)
+
+
+class Recording:
+    """The recording of one rank, which follows its manager to another engine, too.
+
+    Args:
+        manager: Manager to record.
+        rank: Number of the rank.
+        steps: Steps to record; None for all.
+        facts: Metadata of the rank, to which the recording adds its own.
+        ended: Called when the last of ``steps`` is over.
+
+    Attributes:
+        timeline: None before the end.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        rank: int,
+        steps: range | None,
+        facts: dict[str, Any],
+        ended: Callable[[], None],
+    ) -> None:
+        self.timeline: Timeline | None = None
+        self._manager, self._rank, self._steps, self._ended = manager, rank, steps, ended
+        self._facts, self._step = facts | {"began_anew": False}, -1
+        self._recorder = Recorder(manager.offloader, facts["max_events"])
+        manager.on_begin = (*manager.on_begin, self._begin)
+        if steps is None:
+            self._recorder.start()
+
+    def _begin(self) -> None:
+        """A step begins, or ``configure()`` made another engine."""
+        if self._recorder.offloader is not self._manager.offloader:
+            self._begin_anew()
+            return
+        self._step += 1
+        steps, is_capturing = self._steps, self._manager.backend.is_capturing
+        if steps is not None and self._step >= steps.stop and not is_capturing:
+            self.end()
+            self._ended()
+        elif steps is None or self._step in steps:
+            self._recorder.start()
+            self._recorder.step(self._step)
+
+    def _begin_anew(self) -> None:
+        old = self._recorder
+        old.stop()
+        self._recorder = Recorder(self._manager.offloader, self._facts["max_events"])
+        if old.notes:
+            self._facts["began_anew"] = True
+            logger.warning("configure() was called while a trace ran: it begins anew")
+        if old.clock is not None:
+            self._recorder.start()
+
+    def end(self) -> None:
+        """End, and make the timeline. A second call does nothing.
+
+        Raises:
+            NotWhileCapturingError: A graph is captured, where no event can be waited for.
+        """
+        if self.timeline is not None:
+            return
+        manager, recorder, clock = self._manager, self._recorder, self._recorder.clock
+        manager.on_begin = tuple(call for call in manager.on_begin if call != self._begin)
+        recorder.stop()
+        if clock is not None and manager.backend.is_capturing:
+            raise NotWhileCapturingError(
+                "a trace ends while a graph is captured, and no event can be asked for its time; "
+                "leave its block after the capture"
+            )
+        self.timeline = recorder.finish(self._rank)
+        if recorder.is_full:
+            logger.warning(
+                "a trace has its %d events, and what came then is missing; ask for fewer steps, or "
+                "for more events",
+                self._facts["max_events"],
+            )
+        self.timeline.metadata[self._rank] = self._facts | {
+            "device": manager.backend.name,
+            "clock": None if clock is None else clock.kind,
+            "steps": [note.args["step"] for note in recorder.notes if note.track == STEPS],
+            "is_truncated": recorder.is_full,
+            "has_captures": recorder.is_cut,
+        }
 
 
 def _rank_of_process() -> tuple[int, int]:
-    """Which rank this process is, and of how many."""
+    """Number of this process, and how many there are."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -12,11 +12,11 @@ from torch.distributed.pipelining import Schedule1F1B
 from pp_offload import OffloadConfig
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 from pp_offload.trace import Sample, Span, Timeline, Trace
-from pp_offload.trace.copy_notes import UNKNOWN
-from pp_offload.trace.figures import checked_step, figures_of, steps_of, times_of
-from pp_offload.trace.intervals import common, merged, total, without
-from pp_offload.trace.kinds import WAITS_FOR_COPIES, Kind, kind_of
-from pp_offload.trace.virtual_notes import OTHER_WORK
+from pp_offload.trace.timeline import WAITS_FOR_UNKNOWN as UNKNOWN
+from pp_offload.trace.figures import checked_step, figures_of, steps_of
+from pp_offload.trace.figures import common, merged
+from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, kind_of
+from pp_offload.trace.timeline import WAITS_FOR_OTHERS as OTHER_WORK
 
 COPY = {"bytes": 8 * 10**9, "payloads": 1}
 

@@ -12,7 +12,7 @@ import pytest
 
 from pp_offload.trace import Flow, Point, Sample, Span, Timeline, part_of, read, write
 from pp_offload.trace.chrome import OURS
-from pp_offload.trace.events import COUNTERS, TRACKS
+from pp_offload.trace.timeline import COUNTERS, TRACKS
 
 FIELDS: dict[str, set[str]] = {
     "M": {"ph", "cat", "name", "ts", "pid", "tid", "args"},
@@ -34,7 +34,6 @@ KNOWN = {
     "max_events": int,
     "device": str,
     "clock": str,
-    "drift_s": float | None,
     "steps": list,
     "is_truncated": bool,
     "has_captures": bool,
@@ -136,7 +135,7 @@ def check_nesting(spans: list[dict[str, Any]]) -> None:
 
 
 def one_of_each() -> Timeline:
-    known = {"num_ranks": 1, "max_events": 9, "device": "cpu", "clock": "host", "drift_s": None}
+    known = {"num_ranks": 1, "max_events": 9, "device": "cpu", "clock": "host"}
     known |= {"steps": [0], "is_truncated": False, "has_captures": False, "began_anew": False}
     return Timeline(
         1_700_000_000_000_000_001,

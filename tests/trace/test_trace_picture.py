@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from pp_offload.trace import Sample, Span, Timeline, picture
-from pp_offload.trace.copy_notes import UNKNOWN
-from pp_offload.trace.kinds import Kind
-from pp_offload.trace.virtual_notes import OTHER_WORK
+from pp_offload.trace.timeline import WAITS_FOR_UNKNOWN as UNKNOWN
+from pp_offload.trace.figures import Kind
+from pp_offload.trace.timeline import WAITS_FOR_OTHERS as OTHER_WORK
 
 GIB = 2**30
 

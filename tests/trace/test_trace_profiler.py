@@ -17,7 +17,7 @@ from pp_offload.backends import CpuBackend
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.trace import Timeline, Trace, merge, read, write
 from pp_offload.trace.chrome import OURS
-from pp_offload.trace.merge import FOREIGN_PROCESSES
+from pp_offload.trace.chrome import FOREIGN_PROCESSES
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 

@@ -23,7 +23,7 @@ from trace_worker import NUM_MICROBATCHES
 from pp_offload import OffloadConfig
 from pp_offload.simulate import DEVICES, Modules, PeerLink, Times, run_pipeline
 from pp_offload.trace import Timeline, Trace, merge_ranks, part_of, read, write
-from pp_offload.trace.virtual_notes import OTHER_WORK
+from pp_offload.trace.timeline import WAITS_FOR_OTHERS as OTHER_WORK
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,9 +28,6 @@ from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, read
-from pp_offload.trace.copy_notes import CopyNotes, Lanes
-from pp_offload.trace.disk_notes import on_tracks
-from pp_offload.trace.notes import DiskNote, Room
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 

@@ -15,9 +15,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.trace import Span, Timeline, Trace, read
-from pp_offload.trace.copy_notes import Lanes
-from pp_offload.trace.notes import Room, Stall
-from pp_offload.trace.virtual_notes import OTHER_WORK, VirtualCopyNotes, _Wait
+
 
 FORWARD_S = FLOPS / (990e12 * 0.6)
 
