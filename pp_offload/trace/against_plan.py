@@ -46,7 +46,7 @@ WHY = {
     "matmul_fraction and memory_fraction",
     "stalled_s": "copies came at other times, as with other bounds on what is on its way",
     "on_demand_reloads": "copies came too late, as with other bounds on what is on its way",
-    "bytes_offloaded": "groups do not leave as planned; give the run the length, the microbatches "
+    "bytes_offloaded": "groups do not leave as planned; give the run the length "
     f"and the options of the plan; {OTHERS_ON_A_CPU}",
     "offload_bytes_per_s": "the link, or host memory that several devices share; plan again with a "
     "Hardware of other link_bytes_per_s",
@@ -162,7 +162,7 @@ def compare_with_plan(
         samples = timeline.counter(found.rank, HOST)
         host = max((item.nbytes for item in samples if item.time_s < window[1]), default=None)
         pairs = _pairs(plan, planned, found, host)
-        differences = [*_strangers(planned, timeline, found.rank, window)]
+        differences = [*_strangers(plan, planned, timeline, found.rank, window)]
         differences += _worse(plan, planned, pairs, has_causes=not differences)
         ranks.append(RankCompared(found.rank, planned, found, pairs, differences))
     return Compared(number, plan.seconds, ranks)
@@ -202,28 +202,34 @@ def _worse(
             yield f"{pair.head} {text}{why}"
 
 
-def _strangers(planned: RankPlan, timeline: Timeline, rank: int, window: Interval) -> Iterator[str]:
-    """The first group that is not that of the plan, whatever leaves."""
+def _strangers(
+    plan: OffloadPlan, planned: RankPlan, timeline: Timeline, rank: int, window: Interval
+) -> Iterator[str]:
+    """The first group that is not that of the plan, whatever leaves, or the microbatches."""
     if timeline.metadata[rank].get("has_captures"):
         return  # groups of a graph are not in the trace
     names: dict[tuple[int, int], str] = {}
+    microbatches = set()
     for span in timeline.spans:
         is_inside = span.rank == rank and window[0] <= span.begin_s < window[1]
         if is_inside and "position" in span.args and kind_of(span) is Kind.FORWARD:
             place = span.args["vp_stage"], span.args["position"]
             names[place] = span.name.removesuffix(" (forward)")
+            microbatches.add(span.args["microbatch"])
     expected = {
         (vp_stage, position): group.name
         for vp_stage, stage in enumerate(planned.stages)
         for position, group in enumerate(stage)
         if group.nbytes or (vp_stage, position) in names  # without bytes it may have no span
     }
-    others = sorted(set(names.items()) ^ set(expected.items()))
-    for place, _ in others[:1]:
+    for place, _ in sorted(set(names.items()) ^ set(expected.items()))[:1]:
         yield (
             f"the plan is of another model or schedule: group {place[1]} of stage {place[0]} is "
             f"{names.get(place)}, planned {expected.get(place)}"
         )
+    num, num_planned = len(microbatches), plan.options.get("num_microbatches")
+    if num and num_planned not in (None, num):
+        yield f"the plan is of {num_planned} microbatches in a step, which has {num}"
 
 
 def _text(value: float | None, unit: float) -> str:

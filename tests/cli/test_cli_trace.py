@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_trace_picture import timeline_of
+from helpers.traces import timeline_of
 from typer.testing import CliRunner
 
 from pp_offload.cli.app import app
-from pp_offload.trace import Span, Timeline, read, write
+from pp_offload.trace import Span, Timeline, part_of, read, write
 from pp_offload.trace.figures import figures_of
 
 
@@ -50,6 +50,14 @@ def test_a_row_for_each_rank(file: Path) -> None:
     expected |= {"disk": "1.0", "others": "20.0", "off GB/s": "21.5", "back GB/s": "53.7"}
     expected |= {"peak device": "6.000", "peak host": "1.000"}
     assert rows["1"] | expected == rows["1"]
+
+
+def test_files_of_ranks_are_taken_together(tmp_path: Path) -> None:
+    files = [part_of(tmp_path / "out.json.gz", rank) for rank in range(2)]
+    for rank, path in enumerate(files):
+        write(timeline_of(rank), path)
+    code, output = run(*files)
+    assert code == 0 and list(rows_of(output)) == ["0", "1"]
 
 
 def test_one_rank(file: Path) -> None:
@@ -116,7 +124,8 @@ WRONG = {
     "FILE --png out.png --predicted nothing.json": "found no file nothing.json",
     "FILE --png out.png --predicted EMPTY": "the trace has no step",
     "nothing.json": "found no file nothing.json, expected one that a Trace has written",
-    "merged.json": "found no file merged.json, but merged.rank0.json and those of 1 other rank, e",
+    "merged.json": "found merged.rank0.json, merged.rank1.json: give these instead, or merge",
+    "FILE FILE": "rank 0 is in two of the traces",
     "EMPTY": "the trace has no step, expected one that ended while it was recorded",
     "TEXT": "cannot be read as a trace",
     "OTHERS": "expected a file that a Trace has written",

@@ -1,0 +1,411 @@
+"""Steps of real runs: what is recorded, that nothing changes by it, and what fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from field_checks import make_inputs
+from helpers.traces import check_file, raw
+from test_captures import manager_of, pair, step
+from threaded import settled
+from torch.profiler import ProfilerActivity, profile
+from toy import AwayBackend, batches, make_model, run_step, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._core.observer import Observers
+from pp_offload._memory.budget import reserved_bytes
+from pp_offload.backends import CpuBackend
+from pp_offload.errors import NotWhileCapturingError, OffloadError
+from pp_offload.trace import Timeline, Trace, merge, read
+
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+
+
+def steps_of(timeline: Timeline | None) -> list[str]:
+    assert timeline is not None
+    return [span.name for span in timeline.of(0, "steps")]
+
+
+def num_calls(manager: PipelineOffloadManager) -> int:
+    """How many functions the manager and its engine notify."""
+    observers = manager.offloader.observers
+    calls = [getattr(observers, event.name) for event in fields(Observers)]
+    return len(manager.on_begin) + sum(map(len, calls))
+
+
+def train(num_steps: int, width: int = 8, after: Callable[[], object] = lambda: None) -> None:
+    """``after`` each forward."""
+    model = make_model(width=width)
+    model.register_forward_hook(lambda *_: after() and None)
+    for number in range(num_steps):
+        run_step(model, batches(3, width, number), in_flight=2)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json.gz"
+    config = replace(CONFIG, max_in_flight_bytes=1)  # or late copies are undone, and nothing comes
+    with use_backend(make_backend(kind), config=config) as manager:
+        device = str(manager.backend.device)
+        on, off = make_model(device=device), make_model(groups=(), device=device)
+        with Trace(path) as trace:
+            for number in range(3):
+                inputs = [x.to(device) for x in batches(3, step=number)]
+                expected = run_step(off, inputs, in_flight=2, offload=False)
+                assert same_bits(run_step(on, inputs, in_flight=2), expected)
+        statistics = manager.statistics()
+    timeline = trace.timeline
+    assert timeline is not None and timeline.metadata[0]["device"] == manager.backend.name
+    check_file(path, 1)
+    assert steps_of(timeline) == ["step 0", "step 1", "step 2"]
+    moved = {"d2h": statistics.bytes_offloaded, "h2d": statistics.bytes_reloaded}
+    for track, nbytes in moved.items():
+        assert sum(span.args["bytes"] for span in timeline.of(0, track)) == nbytes > 0
+    groups = [span for span in timeline.of(0, "compute") if not span.name.startswith("waits")]
+    names = Counter(span.name for span in groups)
+    assert set(names.values()) == {27} and len(names) == 4
+    assert sum(s.args["bytes"] for s in groups if "(forward)" in s.name) == moved["d2h"]
+    assert all(len(flow.points) == 3 for flow in timeline.flows)
+    assert len(timeline.flows) >= len(timeline.of(0, "h2d"))
+    host = [item.nbytes for item in timeline.counter(0, "host")]
+    assert max(host) == statistics.host_bytes_peak
+
+
+def test_copies_are_in_order_by_the_clock_of_the_host(tmp_path: Path) -> None:
+    """With threads that copy."""
+    with use_backend(CpuBackend(inline_bytes=0), config=CONFIG):
+        with Trace(tmp_path / "out.json") as trace:
+            train(3, width=64)
+    assert trace.timeline is not None and trace.timeline.metadata[0]["clock"] == "host"
+    ends = {}
+    for track in ("d2h", "h2d"):
+        spans = trace.timeline.of(0, track)
+        pairs = zip(spans, spans[1:], strict=False)
+        assert all(first.end_s <= second.begin_s for first, second in pairs)
+        ends |= {span.begin_s: span.end_s for span in spans}
+    assert trace.timeline.flows
+    for flow in trace.timeline.flows:
+        sent, back, used = (point.time_s for point in flow.points)
+        assert ends[sent] <= back and ends[back] <= used
+
+
+@pytest.mark.parametrize(
+    ("make", "tiers"),
+    [(CpuBackend, ("disk",)), (CpuBackend, ("host", "disk")), (AwayBackend, ("disk",))],
+)
+def test_disk_work(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
+    """With and without buffers that bytes pass through, each track one after the other."""
+    budget = reserved_bytes() + 2**15 if len(tiers) == 2 else None
+    config = replace(CONFIG, tiers=tiers, disk_dir=tmp_path, host_budget_bytes=budget)
+    with use_backend(make(), config=config) as manager:
+        file = manager.offloader.engine.mover.tier.disk
+        with Trace(tmp_path / "out.json") as trace:
+            train(2, width=64, after=partial(settled, manager))  # else memory may still have it
+            assert file.listeners
+        assert not file.listeners
+        statistics = manager.statistics()
+    check_file(tmp_path / "out.json", 1)
+    assert trace.timeline is not None
+    spans = [span for span in trace.timeline.spans if span.track.startswith("disk")]
+    nbytes = {
+        name: sum(s.args["bytes"] for s in spans if s.name == name) for name in "read write".split()
+    }
+    assert nbytes["read"] == statistics.disk_bytes_read > 0
+    assert 0 < nbytes["write"] <= statistics.disk_bytes_written, "what nobody needs is not written"
+    step = trace.timeline.of(0, "steps")[0]
+    assert min(span.begin_s for span in spans) > step.begin_s
+
+
+def test_a_range_of_steps(tmp_path: Path) -> None:
+    """The file is there when the last of them is over, and later steps are not in it."""
+    path = tmp_path / "out.json"
+    with use_backend(CpuBackend(), config=CONFIG) as manager:
+        before = num_calls(manager)
+        with Trace(path, steps=range(2, 4)) as trace:
+            model = make_model()
+            for number in range(6):
+                assert path.exists() is (number >= 5), "the reset() of step 4 ends step 3"
+                run_step(model, batches(3, step=number))
+                assert bool(manager.offloader.observers.copied) is (number in (2, 3))
+            assert num_calls(manager) == before, "nothing is notified any more"
+            written = path.read_bytes()
+        assert path.read_bytes() == written
+    timeline = read(path)
+    assert timeline == trace.timeline
+    assert steps_of(timeline) == ["step 2", "step 3"] and timeline.metadata[0]["steps"] == [2, 3]
+    names = Counter(span.name for span in timeline.of(0, "compute"))
+    assert names["mlp (forward)"] == names["mlp (backward)"] == 2 * 9
+
+
+def test_an_empty_trace_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with use_backend(CpuBackend(), config=CONFIG):
+        with Trace(tmp_path / "out.json", steps=range(5, 6)):
+            train(2)
+    assert read(tmp_path / "out.json").spans == []
+    assert "out.json is empty, for nothing ran" in caplog.text
+
+
+def test_a_full_trace_says_so_once_and_has_whole_spans(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, most = tmp_path / "out.json", 200
+    with use_backend(CpuBackend(), config=CONFIG) as manager:
+        on, off = make_model(), make_model(groups=())
+        with Trace(path, max_events=most):
+            for number in range(4):
+                inputs = batches(3, step=number)
+                expected = run_step(off, inputs, offload=False)
+                assert same_bits(run_step(on, inputs), expected)
+            assert not manager.offloader.observers.copied, "nothing is timed now"
+    kinds = check_file(path, 1)
+    assert most / 3 < sum(num for kind, num in kinds.items() if kind != "M") <= most
+    timeline = read(path)
+    assert timeline.metadata[0]["is_truncated"] is True
+    assert caplog.text.count("a trace has its 200 events") == 1
+    assert timeline.of(0, "steps") == [], "the first step is cut, and its end is unknown"
+    assert timeline.of(0, "compute") and timeline.of(0, "d2h")
+
+
+def test_an_exception_ends_the_trace_with_what_came_before(tmp_path: Path) -> None:
+    with use_backend(CpuBackend(), config=CONFIG):
+        model = make_model()
+        with pytest.raises(ZeroDivisionError), Trace(tmp_path / "out.json"):
+            run_step(model, batches(2))
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.ones(4, requires_grad=True)
+            with off_interface(True, x, "open"):
+                raise ZeroDivisionError
+    timeline = read(tmp_path / "out.json")
+    check_file(tmp_path / "out.json", 1)
+    assert steps_of(timeline) == ["step 0", "step 1"]
+    names = Counter(span.name for span in timeline.of(0, "compute"))
+    assert names["mlp (forward)"] == names["mlp (backward)"] == 6
+    assert not any(name.startswith("open") for name in names), "a group without an end"
+
+
+def test_two_traces_of_one_manager(tmp_path: Path) -> None:
+    with use_backend(CpuBackend(), config=CONFIG):
+        with Trace(tmp_path / "all.json") as whole:
+            with Trace(tmp_path / "second.json", steps=range(1, 2)) as second:
+                train(3)
+    assert steps_of(whole.timeline) == ["step 0", "step 1", "step 2"]
+    assert steps_of(second.timeline) == ["step 1"]
+    assert whole.timeline and second.timeline
+    assert len(whole.timeline.of(0, "d2h")) > len(second.timeline.of(0, "d2h")) > 0
+
+
+@pytest.mark.parametrize("is_in_a_step", [False, True])
+def test_configure_in_the_block_is_followed(
+    is_in_a_step: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``attach`` with a config does so in the block of a trace."""
+    with use_backend(CpuBackend(), config=OffloadConfig()) as manager:
+        with Trace(tmp_path / "out.json") as trace:
+            if is_in_a_step:
+                train(1)
+            manager.configure(CONFIG)
+            train(2)
+    assert trace.timeline is not None and trace.timeline.of(0, "d2h")
+    first = 1 if is_in_a_step else 0
+    assert steps_of(trace.timeline) == [f"step {first}", f"step {first + 1}"]
+    assert trace.timeline.metadata[0]["began_anew"] is is_in_a_step
+    assert ("begins anew" in caplog.text) is is_in_a_step
+
+
+def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
+    """The device raises if an event of a capture is asked for its time."""
+    with manager_of("late") as (manager, device):
+        on, off = pair()
+        inputs = make_inputs(2)
+        expected = step(off, inputs)
+        step(on, inputs)
+        with Trace(tmp_path / "out.json") as trace:
+            assert same_bits(step(on, inputs, device), expected)
+            assert same_bits(step(on, inputs), expected)
+    timeline = trace.timeline
+    assert timeline is not None and timeline.metadata[0]["has_captures"] is True
+    _, second = timeline.of(0, "steps")
+    groups = [span for span in timeline.of(0, "compute") if "waits" not in span.name]
+    assert groups and all(span.begin_s >= second.begin_s for span in groups)
+
+
+def test_a_trace_cannot_end_in_a_capture(tmp_path: Path) -> None:
+    with manager_of("late") as (manager, device):
+        before = num_calls(manager)
+        trace = Trace(tmp_path / "out.json")
+        trace.__enter__()
+        step(pair()[0], make_inputs(1))
+        with device.capture():
+            with pytest.raises(NotWhileCapturingError, match="after the capture"):
+                trace.__exit__(None, None, None)
+        assert num_calls(manager) == before
+        assert not (tmp_path / "out.json").exists()
+
+
+def test_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
+    with use_backend(CpuBackend(), config=CONFIG) as manager:
+        models = [make_model() for _ in range(3)]
+        with Trace(tmp_path / "out.json") as trace:
+            off_interface.reset()
+            together = threading.Barrier(3)
+
+            def work(number: int) -> None:
+                manager.begin_chunk(None, None, 1, microbatch=number)
+                x = batches(1, step=number)[0].requires_grad_()
+                together.wait()
+                models[number](x).square().mean().backward()
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert trace.timeline is not None
+    check_file(tmp_path / "out.json", 1)
+    tracks = {span.track for span in trace.timeline.spans} - {"d2h", "h2d", "steps"}
+    assert tracks == {"compute 2", "compute 3", "compute 4"}, "the first is the main thread's"
+    for track in tracks:
+        names = Counter(span.name for span in trace.timeline.of(0, track))
+        for group in ("mix", "mlp"):  # also the last one, which ends with the step
+            assert names[f"{group} (forward)"] == names[f"{group} (backward)"] == 3
+
+
+def test_a_profiler_has_the_same_names_and_one_file_has_both(tmp_path: Path) -> None:
+    ours, profiled, both = (tmp_path / f"{name}.json" for name in ("ours", "profiled", "both"))
+    with use_backend(CpuBackend(), config=CONFIG):
+        model = make_model()
+        run_step(model, batches(2))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            with Trace(ours):
+                run_step(model, batches(2))
+            run_step(model, batches(2))  # without a trace there are no names
+        profiler.export_chrome_trace(str(profiled))
+    spans = [span for span in read(ours).spans if not span.name.startswith(("waits", "step"))]
+    names = Counter(
+        e["name"] for e in raw(profiled)["traceEvents"] if e.get("cat") == "user_annotation"
+    )
+    expected = Counter(span.name for span in spans)
+    assert {"mlp (forward)", "mlp (backward)", "mlp (offload)", "mlp (reload)"} <= expected.keys()
+    assert {name: num for name, num in names.items() if name in expected} == expected
+    merge(ours, [profiled], both)
+    events = raw(both)["traceEvents"]
+    assert len(events) == sum(len(raw(path)["traceEvents"]) for path in (ours, profiled))
+    assert read(both).metadata == read(ours).metadata
+    forwards = [e for e in events if e["name"] == "mlp (forward)"]
+    by_time = sorted(forwards, key=lambda e: float(e["ts"]))
+    pairs = list(zip(by_time[::2], by_time[1::2], strict=True))
+    assert len(pairs) == 6, "each of ours beside that of the profiler"
+    assert all(abs(first["ts"] - second["ts"]) < SLACK_US for first, second in pairs)
+
+
+SLACK_US = 1000
+"""The profiler computes the wall clock from that of the processor; another base is years away."""
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"steps": 3}, TypeError, "steps is 3, expected a range"),
+    ({"steps": range(0)}, ValueError, r"steps is range\(0, 0\), expected some steps in a row"),
+    ({"max_events": 0}, ValueError, "max_events is 0"),
+    ({"path": "/not/there/out.json"}, ValueError, "expected a file in a folder that is there"),
+    ({"path": None}, TypeError, "path is None, expected a path"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG)
+def test_wrong_arguments_are_explained(
+    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        Trace(**{"path": tmp_path / "out.json"} | options)
+
+
+def test_a_trace_is_entered_once_at_a_time(tmp_path: Path) -> None:
+    with use_backend(CpuBackend(), config=CONFIG) as manager:
+        trace = Trace(tmp_path / "out.json")
+        for _ in range(2):  # one after the other is fine
+            with trace:
+                with pytest.raises(OffloadError, match="records already"), trace:
+                    pass
+                train(1)
+            assert steps_of(trace.timeline) == ["step 0"]
+        assert not manager.on_begin
+
+
+def test_a_full_disk_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with use_backend(CpuBackend(), config=CONFIG):
+        trace = Trace(folder / "out.json", steps=range(1))
+        with pytest.raises(FileNotFoundError), trace:
+            folder.rmdir()
+            train(3)
+            assert "cannot be written now, training goes on" in caplog.text
+    assert steps_of(trace.timeline) == ["step 0"], "it is there all the same"
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with use_backend(CpuBackend(), config=CONFIG):
+        with pytest.raises(ZeroDivisionError), Trace(folder / "out.json"):
+            folder.rmdir()
+            raise ZeroDivisionError
+    assert "out.json cannot be written" in caplog.text
+
+
+class Failing(CpuBackend):
+    """A device that copies nothing."""
+
+    def copy(self, *arguments: Any) -> None:
+        raise OSError("the copy failed")
+
+
+def test_a_copy_that_fails_has_no_span(tmp_path: Path) -> None:
+    with use_backend(Failing(), config=CONFIG):
+        with pytest.raises(OSError, match="the copy failed"), Trace(tmp_path / "out.json") as trace:
+            train(1)
+    assert trace.timeline is not None and trace.timeline.of(0, "steps")
+    assert not trace.timeline.of(0, "d2h")
+
+
+def test_the_manager_of_the_process_is_traced_by_default(tmp_path: Path) -> None:
+    PipelineOffloadManager.get_instance().configure(CONFIG)
+    with Trace(tmp_path / "out.json") as trace:
+        train(1)
+    assert steps_of(trace.timeline) == ["step 0"]
+
+
+def test_without_a_trace_nothing_of_it_is_called() -> None:
+    """Nor is an event timed."""
+    called: Counter[str] = Counter()
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        is_ours = "/pp_offload/trace/" in code.co_filename or code.co_name == "timed_by_host"
+        if event == "call" and is_ours:
+            called[code.co_name] += 1
+
+    with use_backend(CpuBackend(), config=CONFIG):
+        train(1)
+        sys.setprofile(watch)
+        try:
+            train(2)
+        finally:
+            sys.setprofile(None)
+    assert not called
