@@ -11,21 +11,10 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from pp_offload.trace.timeline import (
-    COMPUTE,
-    COUNTERS,
-    D2H,
-    DEVICE,
-    DISK,
-    H2D,
-    OPERATORS,
-    STEPS,
-    WAITS_FOR_OTHERS,
-    WAITS_FOR_UNKNOWN,
-    Span,
-    Timeline,
-)
+from pp_offload.trace import timeline as tl
+from pp_offload.trace.timeline import Span, Timeline
 
 Interval = tuple[float, float]
 
@@ -48,13 +37,14 @@ class Kind(enum.Enum):
 
 WAITS_FOR_COPIES = (Kind.WAITS_FOR_RELOAD, Kind.WAITS_FOR_OFFLOAD, Kind.WAITS_FOR_DISK)
 WAITS = (*WAITS_FOR_COPIES, Kind.WAITS_FOR_RANK)
+COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ)
 
-_BY_TRACK = {D2H: Kind.OFFLOAD, H2D: Kind.RELOAD, OPERATORS: Kind.OPERATORS}
+_BY_TRACK = {tl.D2H: Kind.OFFLOAD, tl.H2D: Kind.RELOAD, tl.OPERATORS: Kind.OPERATORS}
 _BY_NAME = {
-    (DISK, "write"): Kind.WRITE,
-    (DISK, "read"): Kind.READ,
-    (COMPUTE, WAITS_FOR_UNKNOWN): Kind.WAITS_FOR_DISK,
-    (COMPUTE, WAITS_FOR_OTHERS): Kind.WAITS_FOR_RANK,
+    (tl.DISK, "write"): Kind.WRITE,
+    (tl.DISK, "read"): Kind.READ,
+    (tl.COMPUTE, tl.WAITS_FOR_UNKNOWN): Kind.WAITS_FOR_DISK,
+    (tl.COMPUTE, tl.WAITS_FOR_OTHERS): Kind.WAITS_FOR_RANK,
 }
 _BY_END = {
     "(forward)": Kind.FORWARD,
@@ -68,7 +58,7 @@ def kind_of(span: Span) -> Kind | None:
     """Kind of a span; None for a step."""
     track = span.track.split(" ")[0]
     kind = _BY_TRACK.get(track) or _BY_NAME.get((track, span.name))
-    return kind or (_BY_END.get(span.name.split(" ")[-1]) if track == COMPUTE else None)
+    return kind or (_BY_END.get(span.name.split(" ")[-1]) if track == tl.COMPUTE else None)
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
@@ -143,7 +133,7 @@ def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
     """Begin and end of each step, by number and rank."""
     steps: dict[int, dict[int, Interval]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.rank):
-        if span.track == STEPS:
+        if span.track == tl.STEPS:
             steps.setdefault(int(span.args["step"]), {})[span.rank] = span.begin_s, span.end_s
     return dict(sorted(steps.items()))
 
@@ -180,28 +170,39 @@ def figures_of(timeline: Timeline, step: int) -> list[RankFigures]:
     return [_figures(timeline, rank, window, by_rank[rank]) for rank, window in windows]
 
 
+def times_of(spans: Iterable[Span], window: Interval) -> dict[Kind, list[Interval]]:
+    """Times of each kind in a window.
+
+    Compute of groups is that of operators, where those are known, as on a virtual device.
+    """
+    times: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
+    for span in spans:
+        if (kind := kind_of(span)) is not None:
+            times[kind].append((span.begin_s, span.end_s))
+    times = {kind: common(each, [window]) for kind, each in times.items()}
+    for kind in (Kind.FORWARD, Kind.BACKWARD) if times[Kind.OPERATORS] else ():
+        times[kind] = common(times[kind], times[Kind.OPERATORS])
+    return times
+
+
 def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span]) -> RankFigures:
     begin_s, end_s = window
-    of_kind: dict[Kind | None, list[Span]] = {kind: [] for kind in (None, *Kind)}
-    for span in spans:
-        of_kind[kind_of(span)].append(span)
-    times = {
-        kind: common([(span.begin_s, span.end_s) for span in of_kind[kind]], [window])
-        for kind in (Kind.OPERATORS, *WAITS)
-    }
+    times = times_of(spans, window)
     total_s = {kind: sum(end - begin for begin, end in each) for kind, each in times.items()}
     nbytes, took_s = Counter[Kind | None](), dict.fromkeys(Kind, 0.0)
-    for kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ):
-        for span in of_kind[kind]:
-            if begin_s <= span.begin_s < end_s:
-                nbytes[kind] += span.args["bytes"]
-                took_s[kind] += span.args.get("busy_s", span.end_s - span.begin_s)
+    facts: Mapping[str, Any] = {}
+    for span in spans:
+        kind = kind_of(span)
+        if span.track == tl.STEPS and span.begin_s == begin_s:
+            facts = span.args
+        elif kind in COPIES and begin_s <= span.begin_s < end_s:
+            nbytes[kind] += span.args["bytes"]
+            took_s[kind] += span.args.get("busy_s", span.end_s - span.begin_s)
     worked = times[Kind.OPERATORS]
-    values = {name: values_of(timeline, rank, name, window) for name in COUNTERS}
+    values = {name: values_of(timeline, rank, name, window) for name in tl.COUNTERS}
     peaks = {name: max(n for _, n in items) for name, items in values.items() if items}
-    facts = next(span.args for span in of_kind[None] if span.begin_s == begin_s)
     if "device_peak_bytes" in facts:
-        peaks[DEVICE] = max(peaks.get(DEVICE, 0), facts["device_peak_bytes"])
+        peaks[tl.DEVICE] = max(peaks.get(tl.DEVICE, 0), facts["device_peak_bytes"])
     return RankFigures(
         rank=rank,
         seconds=end_s - begin_s,
