@@ -122,13 +122,6 @@ def test_random_sizes_writes_its_figures(tmp_path: Path) -> None:
     assert all(set(one) == {"5", "10"} for one in figures["by_case"].values())
 
 
-def test_trace_cost_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("trace_cost.py", tmp_path)["small"]
-    assert figures["num_events"] > 0 and math.isfinite(figures["us_per_event"])
-    for key in ("ratio", "ratio_thread"):
-        assert set(figures[key]) == {"least", "median"} and min(figures[key].values()) > 0
-
-
 def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("disk_tier.py", tmp_path)
     assert figures["throughput_ratio"] > 0

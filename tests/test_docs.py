@@ -439,7 +439,7 @@ def test_a_plan_is_made_and_followed(
         with as_rank(rank, 2):
             exec(blocks("planning")[4], {"train": steps_of_another_model})
         printed = capsys.readouterr().out
-        assert ("rank 1: 0.000 GiB left, planned" in printed) is (rank == 0)
+        assert ("rank 1: sent GiB 0.0, planned" in printed) is (rank == 0)
     names: dict[str, Any] = {}
     exec(blocks("planning")[5], names)
     planned, found, _ = capsys.readouterr().out.splitlines()

@@ -30,12 +30,13 @@ def compare(
         bool, typer.Option("--json", help="Print figures in JSON instead of a table.")
     ] = False,
 ) -> None:
-    """What a plan has said beside what a run has done.
+    """A plan beside what a run by it did.
 
-    A row for each rank, and where they differ by more than 2 %, which input of the plan was wrong.
+    A row for each rank, and below it what is worse than planned by more than 2 %, with the input of
+    the plan that was wrong.
 
-    The exit code is 0 where nothing is worse than planned by more than that; 1 where something is,
-    or the plan is of another model, schedule or length.
+    The exit code is 0 where nothing is worse; 1 where something is, or the plan is of another model,
+    schedule or number of microbatches.
     """
     with told("PLAN", ConfigError, OSError):
         planned = OffloadPlan.load(plan)

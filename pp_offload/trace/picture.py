@@ -152,7 +152,7 @@ def _panel(timeline: Timeline, figures: RankFigures, window: Interval, zero_s: f
     waits = [span for span in spans if fig.kind_of(span) in WAITS_FOR_COPIES]
     waits = [span for span in waits if window[0] <= span.begin_s and span.end_s <= window[1]]
     wait = max(waits, key=lambda span: span.end_s - span.begin_s, default=None)
-    longest = wait and (wait, ms((wait.begin_s + wait.end_s) / 2))
+    longest = None if wait is None else (wait, ms((wait.begin_s + wait.end_s) / 2))
     is_whole = not timeline.metadata.get(figures.rank, {}).get("is_truncated", False)
     return _Panel(figures, ms(window[1]), times, lines, longest, is_whole)
 
@@ -197,8 +197,13 @@ def _mark_longest_wait(axes: Axes, panel: _Panel, shown_ms: float, y: float) -> 
     axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.VERMILION)
     text = axes.annotate(
         f"{name} {took_ms:.3g} ms, the longest of its waits",
-        **dict(xy=(middle_ms, y), xytext=(offset, 0), textcoords="offset points"),
-        **dict(ha=side, va="center", fontsize=8.5, color=art.VERMILION),
+        xy=(middle_ms, y),
+        xytext=(offset, 0),
+        textcoords="offset points",
+        ha=side,
+        va="center",
+        fontsize=8.5,
+        color=art.VERMILION,
     )
     text.set_in_layout(False)  # or a long name would make the picture narrow
 

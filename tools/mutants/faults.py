@@ -829,40 +829,6 @@ MUTANTS = [
         ("tests/simulate/test_chosen_bounds.py::test_no_less_is_in_flight_than_at_first",),
     ),
     Mutant(
-        "a full trace keeps spans that never ended",
-        "pp_offload/trace/recorder.py",
-        "        if not self._room.is_full:  # else nobody knows until when what is open went on\n"
-        "            self._mark",
-        "        if True:\n            self._mark",
-        "a group that was cut off looks as if it ran to the end",
-        ("tests/trace/test_trace_steps.py::test_a_full_trace_says_so_once_and_holds_nothing_half",),
-    ),
-    Mutant(
-        "a full disk hides what went wrong",
-        "pp_offload/trace/session.py",
-        "            if error is None:\n                raise\n",
-        "            raise\n",
-        "the user sees that a trace was not written, and not why training ended",
-        ("tests/trace/test_trace_steps.py::test_a_full_disk_does_not_hide_what_went_wrong",),
-    ),
-    Mutant(
-        "a trace that is not written is lost",
-        "pp_offload/trace/session.py",
-        "self.timeline = joined(found)  # first: it is there even where the file is not\n"
-        "        try:\n            self._write(self.timeline, path)",
-        "try:\n            self._write(joined(found), path)",
-        "hours of training were recorded for nothing",
-        ("tests/trace/test_trace_steps.py::test_a_disk_that_is_full_does_not_end_training",),
-    ),
-    Mutant(
-        "a virtual event passes before it is recorded",
-        "pp_offload/trace/clock.py",
-        "return float(max(event.time_s, event.recorded_s))",
-        "return float(event.time_s)",
-        "copies begin before the work that they wait for has ended",
-        ("tests/trace/test_trace_ranks.py::test_four_virtual_ranks",),
-    ),
-    Mutant(
         "a tape forgets what the program had let go of",
         "pp_offload/plan/recorder.py",
         "return Drop(self._sources[raw.number][1])",
@@ -1351,22 +1317,6 @@ MUTANTS = [
         "        return True",
         "noise that is drawn after it was saved comes back as it was before",
         ("tests/activations/test_written_after_saved.py",),
-    ),
-    Mutant(
-        "a trace takes the peak of all steps for that of one",
-        "pp_offload/trace/sampled.py",
-        "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
-        "",
-        "a step of a run beside its plan has no peak of its own",
-        ("tests/trace/test_trace_figures.py::test_figures_are_those_of_the_run",),
-    ),
-    Mutant(
-        "other bytes than planned are as planned",
-        "pp_offload/trace/planned_rank.py",
-        "        pair = self._pair(SENT)\n        if pair.is_other:\n",
-        "        pair = self._pair(SENT)\n        if False:\n",
-        "a plan for another model is not told of",
-        ("tests/trace/test_against_plan.py::test_another_length",),
     ),
     Mutant(
         "virtual devices save scores in float32",
