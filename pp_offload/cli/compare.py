@@ -35,8 +35,8 @@ def compare(
     A row for each rank, and below it what is worse than planned by more than 2 %, with the input of
     the plan that was wrong.
 
-    The exit code is 0 where nothing is worse; 1 where something is, or the plan is of another model,
-    schedule or number of microbatches.
+    The exit code is 0 where nothing is worse; 1 where something is, or the plan is of another
+    model, schedule or number of microbatches.
     """
     with told("PLAN", ConfigError, OSError):
         planned = OffloadPlan.load(plan)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from glob import escape
 from pathlib import Path
@@ -118,7 +119,7 @@ def _read_json(path: AnyPath) -> Json:
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (gzip.BadGzipFile, EOFError, ValueError) as failure:
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as failure:
         raise ValueError(_refusal(path, failure)) from failure
     if not isinstance(content, dict) or "traceEvents" not in content:
         raise ValueError(_refusal(path, "no traceEvents"))

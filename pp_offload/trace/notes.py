@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pp_offload._core.group import Counts
-from pp_offload.backends import Backend, CpuBackend, HostTimed, TimedEvent
+from pp_offload.backends import Backend, CpuBackend, HostTimed
 from pp_offload.trace.timeline import DISK, Flow, Point, Sample, Span
 
 Reading = tuple[Any, dict[str, int]]
@@ -24,20 +24,19 @@ Reading = tuple[Any, dict[str, int]]
 class Clock:
     """Seconds of a recording from events of a device, from ``begin`` on.
 
-    Events of a virtual device or timed by the host know their time. For others, the host waits for
-    ``begin`` once, and reads the wall clock beside it. Where a simulated device has no times, those
-    of the host as it queued the work are used.
+    Of a device with a clock, the host waits for ``begin`` once, and reads the wall clock beside it.
+    Where a simulated device has no times, copies have those at which the host queued them.
     """
 
-    def __init__(self, backend: Backend, begin: TimedEvent) -> None:
-        self.kind = "host" if isinstance(backend, CpuBackend) else "host, as queued"
-        if not isinstance(begin, HostTimed):
-            self.kind = "virtual" if hasattr(backend.d2h, "heard") else "device"
-        self.is_virtual = self.kind == "virtual"
+    def __init__(self, backend: Backend, begin: Any) -> None:
+        self.kind = "virtual" if hasattr(backend.d2h, "heard") else "device"
+        if isinstance(begin, HostTimed):
+            self.kind = "host" if isinstance(backend, CpuBackend) else "host, as queued"
+        self.is_virtual, self._begin = self.kind == "virtual", begin
         if not self.is_virtual:
             begin.synchronize()
-        self.base_ns, self._host_s = (0 if self.is_virtual else time.time_ns()), time.perf_counter()
-        self._begin = begin
+        self.base_ns = 0 if self.is_virtual else time.time_ns()
+        self._host_s = time.perf_counter() if self.kind == "device" else begin.time_s
 
     def seconds(self, at: Any) -> float | None:
         """Seconds of an event; None if it was never recorded, or a copy before it failed."""
@@ -45,15 +44,13 @@ class Clock:
             return at
         if self.is_virtual:  # a stream without work passes an event when it is recorded
             return float(max(at.time_s, at.recorded_s))
-        if self.kind != "device":
-            return None if at.time_s is None else self.of_host(at.time_s)
         with suppress(RuntimeError):
             return self._begin.elapsed_time(at) / 1e3
         return None
 
     def of_host(self, counter_s: float) -> float:
         """Seconds of a time by ``perf_counter``, or by the clock of a virtual disk."""
-        return counter_s if self.is_virtual else counter_s - self._host_s
+        return counter_s if self.is_virtual else float(counter_s - self._host_s)
 
 
 @dataclass(slots=True, eq=False)
