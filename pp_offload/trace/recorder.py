@@ -59,6 +59,7 @@ class Recorder(Observer):
         self._counters = Counters(offloader)
         self._copies = Copies()
         self._virtual: VirtualStreams | None = None
+        self._disk: Any = None
         self._streams: list[object] = []
         self._open: dict[int, tuple[Group, Note, AbstractContextManager[object]]] = {}
         self._running: dict[str, Note] = {}  # by track: the step, and the last group of backward
@@ -70,7 +71,7 @@ class Recorder(Observer):
 
     def start(self) -> None:
         """Start, unless a graph is captured. A second call does nothing."""
-        backend, disk, begin = self.offloader.backend, self._disk, self._now()
+        backend, begin = self.offloader.backend, self._now()
         if begin is None or self.clock is not None:
             return
         self.clock = Clock(backend, begin)
@@ -78,17 +79,19 @@ class Recorder(Observer):
         with self.offloader.lock:
             if self.clock.is_virtual:
                 self._virtual = VirtualStreams(self._add, backend)
-            if disk is not None:
+            disk = self.offloader.engine.mover.tier.disk
+            if hasattr(disk, "listeners"):
+                self._disk = disk
                 disk.listeners = (*disk.listeners, self._disk_worked)
             self.offloader.observers.add(self)
 
     def stop(self) -> None:
         """Observe no more. A second call does nothing."""
-        disk = self._disk
         with self.offloader.lock:
             self.offloader.observers.remove(self)
-            if disk is not None:
-                disk.listeners = tuple(call for call in disk.listeners if call != self._disk_worked)
+            if self._disk is not None:
+                others = [call for call in self._disk.listeners if call != self._disk_worked]
+                self._disk.listeners = tuple(others)
             if self._virtual is not None:
                 self._virtual.stop()
         while self._open:
@@ -184,9 +187,9 @@ class Recorder(Observer):
             note.used = self._track(), self._now()
 
     def _disk_worked(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
-        note = self._add(DISK, name, begin_s, bytes=nbytes)
-        if note is not None:
-            note.end = end_s
+        if self._room > 0:  # never stops, for which a thread of the disk would need the lock
+            self._room -= 1
+            self.notes.append(Note(DISK, name, begin_s, end_s, {"bytes": nbytes}))
 
     # Notes
 
@@ -234,11 +237,6 @@ class Recorder(Observer):
             streams.append(stream)
         number = streams.index(stream)
         return f"{COMPUTE} {number + 1}" if number else COMPUTE
-
-    @property
-    def _disk(self) -> Any:
-        disk = self.offloader.engine.mover.tier.disk
-        return disk if hasattr(disk, "listeners") else None
 
 
 def _facts(group: Group) -> dict[str, Any]:
