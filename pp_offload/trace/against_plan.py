@@ -111,10 +111,9 @@ class Compared:
         rows = [("rank", *(pair.head for pair in self.ranks[0].pairs))]
         for rank in self.ranks:
             rows.append((str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)))
-        steps_s = (pair.found or 0 for rank in self.ranks for pair in rank.pairs[2:3])
-        title = (
-            f"step {self.step}: {_text(max(steps_s), MS)} ms, planned {_text(self.planned_s, MS)}"
-        )
+        pairs = [pair for rank in self.ranks for pair in rank.pairs if pair.name == "step_s"]
+        found = _text(max(pair.found or 0 for pair in pairs), MS)
+        title = f"step {self.step}: {found} ms, planned {_text(self.planned_s, MS)}"
         texts = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences]
         texts = texts or [f"nothing is worse than planned by more than {TOLERANCE:.0%}"]
         return "\n".join([title, "", format_table(rows), NOTE, "", *texts])

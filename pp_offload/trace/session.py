@@ -190,8 +190,6 @@ class Recording:
         if old.notes:
             self._facts["began_anew"] = True
             logger.warning("configure() was called while a trace ran: it begins anew")
-        if old.clock is not None:
-            self._recorder.start()
 
     def end(self) -> None:
         """End, and make the timeline. A second call does nothing.

@@ -170,6 +170,8 @@ def real_step(**worse: float) -> Timeline:
         Span(0, "steps", "step 7", 1.0, 1.0 + worse.get("step_s", 1.0), {"step": 7}),
         Span(0, "compute", "waits for mlp (reload)", 1.2, 1.2 + worse.get("stalled_s", 0.1)),
     ]
+    sent = worse.get("sent", 8)
+    spans.append(Span(0, "d2h", "mlp (offload)", 1.0, 1.0 + sent / 10, {"bytes": int(sent * GIB)}))
     samples = [Sample(0, name, 1.1, int(worse.get(name, 8) * GIB)) for name in ("device", "host")]
     return Timeline(1, spans, samples, metadata={0: {"has_captures": True}})
 
@@ -184,14 +186,16 @@ def real_step(**worse: float) -> Timeline:
         ({"device": 7.0, "host": 7.0}, None),
         ({"device": 9.0}, "peak GiB 9.000, planned 8.000: memory that the plan does not know"),
         ({"host": 9.0}, "host GiB 9.000, planned 8.000"),
+        ({"sent": 7.0}, "sent GiB 7.000, planned 8.000: groups do not leave as planned"),
     ],
 )
 def test_a_step_of_a_real_device(worse: dict[str, float], expected: str | None) -> None:
     """It is compared with the step of the pipeline; what is unknown is left out."""
-    rank = {"stages": [], "recomputed": [], "seconds": 0.5, "busy_s": 0.4, "stalled_s": 0.1}
-    rank |= {"peak_bytes": 8 * GIB, "host_peak_bytes": 8 * GIB, "bytes_offloaded": 0}
+    stages = [[{"name": "captured", "nbytes": 1, "keeps": False}]]
+    rank = {"stages": stages, "recomputed": [], "seconds": 0.5, "busy_s": 0.4, "stalled_s": 0.1}
+    rank |= {"peak_bytes": 8 * GIB, "host_peak_bytes": 8 * GIB, "bytes_offloaded": 8 * GIB}
     content = {"format": "pp_offload plan 1", "made_for": "", "limit_bytes": 0, "seconds": 1.0}
-    content |= {"least_seconds": 1.0, "ranks": [rank | {"offload_s": 0}]}
+    content |= {"least_seconds": 1.0, "ranks": [rank | {"offload_s": 0.8}]}
     plan = OffloadPlan.from_dict(content)
     compared = compare_with_plan(plan, real_step(**worse))
     (row,) = [line for line in compared.table().splitlines() if line.startswith("0 ")]

