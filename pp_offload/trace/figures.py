@@ -197,7 +197,7 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span])
             facts = span.args
         elif kind in COPIES and begin_s <= span.begin_s < end_s:
             nbytes[kind] += span.args["bytes"]
-            took_s[kind] += span.args.get("busy_s", span.end_s - span.begin_s)
+            took_s[kind] += span.end_s - span.begin_s
     worked = times[Kind.OPERATORS]
     values = {name: values_of(timeline, rank, name, window) for name in tl.COUNTERS}
     peaks = {name: max(n for _, n in items) for name, items in values.items() if items}

@@ -70,11 +70,11 @@ class Note:
 
 
 def spans_of(notes: Iterable[Note], clock: Clock, *, rank: int) -> dict[Note, Span]:
-    """Spans, without those that have no begin, no end or no length."""
+    """Spans, without those that have no begin or no end."""
     spans: dict[Note, Span] = {}
     for note in notes:
         begin_s, end_s = clock.seconds(note.begin), clock.seconds(note.end)
-        if begin_s is not None and end_s is not None and begin_s < end_s:
+        if begin_s is not None and end_s is not None:
             nbytes = {} if note.counts is None else {"bytes": note.counts.copied_bytes}
             spans[note] = Span(rank, note.track, note.name, begin_s, end_s, note.args | nbytes)
     return spans

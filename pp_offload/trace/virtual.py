@@ -45,7 +45,6 @@ class VirtualStreams:
         works, self._works = self._works, []
         works = [work for work in works if work[0] >= note.begin.time_s]  # not those of others
         if works:
-            note.args["busy_s"] = sum(end_s - begin_s for begin_s, end_s in works)
             note.begin, note.end = works[0][0], works[-1][1]
 
     def _copied(self, ready_s: float, begin_s: float, end_s: float) -> None:
