@@ -49,7 +49,7 @@ def test_all_its_names_import_nothing_that_is_heavy() -> None:
 
 def test_type_checkers_have_the_same_names() -> None:
     """Where a module is imported whole, its ``__all__`` counts; of errors, the classes."""
-    told: dict[str, str] = {}
+    typed: dict[str, str] = {}
     for node in ast.walk(ast.parse(Path(pp_offload.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pp_offload."):
             module = importlib.import_module(node.module or "")
@@ -57,10 +57,10 @@ def test_type_checkers_have_the_same_names() -> None:
             whole = getattr(module, "__all__", classes)
             names = [alias.name for alias in node.names]
             for name in whole if names == ["*"] else names:
-                told[name] = (node.module or "").removeprefix("pp_offload.")
-    told = told | {"pipelining": ""}
-    assert told.pop("near") and told == pp_offload._MODULES
-    assert list(pp_offload.__all__) == sorted(told)
+                typed[name] = (node.module or "").removeprefix("pp_offload.")
+    typed = typed | {"pipelining": ""}
+    assert typed.pop("near") and typed == pp_offload._MODULES
+    assert list(pp_offload.__all__) == sorted(typed)
 
 
 @pytest.mark.parametrize(

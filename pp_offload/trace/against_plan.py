@@ -19,15 +19,8 @@ from typing import Any
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.tables import format_table
 from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
-from pp_offload.trace.figures import (
-    Interval,
-    Kind,
-    RankFigures,
-    checked_step,
-    figures_of,
-    kind_of,
-    steps_of,
-)
+from pp_offload.trace import figures as fig
+from pp_offload.trace.figures import Interval, Kind, RankFigures
 from pp_offload.trace.timeline import DEVICE, HOST, Timeline
 
 TOLERANCE = 0.02
@@ -112,8 +105,8 @@ class Compared:
         for rank in self.ranks:
             rows.append((str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)))
         pairs = [pair for rank in self.ranks for pair in rank.pairs if pair.name == "step_s"]
-        found = _text(max(pair.found or 0 for pair in pairs), MS)
-        title = f"step {self.step}: {found} ms, planned {_text(self.planned_s, MS)}"
+        step_ms = _text(max(pair.found or 0 for pair in pairs), MS)
+        title = f"step {self.step}: {step_ms} ms, planned {_text(self.planned_s, MS)}"
         texts = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences]
         texts = texts or [f"nothing is worse than planned by more than {TOLERANCE:.0%}"]
         return "\n".join([title, "", format_table(rows), NOTE, "", *texts])
@@ -153,17 +146,17 @@ def compare_with_plan(
         ConfigError: The plan has fewer ranks.
         ValueError: The trace has no such step.
     """
-    number = checked_step(timeline, step)
+    number = fig.checked_step(timeline, step)
     ranks = []
-    for found in figures_of(timeline, number):
-        planned = plan.rank(pipeline_rank(found.rank))
-        window = steps_of(timeline)[number][found.rank]
-        samples = timeline.counter(found.rank, HOST)
+    for figures in fig.figures_of(timeline, number):
+        planned = plan.rank(pipeline_rank(figures.rank))
+        window = fig.steps_of(timeline)[number][figures.rank]
+        samples = timeline.counter(figures.rank, HOST)
         host = max((item.nbytes for item in samples if item.time_s < window[1]), default=None)
-        pairs = _pairs(plan, planned, found, host)
-        differences = [*_strangers(plan, planned, timeline, found.rank, window)]
+        pairs = _pairs(plan, planned, figures, host)
+        differences = [*_strangers(plan, planned, timeline, figures.rank, window)]
         differences += _worse(plan, planned, pairs, has_causes=not differences)
-        ranks.append(RankCompared(found.rank, planned, found, pairs, differences))
+        ranks.append(RankCompared(figures.rank, planned, figures, pairs, differences))
     return Compared(number, plan.seconds, ranks)
 
 
@@ -211,7 +204,7 @@ def _strangers(
     microbatches = set()
     for span in timeline.spans:
         is_inside = span.rank == rank and window[0] <= span.begin_s < window[1]
-        if is_inside and "position" in span.args and kind_of(span) is Kind.FORWARD:
+        if is_inside and "position" in span.args and fig.kind_of(span) is Kind.FORWARD:
             place = span.args["vp_stage"], span.args["position"]
             names[place] = span.name.removesuffix(" (forward)")
             microbatches.add(span.args["microbatch"])

@@ -24,20 +24,9 @@ from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import direction, named, time_of
 from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import Event
+from pp_offload.trace import timeline as tl
 from pp_offload.trace.notes import Clock, Note, Reading, flow_of, samples_of, spans_of, spread
-from pp_offload.trace.timeline import (
-    COMPUTE,
-    D2H,
-    DEVICE,
-    DISK,
-    H2D,
-    HOST,
-    IN_FLIGHT,
-    RELOADED,
-    STEPS,
-    WAITS_FOR_UNKNOWN,
-    Timeline,
-)
+from pp_offload.trace.timeline import Timeline
 from pp_offload.trace.virtual import VirtualStreams
 
 
@@ -103,14 +92,14 @@ class Recorder(Observer):
         if at is None or self.clock is None:
             return
         self._end_step(at)
-        if (note := self._add(STEPS, f"step {number}", at, step=number)) is not None:
-            self._running[STEPS] = note
+        if (note := self._add(tl.STEPS, f"step {number}", at, step=number)) is not None:
+            self._running[tl.STEPS] = note
         self._read(at)
 
     def _end_step(self, at: Any) -> None:
         facts = self._counters.end_step()
-        if STEPS in self._running:
-            self._running[STEPS].args |= facts
+        if tl.STEPS in self._running:
+            self._running[tl.STEPS].args |= facts
         for note in self._running.values() if not self.is_full else ():
             note.end = at
         self._running.clear()
@@ -126,8 +115,8 @@ class Recorder(Observer):
             for at in (note.begin, note.end):
                 with suppress(Exception):  # a failed copy is reported where its bytes are used
                     at.synchronize()
-        disk = [note for note in self.notes if note.track == DISK]
-        notes = [note for note in self.notes if note.track != DISK]
+        disk = [note for note in self.notes if note.track == tl.DISK]
+        notes = [note for note in self.notes if note.track != tl.DISK]
         spans = spans_of([*notes, *spread(disk, clock)], clock, rank=rank)
         flows = [
             flow_of(spans[source], spans[back], back.used, clock)
@@ -164,11 +153,11 @@ class Recorder(Observer):
         self._read(at)
 
     def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
-        track, name = D2H if to_host else H2D, f"{moved[0][0].label} ({direction(to_host)})"
-        note = self._lap(track, name, lap)
-        if note is not None and lap is not None:
-            num = sum(len(indices) for _, indices in moved)
-            note.args |= {"bytes": lap.nbytes, "payloads": num}
+        track, name = tl.D2H if to_host else tl.H2D, f"{moved[0][0].label} ({direction(to_host)})"
+        num = sum(len(indices) for _, indices in moved)
+        begin, end, nbytes = lap or (None, None, 0)
+        note = self._add(track, name, begin, end, bytes=nbytes, payloads=num)
+        if note is not None:
             if self._virtual is not None:
                 self._virtual.fit(note)
             if self._takes(0 if to_host else 3 * len(moved)):  # points of flows
@@ -179,7 +168,8 @@ class Recorder(Observer):
         if self._virtual is not None and lap is not None:
             self._virtual.waits.append((name, lap))
         else:
-            self._lap(self._track(), name, lap)
+            begin, end, _ = lap or (None, None, 0)
+            self._add(self._track(), name, begin, end)
 
     def used(self, saved: Saved, payload: Tensor) -> None:
         note = self._copies.first_use(saved)
@@ -189,23 +179,17 @@ class Recorder(Observer):
     def _disk_worked(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
         if self._room > 0:  # never stops, for which a thread of the disk would need the lock
             self._room -= 1
-            self.notes.append(Note(DISK, name, begin_s, end_s, {"bytes": nbytes}))
+            self.notes.append(Note(tl.DISK, name, begin_s, end_s, {"bytes": nbytes}))
 
     # Notes
 
-    def _add(self, track: str, name: str, begin: Any, **args: Any) -> Note | None:
+    def _add(self, track: str, name: str, begin: Any, end: Any = None, **args: Any) -> Note | None:
         """Add a note; None in a capture, and at the limit."""
         self.is_cut = self.is_cut or begin is None
         if begin is None or not self._takes(1):
             return None
-        note = Note(track, name, begin, args=args)
+        note = Note(track, name, begin, end, args)
         self.notes.append(note)
-        return note
-
-    def _lap(self, track: str, name: str, lap: Lap | None) -> Note | None:
-        note = self._add(track, name, lap and lap.begin)
-        if note is not None and lap is not None:
-            note.end = lap.end
         return note
 
     def _takes(self, num: int) -> bool:
@@ -236,7 +220,7 @@ class Recorder(Observer):
         if stream not in streams:
             streams.append(stream)
         number = streams.index(stream)
-        return f"{COMPUTE} {number + 1}" if number else COMPUTE
+        return f"{tl.COMPUTE} {number + 1}" if number else tl.COMPUTE
 
 
 def _facts(group: Group) -> dict[str, Any]:
@@ -267,7 +251,7 @@ class Copies:
     def add(self, note: Note, moved: Moved, event: Event) -> None:
         """Add a copy before ``event``."""
         self._before[id(event)] = event, note
-        if note.track == D2H:
+        if note.track == tl.D2H:
             self._sent.update((id(batch), note) for batch, _ in moved)
             return
         self._back.update((id(batch), note) for batch, _ in moved)
@@ -277,7 +261,7 @@ class Copies:
     def name_of_wait(self, event: Event) -> str:
         """Name of a wait for ``event``."""
         copy = self._before.get(id(event))
-        return WAITS_FOR_UNKNOWN if copy is None else f"waits for {copy[1].name}"
+        return tl.WAITS_FOR_UNKNOWN if copy is None else f"waits for {copy[1].name}"
 
     def first_use(self, saved: Saved) -> Note | None:
         """The copy that brought a tensor, unless something that it brought was used before."""
@@ -302,10 +286,10 @@ class Counters:
         mover = self._offloader.engine.mover
         with mover.lock:
             host = sum([pool.in_use_bytes for pool in mover.tier.pools])
-            values = {HOST: host, IN_FLIGHT: mover.in_flight.nbytes}
-            values[RELOADED] = mover.arrived.unused_bytes
+            values = {tl.HOST: host, tl.IN_FLIGHT: mover.in_flight.nbytes}
+            values[tl.RELOADED] = mover.arrived.unused_bytes
         if (allocated := self._offloader.backend.allocated()) is not None:
-            values[DEVICE] = allocated.nbytes
+            values[tl.DEVICE] = allocated.nbytes
             self._least_peak = min(self._least_peak, allocated.peak_bytes)
         return values
 

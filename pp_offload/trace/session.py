@@ -148,9 +148,6 @@ class Recording:
         steps: Steps to record; None for all.
         facts: Metadata of the rank, to which the recording adds its own.
         ended: Called when the last of ``steps`` is over.
-
-    Attributes:
-        timeline: None before the end.
     """
 
     def __init__(

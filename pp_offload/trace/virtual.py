@@ -18,14 +18,14 @@ class VirtualStreams:
     """Notes of operators and stalls, and the exact times of copies.
 
     Args:
-        add: Adds a note of a track, a name and a begin.
+        add: Adds a note of a track, a name, a begin and an end.
         backend: A virtual device.
 
     Attributes:
         waits: Waits of compute for copies since compute last worked, by name.
     """
 
-    def __init__(self, add: Callable[[str, str, float], Note | None], backend: Any) -> None:
+    def __init__(self, add: Callable[[str, str, float, float], Note | None], backend: Any) -> None:
         self.waits: list[tuple[str, Lap]] = []
         self._add = add
         self._operators: Note | None = None
@@ -68,7 +68,4 @@ class VirtualStreams:
             self._operators = self._span(OPERATORS, "operators", begin_s, end_s)
 
     def _span(self, track: str, name: str, begin_s: float, end_s: float) -> Note | None:
-        note = self._add(track, name, begin_s) if begin_s < end_s else None
-        if note is not None:
-            note.end = end_s
-        return note
+        return self._add(track, name, begin_s, end_s) if begin_s < end_s else None
