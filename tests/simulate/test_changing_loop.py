@@ -73,6 +73,8 @@ def best_s(rows: int) -> float:
 
 
 LONGER, SHORTER = ROWS * 3 // 2, ROWS // 2
+
+
 @pytest.mark.parametrize(
     "changes",
     [
