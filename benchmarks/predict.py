@@ -10,9 +10,6 @@ Figures
     num_events            of all tapes that are played for a step
     without_offload_s     CPU time of predict() for a step in which nothing leaves
     two_steps_s           of predict() with default options: a step that teaches, and the next one
-    next_step_s           of one plan more, by which each rank does something else, behind a first
-                          step that is known
-    one_rank_s            of one by which a rank in the middle does something else
     us_for_an_event       of two_steps_s
 """
 
@@ -21,9 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -31,12 +27,10 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from pp_offload import OffloadConfig
-from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, predict, record
-from pp_offload.plan.pipeline import FirstStep
+from pp_offload.plan import RankTapes, predict, record
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder
 
 WIDTH = 4096
-WINDOW_BYTES = 2**28
 NUM_REPEATS = 3
 
 
@@ -53,7 +47,6 @@ def main() -> None:
     tapes = tapes_of(options.ranks, options.microbatches, options.groups)
     order = order_of(options.ranks, options.microbatches)
     how, config = (order, tapes, DEVICES["H100"]), OffloadConfig()
-    first = FirstStep(*how, config)
     num_events = options.microbatches * sum(
         tape.num_events for one in tapes for tape in one.stages.values()
     )
@@ -62,28 +55,12 @@ def main() -> None:
         "num_events": num_events,
         "without_offload_s": seconds(lambda: predict(*how, num_steps=1)),
         "two_steps_s": two_steps_s,
-        "next_step_s": seconds(lambda: first.second(changed(tapes, range(len(tapes))))),
-        "one_rank_s": seconds(lambda: first.second(changed(tapes, [len(tapes) // 2]))),
         "us_for_an_event": two_steps_s / (2 * num_events) * 1e6,
     }
     for name, figure in figures.items():
         print(f"{name:18}  {figure:10.6g}")
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-
-
-NUMBERS = count(1)
-
-
-def changed(tapes: Sequence[RankTapes], ranks: Collection[int]) -> OffloadConfig:
-    """With a plan by which these ranks have bounds that they have not had before."""
-    number = next(NUMBERS)
-    bounds = [WINDOW_BYTES + number * (rank in ranks) for rank in range(len(tapes))]
-    plans = [
-        RankPlan(one.planned(()), max_in_flight_bytes=nbytes, prefetch_bytes=nbytes)
-        for one, nbytes in zip(tapes, bounds, strict=True)
-    ]
-    return OffloadConfig(plan=OffloadPlan("", 0, 0.0, 0.0, tuple(plans)))
 
 
 def order_of(num_ranks: int, num_microbatches: int) -> PipelineOrder:

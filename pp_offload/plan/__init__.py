@@ -13,12 +13,11 @@ A whole program on :mod:`pp_offload.simulate` says the same, and takes longer.
 from __future__ import annotations
 
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload.plan.chooser import Chooser, choose
+from pp_offload.plan.chooser import Chooser, InfeasibleError, choose
 from pp_offload.plan.pipeline import predict
 from pp_offload.plan.profile import ActionProfile, GroupProfile, Profile, StageProfile, profile
 from pp_offload.plan.profile_table import profile_table
 from pp_offload.plan.record import record
-from pp_offload.plan.search import InfeasibleError
 from pp_offload.plan.tape import RankTapes, Tape
 from pp_offload.plan.trade_off import Front, front, front_table
 

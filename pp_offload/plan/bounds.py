@@ -9,7 +9,6 @@ bounds.choose(kept=plan.kept, unused_bytes=2**33, sent_bytes=2**30)
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -47,12 +46,6 @@ class Bounds:
             cap_bytes, window_bytes = plan.bounds
             self.cap.choose(cap_bytes)
             self.window.choose(window_bytes)
-
-    def copied(self) -> Bounds:
-        """Others that are the same so far."""
-        other = copy.copy(self)
-        other.cap, other.window = copy.copy(self.cap), copy.copy(self.window)
-        return other
 
     def hold(self, engine: Engine) -> None:
         """Have the engine of a step keep to them."""

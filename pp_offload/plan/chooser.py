@@ -4,37 +4,48 @@
     plan.save("plan.json")
 
     chooser = Chooser(order, tapes, DEVICES["H100"])
-    chooser.plan(40 * 2**30), chooser.plan(30 * 2**30)  # the second one takes less time
+    chooser.plan(40 * 2**30), chooser.plan(30 * 2**30)  # tapes are recorded once
+
+A plan is the best of a few: each rank keeps as much as fits, in two orders, within three sizes of
+bounds, with and without recomputed layers. A single way may be several times too slow, the best of
+all is near the best there is (benchmarks/results/plan_search.txt). What is chosen has been
+predicted as an engine follows it from its first step on.
+
+NOTE [ No plan is faster ]
+    The step without offload is a lower bound. Each rank has its operators in the same order
+    whatever leaves; a plan adds waits, and a wait never makes anything begin earlier. So a plan
+    whose step is as short is the last one that is tried.
 
 NOTE [ When to recompute ]
     What is recomputed takes time in any case, and what leaves only where the link has too much to
-    do. So all is planned without recomputation first, and no more where that is about as fast as
-    without any offload. Else the ranks that are above the limit without it recompute layers. How
-    many is looked for on all ranks at once, by halves, for one says little of another: as few as
-    are enough, but no fewer than those with which compute works and waits no longer than with more.
-    What is found is changed rank by rank in the end, the slowest first. A number of layers is
-    passed over where the step is too long even if everything stayed.
+    do. So all is tried without recomputation first. Where that is slower than the step without
+    offload, ranks that are above the limit without offload recompute layers: as few as are enough,
+    but no fewer than those with which compute works and waits no longer than with more. How many is
+    looked for on all ranks at once, by halves, for the number of a rank has little effect on the
+    others.
 
 NOTE [ Which bounds ]
-    An engine chooses its bounds so that compute waits as little as it can. Where the link has too
-    much to do it waits all the same, and what is on its way takes room in which groups could stay.
-    So all is tried with smaller ones, too.
+    Orders are tried within the bounds that an engine chooses where all groups leave. Where the link
+    has too much to do compute waits whatever the bounds are, and what is on its way takes room in
+    which groups could stay: so the best order is tried within parts of these bounds; and within the
+    bounds that an engine would choose for what leaves by the best of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
-from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.option_sources import bytes_said, size_said
 from pp_offload._groups.plan_options import options_of
-from pp_offload.config import AUTO, OffloadConfig
-from pp_offload.plan.search import InfeasibleError, Search
-from pp_offload.plan.steps import SAME, Steps, Tried, most_tries
+from pp_offload.config import AUTO, OffloadConfig, without_plan
+from pp_offload.plan.fills import Candidate, Fill, Place, as_saved, fewer, first_saved, spread_out
+from pp_offload.plan.pipeline import check_smallest, predict, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
@@ -42,23 +53,79 @@ from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep, RankStep
 
 WORTH_IT = 1e-3
-"""Other numbers are tried where they could save such a part of a step."""
+"""Other layers are recomputed where that could save such a part of a step."""
 
 BOUNDS = (1.0, 0.5, 0.0)
-"""Such parts are tried of the bounds that an engine would choose by itself, see NOTE [ Which bounds
-]; with the last one a group at a time is on its way.
+"""Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]; with the last
+one a group at a time is on its way.
 """
+
+Order = Callable[[RankTapes], list[Candidate]]
+"""In which groups are to stay."""
+
+ORDERS: tuple[Order, ...] = (as_saved, spread_out, first_saved)
+
+NUM_PROVEN = 4
+"""Steps that are predicted of a plan before it is given: the first one, in which an optimizer has
+no state yet, and some in which what is kept from step to step could make a difference.
+"""
+
+SAME = 1e-6
+"""Steps are as short as each other up to this part of them."""
 
 Nums = tuple[int, ...]
 """How many layers each rank recomputes."""
 
+Bounds = tuple[int, int]
+"""On bytes in flight, and ahead."""
 
-class Way(NamedTuple):
-    """What is settled before groups are chosen."""
 
-    nums: Nums
-    bounds: float = 1.0
-    """One of :data:`BOUNDS`."""
+class InfeasibleError(ValueError):
+    """No choice of groups meets the limit.
+
+    Attributes:
+        least_bytes: The least limit for which there is a plan.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class RankChoice(NamedTuple):
+    """What a rank does."""
+
+    num_recomputed: int
+    """Layers."""
+
+    bounds: Bounds | None
+    """None where the engine is to choose them."""
+
+    stay: tuple[Place, ...]
+    """Its groups that stay, in the order in which they came to stay."""
+
+
+Choice = tuple[RankChoice, ...]
+"""What all ranks do."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice, and what it costs."""
+
+    choice: Choice
+    step: PipelineStep
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.step.ranks)
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """Time, up to what counts as the same; of those that are as short, who sends less."""
+        digits = float(f"{self.step.seconds:.6e}")
+        return digits, sum(rank.bytes_offloaded for rank in self.step.ranks)
 
 
 def choose(
@@ -109,362 +176,360 @@ class Chooser:
         peers: PeerLink | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._tapes = tapes
-        self._steps = Steps(
-            order, hardware, config or OffloadConfig(), peers, progress, most_tries(order, tapes)
-        )
-        self._searches: dict[Way, Search] = {}
+        self._order, self._tapes, self._hardware = order, tapes, hardware
+        self._config = config or OffloadConfig()
+        self._peers, self._progress = peers, progress
+        self._num_predicted = 0
+        self._without: dict[Nums, PipelineStep] = {}
+        self._tried: dict[Any, PipelineStep] = {}
+        self._proven: dict[Choice, Tried] = {}
+        check_smallest(tapes, self._config)
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
         """See :func:`choose`."""
         check_count("limit_bytes", limit_bytes, unit="bytes")
-        # Each step leaves a few MB in cycles. To look for them after each one takes long, for that
-        # looks at all that is kept of first steps too; and where steps are large, few are tried.
-        with collector_off():
+        with collector_off():  # each step leaves a few MB in cycles: to look for them takes long
             best = self._best(limit_bytes)
-        search, tried = self._search(best.way), best.tried
-        ranks = [
-            replace(
-                plan,
-                recomputed=tapes.recomputed,
-                peak_bytes=one.peak_bytes,
-                optimizer_bytes=tapes.update.state_bytes,
-                host_peak_bytes=one.host_peak_bytes,
-                seconds=one.seconds,
-                busy_s=one.busy_s,
-                stalled_s=one.stalled_s,
-                bytes_offloaded=one.bytes_offloaded,
-                on_demand_reloads=one.on_demand_reloads,
-                offload_s=one.offload_s,
-            )
-            for plan, one, tapes in zip(
-                search.plans(tried), tried.step.ranks, search.tapes, strict=True
-            )
-        ]
-        least_s = self.without_offload().seconds
-        order = self._steps.order
+            if best is None:
+                raise self._infeasible(limit_bytes)
         options = options_of(
-            self._steps.config,
-            num_microbatches=order.num_microbatches,
-            schedule=order.schedule_name,
+            self._config,
+            num_microbatches=self._order.num_microbatches,
+            schedule=self._order.schedule_name,
         )
-        return OffloadPlan(made_for, limit_bytes, best.seconds, least_s, tuple(ranks), options)
+        least_s = self.without_offload().seconds
+        ranks = tuple(self._ranks_of(best))
+        return OffloadPlan(made_for, limit_bytes, best.step.seconds, least_s, ranks, options)
+
+    def _ranks_of(self, best: Tried) -> Iterator[RankPlan]:
+        """The ranks of a plan, each with what it costs."""
+        plans, tapes = self._plans(best.choice), self._tapes_of(best.choice)
+        for plan, rank, tape in zip(plans, best.step.ranks, tapes, strict=True):
+            in_flight, ahead = rank.bounds
+            yield replace(
+                plan,
+                max_in_flight_bytes=in_flight,
+                prefetch_bytes=ahead,
+                recomputed=tape.recomputed,
+                peak_bytes=rank.peak_bytes,
+                optimizer_bytes=tape.update.state_bytes,
+                host_peak_bytes=rank.host_peak_bytes,
+                seconds=rank.seconds,
+                busy_s=rank.busy_s,
+                stalled_s=rank.stalled_s,
+                bytes_offloaded=rank.bytes_offloaded,
+                on_demand_reloads=rank.on_demand_reloads,
+                offload_s=rank.offload_s,
+            )
 
     def without_offload(self) -> PipelineStep:
         """The step in which all stays and nothing is recomputed."""
-        return self._search(self._nothing).without_offload
+        return self._without_offload(self._nothing)
+
+    def recomputed(self) -> PipelineStep | None:
+        """The step in which all layers are recomputed and nothing leaves; None without layers."""
+        return self._without_offload(self._all_layers) if any(self._all_layers) else None
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
         """A plan for the same limit with as much host memory as it takes, if its step is shorter.
 
-        Then ``host_budget_bytes`` is what binds. Takes as long as ``plan`` did, but where a shorter
-        step is not worth it, or all groups have room.
+        Then ``host_budget_bytes`` is what binds.
         """
-        if not _is_worth(plan.least_seconds, plan.seconds):
+        roomier = self._roomier
+        if roomier is None or not _is_worth(plan.least_seconds, plan.seconds):
             return None
-        if self._search(self._nothing).roomier is None:
-            return None
-        steps = self._steps.with_more_on_the_host()
-        other = Chooser(
-            steps.order,
-            self._tapes,
-            steps.hardware,
-            config=steps.config,
-            peers=steps.peers,
-            progress=steps.progress,
-        )
         try:
-            found = other.plan(plan.limit_bytes, made_for=plan.made_for)
+            other = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
         except InfeasibleError:  # what comes back needs room, too
             return None
-        return found if _is_shorter(found.seconds, plan.seconds) else None
+        return other if other.seconds < plan.seconds * (1 - SAME) else None
 
-    def recomputed(self) -> PipelineStep | None:
-        """The step in which all layers are recomputed and nothing leaves; None without layers."""
-        nums = tuple(one.num_layers for one in self._tapes)
-        return self._search(Way(nums)).without_offload if any(nums) else None
+    @cached_property
+    def _roomier(self) -> Chooser | None:
+        """For as much host memory as groups take; None where they have that."""
+        if self._config.host_budget_bytes is None:
+            return None
+        config = replace(self._config, host_budget_bytes=None)
+        how = self._order, self._tapes, self._hardware
+        return Chooser(*how, config=config, peers=self._peers, progress=self._progress)
+
+    # Choices
+
+    def _best(self, limit_bytes: int) -> Tried | None:
+        """The shortest of those that fit as an engine follows them; None if none does."""
+        best: Tried | None = None
+        for tried in sorted(self._fitting(limit_bytes), key=lambda tried: tried.cost):
+            if best is not None and best.cost <= tried.cost:
+                break
+            proven = self._settled(tried, limit_bytes, self._prove)
+            if proven is not None and (best is None or proven.cost < best.cost):
+                best = proven
+        if best is None and self._lowest.peak_bytes <= limit_bytes:
+            return self._lowest
+        return best
+
+    def _fitting(self, limit_bytes: int) -> list[Tried]:
+        """What fits of all ways, without recomputation first."""
+        filled = self._filled(self._nothing, limit_bytes)
+        layers = self._layers_of_needy(limit_bytes)
+        is_enough = any(self._is_enough(tried, limit_bytes) for tried in filled)
+        if any(layers.values()) and not is_enough:
+            filled += self._filled(self._enough(layers, limit_bytes), limit_bytes)
+            filled.append(self._first_fill(_with(self._nothing, layers), limit_bytes))
+        filled.append(self._mixed(filled, limit_bytes))
+        settled = [self._settled(tried, limit_bytes, self._try) for tried in filled]
+        return [tried for tried in settled if tried is not None]
+
+    def _filled(self, nums: Nums, limit_bytes: int) -> list[Tried]:
+        """Ranks filled in each order; then in the best one within other bounds. None behind one
+        that no plan is much faster than.
+        """
+        filled = list[Tried]()
+        for order in ORDERS:
+            filled.append(self._fill(nums, self._first_bounds, order, limit_bytes))
+            if self._is_enough(filled[-1], limit_bytes):
+                return filled
+
+        def cost(tried: Tried) -> tuple[bool, tuple[float, int]]:
+            return tried.peak_bytes > limit_bytes, tried.cost
+
+        if not self._has_free_bounds:
+            return filled
+        best = ORDERS[min(range(len(ORDERS)), key=lambda number: cost(filled[number]))]
+        for part in BOUNDS[1:]:
+            bounds = [_scaled(both, part) for both in self._first_bounds]
+            filled.append(self._fill(nums, bounds, best, limit_bytes))
+        own = self._own_bounds(min(filled, key=cost).choice)
+        return [*filled, self._fill(nums, own, best, limit_bytes)]
+
+    def _is_enough(self, tried: Tried, limit_bytes: int) -> bool:
+        """Whether a choice fits, and none with as many layers recomputed is much faster."""
+        nums = tuple(rank.num_recomputed for rank in tried.choice)
+        least_s = self._without_offload(nums).seconds
+        return tried.peak_bytes <= limit_bytes and not _is_worth(least_s, tried.step.seconds)
+
+    def _mixed(self, filled: Sequence[Tried], limit_bytes: int) -> Tried:
+        """Each rank as where it costs least."""
+
+        def least(rank: int) -> RankChoice:
+            best = min(filled, key=lambda tried: _cost(tried.step.ranks[rank], limit_bytes))
+            return best.choice[rank]
+
+        return self._try(tuple(map(least, range(len(self._tapes)))))
 
     @property
-    def _nothing(self) -> Way:
-        return Way((0,) * len(self._tapes))
+    def _has_free_bounds(self) -> bool:
+        """Whether the options leave bounds to the engine."""
+        return AUTO in (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
 
-    def _best(self, limit_bytes: int) -> _Found:
-        """The best, as an engine follows it.
+    def _own_bounds(self, choice: Choice) -> list[Bounds]:
+        """Those that an engine would choose for what leaves."""
+        free = tuple(rank._replace(bounds=None) for rank in choice)
+        return [rank.bounds for rank in self._steps(free, 2, has_state=True)[-1].ranks]
 
-        What that is may differ from what was tried, where host memory is laid out in another way.
-        Rarely it is above the limit, or takes longer, and another one is the best; or it is below
-        the limit, where all that was tried is above.
-
-        Raises:
-            InfeasibleError: There is none.
-        """
-        trial = self._trial(limit_bytes)
+    def _fill(self, nums: Nums, bounds: Sequence[Bounds], order: Order, limit_bytes: int) -> Tried:
+        """Each rank keeps as much as fits, as if the others stayed as they were then."""
+        fills = [Fill(order(tapes), limit_bytes) for tapes in self._recomputing(nums)]
         while True:
-            found = self._polished(trial)
-            if found.tried.is_followed and found.tried.fits(limit_bytes):
-                return found
-            followed = self._search(found.way).followed(found.tried)
-            is_longer = _is_shorter(found.seconds, followed.step.seconds)
-            if followed.fits(limit_bytes) and not is_longer:
-                return replace(found, tried=followed)
+            stays = [fill.stay for fill in fills]
+            tried = self._try(_choice(nums, bounds, stays))
+            if not any(fill.is_trying for fill in fills):
+                return tried
+            for fill, rank in zip(fills, tried.step.ranks, strict=True):
+                if fill.is_trying:
+                    fill.learn(rank.peak_bytes)
 
-    def _trial(self, limit_bytes: int) -> _Trial:
-        """Ways that could be worth it, each tried."""
-        trial = _Trial(self._steps, self._search, limit_bytes)
-        for bounds in self._parts_of_bounds:
-            trial.take(self._nothing._replace(bounds=bounds))
-        is_enough = trial.best is not None and not _is_worth(
-            self.without_offload().seconds, trial.best.seconds
-        )
-        needy = {} if is_enough else self._needy(limit_bytes)  # to record others takes long
-        if needy:
-            trial.recompute(needy, self._nothing.nums, self._parts_of_bounds)
-            trial.descend(needy)
-        return trial
-
-    def _polished(self, trial: _Trial) -> _Found:
-        """The best of what is tried; the one with the lowest peak, where none fits.
-
-        Raises:
-            InfeasibleError: None fits, and that one is as an engine follows it.
+    def _settled(
+        self, tried: Tried, limit_bytes: int, play: Callable[[Choice], Tried]
+    ) -> Tried | None:
+        """With one group less on ranks that are above the limit, for what one keeps changes others
+        a bit; then two, four and so on. None where they are above it whatever leaves.
         """
-        limit_bytes, most_steps = trial.limit_bytes, trial.most_steps
-        best = trial.best_now() or trial.of_single_groups() or trial.lowest()
-        if not best.tried.fits(limit_bytes):
-            if best.tried.is_followed:
-                raise self._search(best.way).infeasible(limit_bytes)
-            return best
-        tried = self._search(best.way).polished(best.tried, limit_bytes, most_steps)
-        return self._with_other_bounds(_Found(best.way, tried), limit_bytes, most_steps)
+        choice, num = tried.choice, 1
+        while (tried := play(choice)).peak_bytes > limit_bytes:
+            less = tuple(
+                one._replace(stay=fewer(one.stay, num)) if rank.peak_bytes > limit_bytes else one
+                for one, rank in zip(choice, tried.step.ranks, strict=True)
+            )
+            if less == choice:
+                return None
+            choice, num = less, 2 * num
+        return tried
 
-    def _with_other_bounds(self, best: _Found, limit_bytes: int, most_steps: int) -> _Found:
-        """The best one, also of what is found near the best with each of the other bounds, as far
-        as there is time.
-
-        Where which of equal groups stays makes a difference, the best bounds may be others, too.
-        """
-        for bounds in self._parts_of_bounds:
-            way = best.way._replace(bounds=bounds)
-            search = self._search(way)
-            if way == best.way or search.is_bound(best.tried):
-                continue
-            tried = search.of_single_groups(limit_bytes, most_steps)
-            other = None if tried is not None else search.best_fitting(limit_bytes)
-            if other is not None and self._steps.num < most_steps:
-                tried = search.polished(other, limit_bytes, most_steps)
-            if tried is not None and _is_shorter(tried.step.seconds, best.seconds):
-                best = _Found(way, tried)
-        return best
-
-    @property
-    def _parts_of_bounds(self) -> Sequence[float]:
-        """Those that may be tried: only the first one where the options say what the bounds are."""
-        config = self._steps.config
-        is_free = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
-        return BOUNDS if is_free else BOUNDS[:1]
-
-    def _needy(self, limit_bytes: int) -> dict[int, int]:
-        """Ranks that are above the limit where all stays; and how many layers they have."""
-        stays = self._search(self._nothing).without_offload.ranks
-        return {
-            rank: self._tapes[rank].num_layers
-            for rank, one in enumerate(stays)
-            if one.peak_bytes > limit_bytes and self._tapes[rank].num_layers
-        }
-
-    def _search(self, way: Way) -> Search:
-        if way not in self._searches:
-            if way.bounds != 1:
-                other = self._search(Way(way.nums))
-                self._searches[way] = Search(self._steps, other.tapes, other, way.bounds)
-            else:
-                tapes = [
-                    one.recomputing(num) for one, num in zip(self._tapes, way.nums, strict=True)
-                ]
-                self._searches[way] = Search(self._steps, tapes)
-        return self._searches[way]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A choice that fits."""
-
-    way: Way
-    tried: Tried
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.tried.step.seconds
-
-
-class _Cost(NamedTuple):
-    """What a number of layers costs a rank."""
-
-    above_bytes: int
-    """Of its peak, above the limit."""
-
-    seconds: float
-
-    def is_more_than(self, other: _Cost) -> bool:
-        """Whether it is worse: above all, to be above the limit."""
-        if self.above_bytes != other.above_bytes:
-            return self.above_bytes > other.above_bytes
-        return _is_shorter(other.seconds, self.seconds)
-
-
-class _Trial:
-    """Ways that are tried for one limit, and the best of them. See NOTE [ When to recompute ].
-
-    Attributes:
-        limit_bytes: For each rank.
-        most_steps: There is time until so many are predicted. What it takes to find how many layers
-            are recomputed does not count.
-        best: Of those that fit, so far; None if none does.
-    """
-
-    def __init__(self, steps: Steps, search_of: Callable[[Way], Search], limit_bytes: int) -> None:
-        self._steps = steps
-        self._search_of = search_of
-        self.limit_bytes = limit_bytes
-        self.most_steps = steps.num + steps.max_tries
-        self._taken: dict[Way, None] = {}
-        self._looked_at: dict[Nums, None] = {}
-        self.best: _Found | None = None
-
-    def take(self, way: Way) -> bool:
-        """Try it, if it could be worth it; whether it is better than all others."""
-        if way in self._taken:
-            return False
-        self._taken[way] = None
-        search, best = self._search_of(way), self.best
-        if best is not None and not _is_worth(search.without_offload.seconds, best.seconds):
-            return False
-        tried = search.found(self.limit_bytes, self.most_steps)
-        if tried is None:
-            return False
-        found = _Found(way, tried)
-        if best is not None and not _is_shorter(found.seconds, best.seconds):
-            return False
-        self.best = found
-        return True
-
-    def best_now(self) -> _Found | None:
-        """The best of all that was tried, which may be known better than when it was."""
-        best: _Found | None = None
-        for way in self._taken:
-            tried = self._search_of(way).best_fitting(self.limit_bytes)
-            if tried is None:
-                continue
-            if best is None or _is_shorter(tried.step.seconds, best.seconds):
-                best = _Found(way, tried)
-        return best
-
-    def recompute(
-        self, layers: Mapping[int, int], nothing: Nums, parts_of_bounds: Sequence[float]
-    ) -> None:
-        """Recompute as many layers as each rank needs.
+    def _enough(self, layers: Mapping[int, int], limit_bytes: int) -> Nums:
+        """How many layers each rank recomputes; see NOTE [ When to recompute ].
 
         Args:
             layers: How many each rank has, of those that may have some recomputed.
-            nothing: No layers, on each rank.
-            parts_of_bounds: With which what is found is tried.
         """
-        for nums in (self._needed(layers, nothing), _with(nothing, layers)):
-            for bounds in parts_of_bounds:
-                self.take(Way(nums, bounds))
-        self.most_steps = self._steps.num + self._steps.max_tries
-        if self.best is None:  # what fits may be any that was looked at, the last ones above all
-            for nums in takewhile(lambda _: self._has_time(), [*self._looked_at][::-1]):
-                self.take(Way(nums, parts_of_bounds[-1]))
-
-    def _needed(self, layers: Mapping[int, int], nothing: Nums) -> Nums:
-        """How many each rank needs; see NOTE [ When to recompute ]."""
-        ranks = self._ranks(nothing)
-        too_few = {rank: -(ranks[rank].peak_bytes <= self.limit_bytes) for rank in layers}
+        ranks = self._first_fill(self._nothing, limit_bytes).step.ranks
+        too_few = {rank: -(ranks[rank].peak_bytes <= limit_bytes) for rank in layers}
         enough = dict(layers)
-        costs = dict(enumerate(map(self._cost, self._ranks(_with(nothing, layers)))))
+        ranks = self._first_fill(_with(self._nothing, layers), limit_bytes).step.ranks
+        costs = {rank: _cost(ranks[rank], limit_bytes) for rank in layers}
         while any(enough[rank] - too_few[rank] > 1 for rank in layers):
             trial = {rank: (too_few[rank] + enough[rank] + 1) // 2 for rank in layers}
-            ranks = self._ranks(_with(nothing, trial))
+            ranks = self._first_fill(_with(self._nothing, trial), limit_bytes).step.ranks
             for rank, num in trial.items():
-                cost = self._cost(ranks[rank])
-                if cost.is_more_than(costs[rank]):
+                cost = _cost(ranks[rank], limit_bytes)
+                if cost > costs[rank]:
                     too_few[rank] = min(num, enough[rank] - 1)
                 else:
                     enough[rank], costs[rank] = num, cost
-        return self._settled(layers, _with(nothing, enough))
+        return _with(self._nothing, enough)
 
-    def _settled(self, layers: Mapping[int, int], nums: Nums) -> Nums:
-        """With more on ranks that are above the limit, for what one does changes others a bit."""
-        while True:
-            above = [
-                rank
-                for rank, one in enumerate(self._ranks(nums))
-                if one.peak_bytes > self.limit_bytes and nums[rank] < layers.get(rank, 0)
-            ]
-            if not above:
-                return nums
-            nums = _with(nums, {rank: nums[rank] + 1 for rank in above})
+    def _first_fill(self, nums: Nums, limit_bytes: int) -> Tried:
+        return self._fill(nums, self._first_bounds, ORDERS[0], limit_bytes)
 
-    def _cost(self, rank: RankStep) -> _Cost:
-        return _Cost(max(0, rank.peak_bytes - self.limit_bytes), _cost_s(rank))
+    @property
+    def _nothing(self) -> Nums:
+        return (0,) * len(self._tapes)
 
-    def _ranks(self, nums: Nums) -> Sequence[RankStep]:
-        """What each rank costs where it keeps what it can."""
-        self._looked_at[nums] = None
-        filled = self._search_of(Way(nums)).filled(self.limit_bytes, self.most_steps)
-        return filled.step.ranks
+    @property
+    def _all_layers(self) -> Nums:
+        return tuple(tapes.num_layers for tapes in self._tapes)
 
-    def descend(self, layers: Mapping[int, int]) -> None:
-        """Change the best rank by rank, for as long as that helps and there is time: by a layer,
-        and by more where that helps no longer.
+    def _layers_of_needy(self, limit_bytes: int) -> dict[int, int]:
+        """Ranks that are above the limit where all stays; and how many layers they have."""
+        return {
+            rank: self._tapes[rank].num_layers
+            for rank, step in enumerate(self.without_offload().ranks)
+            if step.peak_bytes > limit_bytes and self._tapes[rank].num_layers
+        }
 
-        Args:
-            layers: How many each rank has, of those that may have some recomputed.
+    @property
+    def _first_bounds(self) -> list[Bounds]:
+        return [rank.bounds for rank in self._all_leave.ranks]
+
+    # The least limit
+
+    @cached_property
+    def _lowest(self) -> Tried:
+        """The choice with the lowest peak of those that are tried whatever the limit is: all groups
+        leave, or all stay, no layers or all are recomputed; and of each rank the lowest of these.
         """
-        steps = [2**power for power in range(max(layers.values()).bit_length())]
-        while any(self._change(layers, step) for step in steps):
-            pass
+        corners = [
+            self._try(_choice(nums, [_scaled(both, part) for both in self._first_bounds], stays))
+            for nums in dict.fromkeys((self._nothing, self._all_layers))
+            for part in BOUNDS
+            for stays in (((),) * len(self._tapes), self._everything(nums))
+        ]
+        mixed = tuple(
+            min(corners, key=lambda tried: tried.step.ranks[rank].peak_bytes).choice[rank]
+            for rank in range(len(self._tapes))
+        )
+        corners.append(self._try(mixed))
+        return self._prove(min(corners, key=lambda tried: tried.peak_bytes).choice)
 
-    def _change(self, layers: Mapping[int, int], step: int) -> bool:
-        """Change the best on one rank by so many layers; whether that is better."""
-        if self.best is None:
-            return False
-        way, ranks = self.best.way, self.best.tried.step.ranks
-        slowest = sorted(layers, key=lambda rank: -_cost_s(ranks[rank]))
-        near = _near(way.nums, {rank: layers[rank] for rank in slowest}, step)
-        return any(
-            self._is_promising(other) and self.take(other)
-            for nums in takewhile(lambda _: self._has_time(), near)
-            if (other := way._replace(nums=nums)) not in self._taken
+    def _everything(self, nums: Nums) -> Sequence[tuple[Place, ...]]:
+        groups = map(as_saved, self._recomputing(nums))
+        return tuple(tuple(group.place for group in each) for each in groups)
+
+    @cached_property
+    def _least(self) -> tuple[int, int]:
+        """The least limit for which there is a plan, and the rank whose peak it is."""
+        least = self._lowest
+        while (lower := self._best(least.peak_bytes - 1)) and self._best(lower.peak_bytes):
+            least = lower
+        peaks = [rank.peak_bytes for rank in least.step.ranks]
+        return least.peak_bytes, peaks.index(least.peak_bytes)
+
+    def _infeasible(self, limit_bytes: int) -> InfeasibleError:
+        """Says the least limit that can be met, of one that cannot."""
+        least, rank = self._least
+        state_bytes = self._tapes[rank].update.state_bytes
+        of_that = f", {size_said(state_bytes)} of that for its optimizer's state"
+        return InfeasibleError(
+            f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
+            f"{bytes_said(least, is_least=True)}, which rank {rank} needs whatever leaves"
+            f"{of_that if state_bytes else ''}; {self._more_host_memory(least)}name more modules "
+            "as groups, take more ranks, shorter microbatches or fewer in flight",
+            least,
         )
 
-    def _is_promising(self, way: Way) -> bool:
-        """Whether it is about as good as the best where each rank keeps what it can: to look at
-        more choices takes long.
-        """
-        filled = self._search_of(way).filled(self.limit_bytes, self.most_steps)
-        return self.best is None or (
-            filled.fits(self.limit_bytes)
-            and not _is_shorter(self.best.seconds * (1 + WORTH_IT), filled.step.seconds)
+    def _more_host_memory(self, least: int) -> str:
+        """What to give, if less than ``least`` is enough where all that leaves has room."""
+        if self._roomier is None or (enough := self._roomier._least[0]) >= least:
+            return ""
+        host = max(rank.host_peak_bytes for rank in self._roomier._all_leave.ranks)
+        return (
+            f"give a larger host_budget_bytes than {self._config.host_budget_bytes}: all groups "
+            f"take {host} on a rank, and then {bytes_said(enough, is_least=True)} are enough; "
         )
 
-    def _has_time(self) -> bool:
-        return self._steps.num < self.most_steps
+    # Predicted steps
 
-    def of_single_groups(self) -> _Found | None:
-        """The first choice that fits of those, where nothing else does."""
-        for way in self._taken:
-            tried = self._search_of(way).of_single_groups(self.limit_bytes, self.most_steps)
-            if tried is not None:
-                return _Found(way, tried)
-        return None
+    def _without_offload(self, nums: Nums) -> PipelineStep:
+        """The step in which all stays; a later one than the first, if an optimizer has a state."""
+        if nums not in self._without:
+            self._count()
+            tapes = self._recomputing(nums)
+            how = self._order, tapes, self._hardware
+            num_steps = 1 + any(rank.update.state_bytes for rank in tapes)
+            self._without[nums] = predict(*how, peers=self._peers, num_steps=num_steps)
+        return self._without[nums]
 
-    def lowest(self) -> _Found:
-        """The one with the lowest peak, where none fits."""
-        found = [_Found(way, self._search_of(way).least(self.limit_bytes)) for way in self._taken]
-        return min(found, key=lambda one: one.tried.peak_bytes)
+    @cached_property
+    def _all_leave(self) -> PipelineStep:
+        """The step in which all groups leave, within bounds that the engine has chosen."""
+        self._count()
+        how = self._order, self._tapes, self._hardware
+        return predict(*how, config=without_plan(self._config), peers=self._peers)
+
+    def _try(self, choice: Choice) -> Tried:
+        """One step by a plan."""
+        key = tuple((num, bounds, frozenset(stay)) for num, bounds, stay in choice)
+        if key not in self._tried:
+            (self._tried[key],) = self._steps(choice, 1, has_state=True)
+        return Tried(choice, self._tried[key])
+
+    def _prove(self, choice: Choice) -> Tried:
+        """The last one of steps that follow a plan from the first on, with the highest peaks."""
+        if choice not in self._proven:
+            steps = self._steps(choice, NUM_PROVEN, has_state=False)
+            ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
+            self._proven[choice] = Tried(choice, PipelineStep(list(ranks)))
+        return self._proven[choice]
+
+    def _steps(self, choice: Choice, num: int, *, has_state: bool) -> list[PipelineStep]:
+        self._count()
+        plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self._plans(choice)))
+        config = replace(without_plan(self._config), plan=plan)
+        how = self._order, self._tapes_of(choice), self._hardware, config, self._peers
+        return predict_each(*how, num, has_state=has_state)
+
+    def _plans(self, choice: Choice) -> Iterator[RankPlan]:
+        """What each rank does."""
+        for rank, tapes in zip(choice, self._tapes_of(choice), strict=True):
+            in_flight, ahead = rank.bounds or (None, None)
+            groups = tapes.planned(frozenset(rank.stay))
+            yield RankPlan(groups, max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
+
+    def _tapes_of(self, choice: Choice) -> list[RankTapes]:
+        return self._recomputing([one.num_recomputed for one in choice])
+
+    def _recomputing(self, nums: Sequence[int]) -> list[RankTapes]:
+        return [tapes.recomputing(num) for tapes, num in zip(self._tapes, nums, strict=True)]
+
+    def _count(self) -> None:
+        if self._progress is not None:
+            self._progress(self._num_predicted)
+        self._num_predicted += 1
+
+
+def _with_highest_peak(steps: Sequence[RankStep]) -> RankStep:
+    """The last one of a rank, with the highest peak of all of them."""
+    return replace(steps[-1], peak_bytes=max(step.peak_bytes for step in steps))
+
+
+def _choice(nums: Nums, bounds: Sequence[Bounds], stays: Iterable[tuple[Place, ...]]) -> Choice:
+    return tuple(map(RankChoice, nums, bounds, stays))
+
+
+def _scaled(bounds: Bounds, part: float) -> Bounds:
+    """Part of both; with 0 in flight compute would wait for each copy."""
+    in_flight, ahead = (max(1, int(part * nbytes)) for nbytes in bounds)
+    return in_flight, ahead
 
 
 def _with(nums: Nums, others: Mapping[int, int]) -> Nums:
@@ -472,22 +537,12 @@ def _with(nums: Nums, others: Mapping[int, int]) -> Nums:
     return tuple(others.get(rank, num) for rank, num in enumerate(nums))
 
 
-def _cost_s(rank: RankStep) -> float:
-    """For how long its compute works, and waits for copies."""
-    return rank.busy_s + rank.stalled_s
+def _cost(rank: RankStep, limit_bytes: int) -> tuple[int, float]:
+    """How far a rank is above the limit; then how long its step is without waits for others."""
+    seconds = rank.seconds - sum(rank.waited_s.values())
+    return max(0, rank.peak_bytes - limit_bytes), float(f"{seconds:.6e}")
 
 
-def _near(nums: Nums, layers: Mapping[int, int], step: int) -> Iterator[Nums]:
-    """One rank recomputes so many more or fewer; fewer first."""
-    for rank, most in layers.items():
-        for num in (max(0, nums[rank] - step), min(most, nums[rank] + step)):
-            yield (*nums[:rank], num, *nums[rank + 1 :])
-
-
-def _is_shorter(one_s: float, other_s: float) -> bool:
-    return one_s < other_s * (1 - SAME)
-
-
-def _is_worth(least_s: float, found_s: float) -> bool:
-    """Whether what takes so long at least may be enough shorter than what was found."""
-    return least_s < found_s * (1 - WORTH_IT)
+def _is_worth(least_s: float, seconds: float) -> bool:
+    """Whether a step that takes so long at least may be enough shorter than another one."""
+    return least_s < seconds * (1 - WORTH_IT)

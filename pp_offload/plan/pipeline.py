@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
-from pp_offload.config import OffloadConfig, check_config, without_plan
+from pp_offload.config import OffloadConfig, check_config
 from pp_offload.plan.rank import NumberRank
-from pp_offload.plan.replay import PlayedBefore, RankAgain
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
@@ -62,10 +61,14 @@ def predict_each(
     config: OffloadConfig,
     peers: PeerLink | None,
     num_steps: int,
+    *,
+    has_state: bool = False,
 ) -> list[PipelineStep]:
-    """As :func:`predict`, but each of the steps."""
+    """As :func:`predict`, but each of the steps; with ``has_state`` optimizers have made their
+    state before.
+    """
     with collector_off():
-        played = _played(order, tapes, hardware, config, peers, num_steps)
+        played = _played(order, tapes, hardware, config, peers, num_steps, has_state=has_state)
         return [_ended(ranks) for ranks in played]
 
 
@@ -76,61 +79,18 @@ def _played(
     config: OffloadConfig | None,
     peers: PeerLink | None,
     num: int,
+    *,
+    has_state: bool = False,
 ) -> Iterator[list[NumberRank]]:
     """The ranks, whenever they have ended one of so many steps."""
     check_count("num_steps", num, least=1)
     ranks = _ranks(order, tapes, hardware, config)
+    for rank in ranks:
+        rank.has_state = has_state
     for number in range(num):
         messages = Messages(order, peers or PeerLink())
         _run_step(ranks, messages, is_last=number == num - 1)
         yield ranks
-
-
-class FirstStep:
-    """A step of engines that know no plan yet. Whichever they follow, the second one begins there.
-
-    Args:
-        order, tapes, hardware, config, peers: As for :func:`predict`. A plan of the config is not
-            looked at.
-
-    Attributes:
-        step: What it costs.
-
-    Raises:
-        TypeError: As for :func:`predict`.
-        ValueError: As for :func:`predict`, or other tensors may leave by the config than in the
-            tapes.
-    """
-
-    def __init__(
-        self,
-        order: PipelineOrder,
-        tapes: Sequence[RankTapes],
-        hardware: Hardware,
-        config: OffloadConfig,
-        peers: PeerLink | None = None,
-    ) -> None:
-        self._order = order
-        self._peers = peers or PeerLink()
-        _check_smallest(tapes, config)
-        ranks = _ranks(order, tapes, hardware, without_plan(config))
-        with collector_off():
-            _run_step(ranks, Messages(order, self._peers), is_last=False)
-        self.step = _ended(ranks)
-        self._end_s = max(rank.seconds for rank in ranks)
-        for rank in ranks:
-            rank.wait_until(self._end_s)
-        self._before = [PlayedBefore(rank) for rank in ranks]
-
-    def second(self, config: OffloadConfig) -> PipelineStep:
-        """The step after this one, by the plan of ``config``. Its other options are the same."""
-        with collector_off():  # see predict
-            messages = Messages(self._order, self._peers)
-            ranks = [one.begin_step(config, messages, self._end_s) for one in self._before]
-            _run(ranks)
-            step = _ended(ranks)
-            del ranks
-        return step
 
 
 def _ranks(
@@ -155,13 +115,13 @@ def _run_step(ranks: Sequence[NumberRank], messages: Messages, *, is_last: bool)
     _run(ranks)
 
 
-def _run(ranks: Sequence[NumberRank | RankAgain]) -> None:
+def _run(ranks: Sequence[NumberRank]) -> None:
     while any(rank.has_more for rank in ranks):
         num = sum([rank.run_what_can() for rank in ranks])
         assert num, "a schedule is looked at for circles when it is made"
 
 
-def _ended(ranks: Sequence[NumberRank | RankAgain]) -> PipelineStep:
+def _ended(ranks: Sequence[NumberRank]) -> PipelineStep:
     return PipelineStep([rank.ended() for rank in ranks])
 
 
@@ -188,7 +148,7 @@ def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
         )
 
 
-def _check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
+def check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
     """A plan says with which options it was made, and a run takes those of its config."""
     name = "min_offloaded_tensor_size"
     expected = config.min_offloaded_tensor_size

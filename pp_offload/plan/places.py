@@ -9,7 +9,6 @@ file without bytes.
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -123,13 +122,6 @@ class NumberPlaces:
         for pool in self._pools.values():
             pool.settle()
             pool.forget_copies()
-
-    def copied(self) -> NumberPlaces:
-        """Others in the same state. To be called between steps, when nobody has anything."""
-        other = copy.copy(self)
-        other._bound = copy.copy(self._bound)
-        other._pools = copy.deepcopy(self._pools, {id(self._back_to): self._back_to})
-        return other
 
     @property
     def peak_bytes(self) -> int:

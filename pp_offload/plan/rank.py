@@ -42,7 +42,7 @@ from pp_offload.plan.tape import (
     Use,
 )
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import Mail, Message, Messages, PeerLink
+from pp_offload.simulate.messages import Message, Messages, PeerLink
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 from pp_offload.simulate.rank import RankStep
 
@@ -85,6 +85,7 @@ class NumberRank:
         config: Options of its engine; None for no offload.
 
     Attributes:
+        has_state: Whether its optimizer has made its state.
         moved: What its engine moved, in all steps.
         turns: Its actions, which are those of each step.
         number: See above.
@@ -105,7 +106,7 @@ class NumberRank:
             self._tapes = {stage: staying(tape) for stage, tape in tapes.stages.items()}
         self._resident_bytes = tapes.resident_bytes
         self._update = tapes.update
-        self._has_state = False
+        self.has_state = False
         self._hardware = hardware
         self._config = config
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
@@ -134,20 +135,6 @@ class NumberRank:
             turns.append(Turn(action, key, tape, needed, made))
         return turns
 
-    def following(self, config: OffloadConfig) -> NumberRank:
-        """The same rank after its first step, which was by no plan, with the plan of
-        ``config``. This one stays as it is, so others may follow it.
-        """
-        assert self._step is not None and not self.has_more, "it has had one whole step"
-        self._places.settle()  # as the next step begins with; then there is little to copy
-        other = copy.copy(self)
-        other.moved, other._config = copy.copy(self.moved), config
-        other._rank_of_plan = self.number
-        other._bounds, other._places = self._bounds.copied(), self._places.copied()
-        other._used = {part: uses.copy() for part, uses in self._used.items()}
-        other._used_order = self._used_order.copy()
-        return other
-
     @property
     def seconds(self) -> float:
         """When all of the step has run; 0 before the first one."""
@@ -158,7 +145,7 @@ class NumberRank:
         if self._step is not None:
             self._step.device.host.wait_until(time_s)
 
-    def begin_step(self, messages: Mail, begin_s: float, *, is_last: bool) -> None:
+    def begin_step(self, messages: Messages, begin_s: float, *, is_last: bool) -> None:
         """From the first action again, with the plan and the bounds that the last step taught.
 
         Args:
@@ -173,13 +160,13 @@ class NumberRank:
         self._places.settle()
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
-        device.memory.add(self._update.state_bytes * self._has_state)
+        device.memory.add(self._update.state_bytes * self.has_state)
         self._step = self._new_step(device, begin_s, messages)
         if not is_last:
             self._bounds.watch(self._step.engine, device)
         self._next = 0
 
-    def _new_step(self, device: NumberDevice, begin_s: float, messages: Mail) -> _Step:
+    def _new_step(self, device: NumberDevice, begin_s: float, messages: Messages) -> _Step:
         config = self._config or OffloadConfig()
         record = StepRecord()
         record.queue.know_order(self._order, is_told=True)
@@ -223,8 +210,8 @@ class NumberRank:
             self._next += 1
             self._run(step, turn)
         if begin < self._next == len(self.turns):
-            self._play(step, self._update.later if self._has_state else self._update.first, None)
-            self._has_state = True
+            self._play(step, self._update.later if self.has_state else self._update.first, None)
+            self.has_state = True
         return self._next - begin
 
     @property
@@ -325,7 +312,9 @@ _TELL: dict[type, Callable[..., None]] = {
 class _Step:
     """What is of one step."""
 
-    def __init__(self, device: NumberDevice, offloader: NumberOffloader, messages: Mail) -> None:
+    def __init__(
+        self, device: NumberDevice, offloader: NumberOffloader, messages: Messages
+    ) -> None:
         self.device = device
         self.offloader, self.split = offloader, offloader.split
         self.engine, self.record = offloader.engine, offloader.step

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.tables import format_table
-from pp_offload.plan.chooser import Chooser
-from pp_offload.plan.search import GIB, InfeasibleError
+from pp_offload.plan.chooser import Chooser, InfeasibleError
 from pp_offload.simulate.rank import PipelineStep
+
+GIB = 2**30
 
 HEAD = ("", "limit GiB", "peak GiB", "step ms", "longer", "host GiB", "recompute")
 

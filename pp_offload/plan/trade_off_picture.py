@@ -19,8 +19,7 @@ from pp_offload._common.pictures import (
     new_figure,
     save,
 )
-from pp_offload.plan.search import GIB
-from pp_offload.plan.trade_off import Front, peak_of
+from pp_offload.plan.trade_off import GIB, Front, peak_of
 
 HEIGHT_INCHES = 4.0
 

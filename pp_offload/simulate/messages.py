@@ -69,22 +69,6 @@ class Message(NamedTuple):
     """Which rank takes it."""
 
 
-class Mail(Protocol):
-    """Messages, as a rank sees them that is played; see :class:`Messages`."""
-
-    def is_there(self, message: Message) -> bool:
-        """Whether it was made."""
-        ...
-
-    def receive(self, message: Message, backend: HasClocks) -> float:
-        """Have compute wait for it."""
-        ...
-
-    def sends(self, message: Message, backend: HasClocks, nbytes: int) -> bool:
-        """Send it."""
-        ...
-
-
 class Messages:
     """Those of a step.
 
@@ -122,14 +106,6 @@ class Messages:
     def is_there(self, message: Message) -> bool:
         """Whether it was made, and so has its time."""
         return message in self._arrives_s
-
-    def arrives_s(self, message: Message) -> float:
-        """When one that was made, and not received yet, is there."""
-        return self._arrives_s[message]
-
-    def arrives(self, message: Message, time_s: float) -> None:
-        """It was made, and is there at that time."""
-        self._arrives_s[message] = time_s
 
     def sends(self, message: Message, backend: HasClocks, nbytes: int) -> bool:
         """Send it, behind all that compute has now and what was sent that way before.

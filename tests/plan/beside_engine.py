@@ -27,7 +27,6 @@ from torch.distributed.pipelining import (
 from pp_offload import PipelineOffloadManager
 from pp_offload._core.mover import Counts
 from pp_offload.plan import predict, record
-from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.rank import NumberRank
 from pp_offload.simulate import PipelineStep, RankStep, run_pipeline
 
@@ -85,7 +84,7 @@ class Found:
         """In words, also of another second step after the same first one."""
         step, moved = self._predicted()
         compared = self._compared(step, moved)
-        return compared.unequal + compared.times + self._other_second_steps(step)
+        return compared.unequal + compared.times
 
     def _predicted(self) -> tuple[PipelineStep, list[Counts]]:
         drawn = self.drawn
@@ -107,18 +106,6 @@ class Found:
                 gaps.append(abs(a - b) / one.seconds)
                 times += [said] * (abs(a - b) > 1e-9 * one.seconds)
         return Compared(unequal, max(gaps), times)
-
-    def _other_second_steps(self, step: PipelineStep) -> list[str]:
-        drawn = self.drawn
-        if drawn.num_steps != 2 or drawn.config is None:
-            return []
-        given = drawn.order, self.tapes, drawn.hardware, replace(drawn.config, plan=None)
-        first = FirstStep(*given, drawn.peers)
-        return [
-            "another second step after the same first one"
-            for _ in range(2)  # the first step is as it was when another has followed it
-            if first.second(drawn.config) != step
-        ]
 
 
 def compare(seeds: Iterable[int], ran: Callable[[int], Found]) -> list[Found]:

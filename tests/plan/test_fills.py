@@ -1,0 +1,101 @@
+"""What stays fits, in a few tries, whichever order groups stay in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from pp_offload.plan.fills import Candidate, Fill, fewer, spread_out
+from pp_offload.plan.tape import GroupTape, Payload, RankTapes, Tape
+
+Peak = Callable[[Sequence[Candidate]], int]
+
+
+def groups(*sizes: int) -> list[Candidate]:
+    return [Candidate(nbytes, 0, "mlp", position) for position, nbytes in enumerate(sizes)]
+
+
+def filled(candidates: list[Candidate], limit: int, peak: Peak) -> tuple[list[int], int]:
+    """Positions of what stays, and how many peaks were needed."""
+    at = {group.place: group for group in candidates}
+    fill, num = Fill(candidates, limit), 0
+    while fill.is_trying:
+        fill.learn(peak([at[place] for place in fill.stay]))
+        num += 1
+    return [position for _, position in fill.stay], num
+
+
+def summed(stay: Sequence[Candidate]) -> int:
+    """In flight twice, beside what is there."""
+    return 100 + 2 * sum(group.nbytes for group in stay)
+
+
+def test_all_that_fits_stays() -> None:
+    assert filled(groups(*[10] * 8), 100 + 2 * 80, summed) == ([*range(8)], 1)
+
+
+def test_as_many_stay_as_fit() -> None:
+    for limit in range(100, 261):
+        positions, num = filled(groups(*[10] * 8), limit, summed)
+        assert positions == [*range(min(8, (limit - 100) // 20))]
+        assert num <= 5
+
+
+def test_many_take_a_few_tries() -> None:
+    """Also where each byte takes the more room the more stay."""
+    candidates = groups(*range(2000, 1000, -1))
+
+    def curved(stay: Sequence[Candidate]) -> int:
+        return int(sum(group.nbytes for group in stay) ** 1.3)
+
+    positions, num = filled(candidates, curved(candidates) // 3, curved)
+    assert num <= 24
+    now, more = (curved(candidates[: len(positions) + extra]) for extra in (0, 1))
+    assert now <= curved(candidates) // 3 < more
+
+
+def test_a_smaller_group_takes_the_room_that_a_larger_one_leaves() -> None:
+    assert filled(groups(50, 50, 8, 8, 8), 100 + 2 * 70, summed)[0] == [0, 2, 3]
+
+
+def test_all_may_be_lower_than_some() -> None:
+    """With nothing to come back there is no room to be left for it."""
+
+    def peak(stay: Sequence[Candidate]) -> int:
+        others = [group for group in stay if group.nbytes == 10]
+        return 100 + sum(group.nbytes for group in stay) + 50 * (0 < len(others) < 4)
+
+    assert filled(groups(90, 10, 10, 10, 10), 140, peak)[0] == [1, 2, 3, 4]
+
+
+def test_nothing_stays_where_nothing_fits() -> None:
+    assert filled(groups(10, 10), 99, summed) == ([], 2)
+
+
+def test_fewer_are_without_those_that_came_last() -> None:
+    stay = ((0, 3), (0, 1), (0, 2))
+    assert fewer(stay, 2) == ((0, 3),)
+    assert fewer(stay, 4) == ()
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 21, 64])
+def test_however_many_stay_they_are_far_from_each_other(num: int) -> None:
+    tape = Tape(
+        groups=tuple(GroupTape("mlp", (index,)) for index in range(num)),
+        payloads=tuple(Payload(8, 8, index, 1) for index in range(num)),
+        source_bytes=(8,) * num,
+        forward=(),
+        backward=None,  # type: ignore[arg-type]
+        input_part=(),
+        weight_part=None,  # type: ignore[arg-type]
+        reduce=(),
+        sent_bytes=0,
+        sent_back_bytes=0,
+    )
+    positions = [group.position for group in spread_out(RankTapes({0: tape}, 0))]
+    assert sorted(positions) == [*range(num)]
+    for some in range(2, num + 1):
+        kept = sorted(positions[:some])
+        gaps = [high - low for low, high in zip(kept, kept[1:], strict=False)]
+        assert max(gaps) <= 2 * num / some + 1
