@@ -214,7 +214,7 @@ def virtual_step(case: str, way: str, choice: str, num_steps: int = 4) -> dict[s
 
 
 def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
-    """The second step of a Llama of Hugging Face; None without offload."""
+    """The fourth step of a Llama of Hugging Face, which pins nothing; None without offload."""
     backend = VirtualBackend(MEASURED)
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -224,7 +224,7 @@ def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
         ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
         options = OffloadConfig(rematerialize=choice or "none")
         offload = OffloadActivations(config=options, backend=backend)
-        for _ in range(2):
+        for _ in range(4):
             begin, before = (backend.seconds, backend.compute.busy_s), offload.statistics()
             backend.memory.take_peak()
             with nullcontext() if choice is None else offload:
