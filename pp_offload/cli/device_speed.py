@@ -77,13 +77,13 @@ class DeviceSpeed:
         )
 
     def copy_rates(self, pairs: Sequence[Pair], num: int = NUM_COPIES) -> list[float]:
-        """Bytes a second of copies at once, each on a stream of its own, in the best of some rounds.
+        """Bytes a second of copies at once, each on its own stream, in the best of some rounds.
 
         Args:
             pairs: Pinned memory and the device's.
             num: How many copies of each follow each other.
         """
-        return max([self._rates(pairs, num) for _ in range(NUM_ROUNDS)], key=sum)
+        return max((self._rates(pairs, num) for _ in range(NUM_ROUNDS)), key=sum)
 
     def _rates(self, pairs: Sequence[Pair], num: int) -> list[float]:
         if self._is_host:
