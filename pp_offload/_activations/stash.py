@@ -27,6 +27,7 @@ from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.plan import Plan
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.regions import is_in_backward
@@ -127,7 +128,8 @@ class ActivationStash:
                 return
         self._room.end_step(shapes)
         if shapes is not None:
-            self._offloader.plan = self._step.make_plan(self._config, self._room.stay)
+            plan = self._step.make_plan(self._config, self._room.stay)
+            self._offloader.plan = plan if plan.stay else Plan()  # which keeps no margin
         self._step.clear()
         self._room.begin_step(self._config.limit)
 

@@ -257,7 +257,7 @@ BY_OTHERS = {
     "_memory/disk_file:wait_for_all": "only passes it on",
     f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
-    f"{POOL}.settle": "else more slabs would be made while those that copies use stay",
+    f"{POOL}._fit_slabs": "else more slabs would be made while those that copies use stay",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
 
