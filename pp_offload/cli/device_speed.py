@@ -172,7 +172,7 @@ class DeviceSpeed:
         """Memory of the host for each way, and how long it took to have it."""
         begin_s = time.perf_counter()
         hosts = [
-            torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=not self._is_host)
+            torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=not self._is_host)
             for _ in range(2)
         ]
         return hosts, time.perf_counter() - begin_s
