@@ -249,6 +249,26 @@ FIELD_MUTANTS = [
         row="F60",
     ),
     Mutant(
+        "a peak of others is believed",
+        "pp_offload/_groups/room.py",
+        "seen.told_bytes = (self._offloader.backend.allocated() or seen.begin).peak_bytes",
+        "seen.told_bytes = 0",
+        "nothing has room behind an evaluation",
+        (
+            f"{FIELD}/test_peaks_of_others.py::test_an_allocation_between_steps_takes_no_room_from_them",
+        ),
+        row="F61",
+    ),
+    Mutant(
+        "hooks stay where a checkpoint raises",
+        "pp_offload/_hooks/hook_scopes.py",
+        "if top_pack() is self._pack or self._pack in all_packs():",
+        "if failure is None:",
+        "what the next step saves goes to a scope that was aborted",
+        (f"{FIELD}/test_errors_in_checkpoints.py::test_the_next_step_is_right",),
+        row="F69",
+    ),
+    Mutant(
         "released whoever shares it",
         "pp_offload/_groups/forced_release.py",
         "if others > 0:",
@@ -291,7 +311,7 @@ FIELD_MUTANTS = [
     Mutant(
         "hooks stay where a forward raises",
         "pp_offload/_megatron/interface.py",
-        "            self._hooks.leave()\n",
+        "            self._hooks.leave(*args[1:2])\n",
         "            if not any(args):\n                self._hooks.leave()\n",
         "what is saved after a step that was aborted goes to a group of it",
         (f"{FIELD}/test_aborted_steps.py::test_aborted_step",),
@@ -360,7 +380,7 @@ FIELD_MUTANTS = [
     Mutant(
         "hooks stay where offload was disabled",
         "pp_offload/_megatron/interface.py",
-        "            self._hooks.leave()\n",
+        "            self._hooks.leave(*args[1:2])\n",
         "            if PipelineOffloadManager.get_instance().offloader.engine.is_enabled:\n"
         "                self._hooks.leave()\n",
         "what is saved behind a group goes to it",
