@@ -181,8 +181,7 @@ class Chooser:
         self._peers, self._progress = peers, progress
         self._num_predicted = 0
         self._without: dict[Nums, PipelineStep] = {}
-        self._tried: dict[Any, PipelineStep] = {}
-        self._proven: dict[Choice, Tried] = {}
+        self._played: dict[Any, list[PipelineStep]] = {}
         check_smallest(tapes, self._config)
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
@@ -478,25 +477,26 @@ class Chooser:
 
     def _try(self, choice: Choice) -> Tried:
         """One step by a plan."""
-        key = tuple((num, bounds, frozenset(stay)) for num, bounds, stay in choice)
-        if key not in self._tried:
-            (self._tried[key],) = self._steps(choice, 1, has_state=True)
-        return Tried(choice, self._tried[key])
+        (step,) = self._steps(choice, 1, has_state=True)
+        return Tried(choice, step)
 
     def _prove(self, choice: Choice) -> Tried:
         """The last one of steps that follow a plan from the first on, with the highest peaks."""
-        if choice not in self._proven:
-            steps = self._steps(choice, NUM_PROVEN, has_state=False)
-            ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
-            self._proven[choice] = Tried(choice, PipelineStep(list(ranks)))
-        return self._proven[choice]
+        steps = self._steps(choice, NUM_PROVEN, has_state=False)
+        ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
+        return Tried(choice, PipelineStep(list(ranks)))
 
     def _steps(self, choice: Choice, num: int, *, has_state: bool) -> list[PipelineStep]:
-        self._count()
-        plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self._plans(choice)))
-        config = replace(without_plan(self._config), plan=plan)
-        how = self._order, self._tapes_of(choice), self._hardware, config, self._peers
-        return predict_each(*how, num, has_state=has_state)
+        """Steps by a plan from the first one on, each choice once."""
+        ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
+        key = ranks, num, has_state
+        if key not in self._played:
+            self._count()
+            plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self._plans(choice)))
+            config = replace(without_plan(self._config), plan=plan)
+            how = self._order, self._tapes_of(choice), self._hardware, config, self._peers
+            self._played[key] = predict_each(*how, num, has_state=has_state)
+        return self._played[key]
 
     def _plans(self, choice: Choice) -> Iterator[RankPlan]:
         """What each rank does."""

@@ -23,12 +23,9 @@ def test_hardly_any_choice_of_layers_and_groups_is_better(seed: int) -> None:
     every = list(every_number_and_choice(drawn, tapes))
     low, high = min(peak for peak, _ in every), limits(drawn, tapes, 2)[1]
     num_recomputed = 0
-    for limit in (low - 1, low, low + (high - low) // 3, low + (high - low) * 2 // 3):
+    for limit in (low, low + (high - low) // 3, low + (high - low) * 2 // 3):
         plan = chosen(drawn, tapes, limit)
-        best = min((seconds for peak, seconds in every if peak <= limit), default=None)
-        if best is None:
-            assert plan is None
-            continue
+        best = min(seconds for peak, seconds in every if peak <= limit)
         assert plan is not None and plan.seconds <= best * MOST_LONGER
         num_recomputed += sum(len(names) for rank in plan.ranks for names in rank.recomputed)
         check_follows(drawn, plan)
