@@ -27,9 +27,7 @@ from pp_offload.plan.chooser import NUM_PROVEN
 from pp_offload.simulate import run_pipeline
 
 MOST_LONGER = 1.04
-"""A step by a plan is at most so many times as long as by the best of all choices: 1.039 is the worst
-of benchmarks/results/plan_search.txt.
-"""
+"""So many times as long as by the best of all choices; see benchmarks/results/plan_search.txt."""
 
 
 @pytest.fixture(autouse=True)
