@@ -110,7 +110,10 @@ class ActivationStash:
         self._offloader.renew_if_torn()
         self.send()
         with self._offloader.lock:
-            self._end_step()
+            if self._config.limit is None:
+                self._step.forget_finished()
+            else:
+                self._end_step()
             # Between two forwards an optimizer may have changed what both save, and fused ones
             # count no change.
             self._offloader.engine.begin_step()
@@ -119,12 +122,13 @@ class ActivationStash:
         self._warn_of_elsewhere()
         self._forward.chunk = Chunk(0, self._offloader)
 
+    @never_compiled
     def _end_step(self) -> None:
         """End the step if all its backwards are over: what it took says what stays in the next."""
         shapes = self._step.shapes() if self._step.is_complete() else None
-        if shapes is None or self._config.limit is None:
+        if shapes is None:
             self._step.forget_finished()
-            if self._step.num_chunks or self._config.limit is None:
+            if self._step.num_chunks:
                 return
         self._room.end_step(shapes)
         if shapes is not None:
