@@ -38,6 +38,10 @@ from pp_offload.config import OffloadConfig, config_or_default
 logger = logging.getLogger(__name__)
 
 
+OPTIONS = OffloadConfig()
+"""For plans, in which only a limit has groups stay."""
+
+
 class _Forward(threading.local):
     """The forward that runs on a thread."""
 
@@ -80,8 +84,7 @@ class ActivationStash:
         self.min_offload_size = min_offload_size
         self.max_tensors = max_tensors
         self.backend, config = backend_or_default(backend), config_or_default(config)
-        limit = config.device_limit_bytes if has_limit else None
-        self._config = OffloadConfig(device_limit_bytes=limit)
+        self._limit = config.device_limit_bytes if has_limit else None
         allocate = None if use_pin_memory else pageable
         self._make = partial(Offloader, self.backend, config, allocate=allocate)
         self._inherited: Offloader | None = None
@@ -110,7 +113,7 @@ class ActivationStash:
         self._offloader.renew_if_torn()
         self.send()
         with self._offloader.lock:
-            if self._config.limit is None:
+            if self._limit is None:
                 self._step.forget_finished()
             else:
                 self._end_step()
@@ -122,7 +125,6 @@ class ActivationStash:
         self._warn_of_elsewhere()
         self._forward.chunk = Chunk(0, self._offloader)
 
-    @never_compiled
     def _end_step(self) -> None:
         """End the step if all its backwards are over: what it took says what stays in the next."""
         shapes = self._step.shapes() if self._step.is_complete() else None
@@ -132,10 +134,10 @@ class ActivationStash:
                 return
         self._room.end_step(shapes)
         if shapes is not None:
-            plan = self._step.make_plan(self._config, self._room.stay)
+            plan = self._step.make_plan(OPTIONS, self._room.stay)
             self._offloader.plan = plan if plan.stay else Plan()  # which keeps no margin
         self._step.clear()
-        self._room.begin_step(self._config.limit)
+        self._room.begin_step(self._limit)
 
     def _warn_of_elsewhere(self) -> None:
         """Once, if nothing ever left, for tensors are on another device than the engine's."""
