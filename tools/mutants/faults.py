@@ -912,8 +912,8 @@ MUTANTS = [
     Mutant(
         "bounds of a plan are chosen anew",
         "pp_offload/_groups/auto_bounds.py",
-        "        if self._plan.bounds is not None:\n            return\n",
-        "",
+        "if self._plan.bounds is not None or not is_wanted(self._config):",
+        "if not is_wanted(self._config):",
         "an engine chooses others from its own times, and is above the limit of its plan",
         ("tests/plan/test_bounds_of_plans.py::test_an_engine_keeps_the_bounds_of_its_plan",),
     ),

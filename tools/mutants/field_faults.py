@@ -251,8 +251,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a peak of others is believed",
         "pp_offload/_groups/room.py",
-        "seen.told_bytes = (self._offloader.backend.allocated() or seen.begin).peak_bytes",
-        "seen.told_bytes = 0",
+        "                seen.told_bytes = told_bytes",
+        "                seen.told_bytes = 0",
         "nothing has room behind an evaluation",
         (
             f"{FIELD}/test_peaks_of_others.py::test_an_allocation_between_steps_takes_no_room_from_them",
