@@ -1,9 +1,10 @@
 """What a step's groups ask of the device, and which of them have room below a limit.
 
-    demand = Demand().with_step(chunks, beside, in_flight)
-    fitting(demand, room_bytes, moving_bytes, hidden_bytes)
+    history = History()
+    history.add(Demand.of(chunks, beside, in_flight))
+    fitting(history.demand, room_bytes, moving_bytes, hidden_bytes)
 
-Pure functions of numbers: nothing here touches a tensor, a stream or a clock.
+Numbers alone: nothing here touches a tensor, a stream or a clock.
 
 NOTE [ Chunks keep their room ]
     A group that stays counts from the begin of its chunk's forward to the end of the chunk's
@@ -12,6 +13,7 @@ NOTE [ Chunks keep their room ]
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +22,13 @@ from typing import NamedTuple
 from pp_offload._core.keys import Place
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 
+NUM_EQUAL = 2
+"""Equal steps that ask for less than steps before, until these are forgotten."""
+
 
 @dataclass(frozen=True)
 class Demand:
-    """The most that steps have asked for."""
+    """The most that some steps asked for."""
 
     sizes: Mapping[Place, int] = field(default_factory=dict)
     """Device bytes of the largest group at each place."""
@@ -37,30 +42,37 @@ class Demand:
     num_chunks: Counter[int] = field(default_factory=Counter)
     """Of each virtual stage in a step."""
 
-    def with_step(
-        self,
+    @classmethod
+    def of(
+        cls,
         chunks: Iterable[ChunkShape],
         beside: Mapping[Place, Beside],
         in_flight: Iterable[ChunksInFlight],
     ) -> Demand:
-        """The demand with one more step; an equal one if that step asks for no more.
+        """What one step asked for.
 
         Args:
             chunks: Of the step.
             beside: What groups save that does not move.
             in_flight: Chunks in flight, each time that another one began.
         """
-        sizes, lean = dict(self.sizes), dict(self.lean)
-        num_chunks = Counter[int]()
+        sizes, lean, num_chunks = dict[Place, int](), dict[Place, int](), Counter[int]()
         for chunk in chunks:
             num_chunks[chunk.key.vp_stage] += 1
             for key, _, group_bytes in chunk.by_key():
                 place, (rest_bytes, again_bytes) = key.place, beside.get(key.place, Beside())
                 lean[place] = max(lean.get(place, 0), group_bytes + rest_bytes)
                 sizes[place] = max(sizes.get(place, 0), group_bytes + rest_bytes + again_bytes)
-        moments = self.in_flight.union(in_flight)
-        most = frozenset(nums for nums in moments if not covers(moments - {nums}, nums))
-        return Demand(sizes, lean, most, self.num_chunks | num_chunks)
+        return cls(sizes, lean, largest(in_flight), num_chunks)
+
+    def merged(self, step: Demand) -> Demand:
+        """The most of both; an equal demand if the step asks for no more."""
+        return Demand(
+            _most(self.sizes, step.sizes),
+            _most(self.lean, step.lean),
+            largest(self.in_flight | step.in_flight),
+            self.num_chunks | step.num_chunks,
+        )
 
     def covers(self, nums: ChunksInFlight) -> bool:
         """Whether as many chunks of each stage were in flight before."""
@@ -91,6 +103,17 @@ def covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
     return any(
         all(moment.get(stage, 0) >= num for stage, num in nums) for moment in map(dict, moments)
     )
+
+
+def largest(moments: Iterable[ChunksInFlight]) -> frozenset[ChunksInFlight]:
+    """These moments without those that others cover."""
+    moments = frozenset(moments)
+    return frozenset(nums for nums in moments if not covers(moments - {nums}, nums))
+
+
+def _most(sizes: Mapping[Place, int], others: Mapping[Place, int]) -> dict[Place, int]:
+    places = {**sizes, **others}
+    return {place: max(sizes.get(place, 0), others.get(place, 0)) for place in places}
 
 
 def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
@@ -188,3 +211,47 @@ class Beside(NamedTuple):
 
     rest_bytes: int = 0
     again_bytes: int = 0
+
+
+class Change(enum.Enum):
+    """What a step did to the demand of all steps."""
+
+    NONE = enum.auto()
+    MORE = enum.auto()
+    LESS = enum.auto()
+
+
+class History:
+    """The most that steps ask for, until smaller steps repeat.
+
+    Attributes:
+        demand: Of the steps that are not forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.demand = Demand()
+        self._last = Demand()
+        self._num_equal = 0
+        self._num_wanted = NUM_EQUAL
+        self._has_forgotten = False
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the last step asked for less than those before."""
+        return self._last != self.demand
+
+    def add(self, step: Demand) -> Change:
+        """Add a step. If a larger one comes back, twice as many equal steps are needed next time:
+        else each large step of a loop that mixes sizes would find no room.
+        """
+        self._num_equal = self._num_equal + 1 if step == self._last else 1
+        self._last = step
+        demand = self.demand.merged(step)
+        if demand != self.demand:
+            self._num_wanted *= 1 + self._has_forgotten
+            self.demand, self._has_forgotten = demand, False
+            return Change.MORE
+        if step != demand and self._num_equal >= self._num_wanted:
+            self.demand, self._has_forgotten = step, True
+            return Change.LESS
+        return Change.NONE

@@ -10,13 +10,7 @@ At first all groups leave. The second step says what the device needs whatever l
 room beside that, all stays. Else bounds on copies in flight are chosen first, and two steps later
 groups fill what the limit leaves beside these bounds.
 
-NOTE [ What a peak does not say ]
-    A device reports its peak since the last reset, and only the user resets it. This peak may come
-    from another program, from loading a checkpoint, or from an evaluation behind the last backward,
-    when no group is there: only a peak that rose where groups begin, end and are reached is a
-    step's. So the allocated bytes are also read at these times, and, as long as no peak rose, the
-    bytes of the largest group are left free for what comes and goes in between.
-
+NOTE [ The first step ]
     An optimizer makes its states behind the first step. So the first step only says what its groups
     are like, and so does a step that asks for more than all before.
 
@@ -37,18 +31,19 @@ NOTE [ What is needed whatever leaves ]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey, Place
+from pp_offload._core.keys import Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload._groups.demand import Beside, Demand, by_stage, fitting
+from pp_offload._groups.demand import Beside, Change, Demand, History, by_stage, fitting
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
 from pp_offload._groups.step_line import DeviceFigures
+from pp_offload._groups.step_memory import Peaks, StepMemory
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -62,50 +57,7 @@ PART = 32
 had to give memory back to have some; and room that grows by it is filled anew.
 """
 
-NUM_EQUAL = 2
-"""Equal steps that ask for less than steps before, until these are forgotten."""
-
-MIB, GIB = 2**20, 2**30
-
-
-@dataclass
-class Seen:
-    """What a step has shown so far."""
-
-    begin: Allocated
-    """What the device told when it began."""
-
-    told_bytes: int
-    """The device's peak, as it was told last."""
-
-    peak_bytes: int = 0
-    """The most that was read."""
-
-    has_risen: bool = False
-    """Whether that is a peak that the device told."""
-
-    is_of_loss: bool = False
-    """Whether it rose behind the last group of a forward, and before its backward."""
-
-    is_behind_forward: bool = False
-    """Whether a group was closed last."""
-
-    had_retries: bool = False
-    """Whether the allocator had to give memory back first."""
-
-    allocated_bytes: int = 0
-    """The most when a backward went on to another chunk."""
-
-    besides_copies: dict[ChunksInFlight, int] = field(default_factory=dict)
-    """The same without copies in flight, by chunks in flight."""
-
-    begun: set[ChunkKey] = field(default_factory=set)
-    """Chunks whose forward has begun."""
-
-    in_flight: set[ChunksInFlight] = field(default_factory=set)
-    beside: dict[Place, Beside] = field(default_factory=dict)
-
-    in_backward: ChunkKey | None = None
+MIB = 2**20
 
 
 class DeviceRoom(Observer):
@@ -121,40 +73,22 @@ class DeviceRoom(Observer):
         self._in_flight = in_flight
         self._limit: int | str | None = None
         self._stay: dict[Place, int] = {}
-        self._demand = Demand()
+        self._history = History()
+        self._peaks = Peaks()
         self._num_left = NUM_SETTLING
-        self._risen_bytes = 0  # the peak within the last step in which it rose
-        self._above_bytes = 0  # that peak, above what was read when it was to be high
+        self._above_bytes = 0  # peak of a step, above what was read when it was to be high
         self._needed_bytes = 0  # beside what was there when the step began
         self._spare_bytes = 0  # by which steps took more than was foreseen
         self._room_bytes = -1  # with which it was filled last
         self._foreseen_bytes: int | None = None
-        self._hidden_bytes = 0
-        self._last = Demand()  # of the last step alone
-        self._num_equal = 0  # steps in a row that asked for that
-        self._num_wanted = NUM_EQUAL
-        self._has_forgotten = False  # larger steps
-        self._seen: Seen | None = None
+        self._figures: DeviceFigures | None = None
+        self._seen: StepMemory | None = None
         self._has_warned = False
-        self._limit_bytes = self._peak_bytes = 0
-        self._told_bytes = 0  # by the device, behind the last step
-        self._outside_bytes = 0  # its peak, where that rose between two steps
-        self._is_of_loss = False
 
     @property
     def figures(self) -> DeviceFigures | None:
         """Memory of the step before the one that is watched; None without a limit."""
-        if self._seen is None or not self._limit_bytes:
-            return None
-        elsewhere = ""
-        if self._outside_bytes > self._peak_bytes:
-            elsewhere = (
-                f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
-                "an optimizer, an evaluation, or loading"
-            )
-        elif self._is_of_loss:
-            elsewhere = "that is behind the last group's forward: the model's head, or its loss"
-        return DeviceFigures(self._limit_bytes, self._peak_bytes, elsewhere)
+        return None if self._seen is None else self._figures
 
     @property
     def is_settled(self) -> bool:
@@ -164,7 +98,7 @@ class DeviceRoom(Observer):
     @property
     def stay(self) -> Stay:
         """Which groups are to stay in the steps to come."""
-        sizes, lean = self._demand.sizes, self._demand.lean
+        sizes, lean = self._history.demand.sizes, self._history.demand.lean
         most_bytes = frozenset((place, lean[place]) for place in self._stay)
         is_lean = (place for place, nbytes in self._stay.items() if nbytes < sizes[place])
         return Stay(most_bytes, frozenset(is_lean))
@@ -193,27 +127,21 @@ class DeviceRoom(Observer):
             )
             self._has_warned = True
             return
-        self._note_outside(allocated.peak_bytes)
-        self._seen = Seen(allocated, allocated.peak_bytes)
+        self._peaks.begin(allocated.peak_bytes)
+        self._seen = StepMemory(allocated)
         self._offloader.observers.add(self)
-
-    def _note_outside(self, told_bytes: int) -> None:
-        """A peak that rose behind a step's last group is not a step's."""
-        if told_bytes > self._told_bytes:
-            self._told_bytes = self._outside_bytes = told_bytes
 
     def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
         seen, key = self._seen, group.key
         if seen is not None and key is not None and key.chunk not in seen.begun:
             if not seen.begun:  # what rose before was of no step
-                told_bytes = (self._offloader.backend.allocated() or seen.begin).peak_bytes
-                self._note_outside(told_bytes)
-                seen.told_bytes = told_bytes
+                seen.told_bytes = self._allocated(seen).peak_bytes
+                self._peaks.begin(seen.told_bytes)
             seen.begun.add(key.chunk)
             now = self._in_flight()
             seen.in_flight.add(now)
-            if self._stay and not self._demand.covers(now):  # for so many there is no room
+            if self._stay and not self._history.demand.covers(now):  # for so many there is no room
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
         self._read()
@@ -237,28 +165,20 @@ class DeviceRoom(Observer):
         if seen is None or key is None or key.chunk == seen.in_backward:
             self._read()
             return
-        allocated = self._note(seen, is_of_loss=seen.is_behind_forward)
+        allocated = self._allocated(seen)
+        seen.note(allocated, is_of_loss=seen.is_behind_forward)
         seen.in_backward, seen.is_behind_forward = key.chunk, False
         mover = self._offloader.engine.mover
         moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
-        seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
-        now, nbytes = self._in_flight(), allocated.nbytes - moving_bytes
-        seen.besides_copies[now] = max(seen.besides_copies.get(now, 0), nbytes)
+        seen.note_chunk(self._in_flight(), allocated.nbytes, moving_bytes)
 
     def _read(self) -> None:
         """In a step that may say what is needed, read more often."""
-        if self._seen is not None and (self._num_left or self._last != self._demand):
-            self._note(self._seen)
+        if self._seen is not None and (self._num_left or self._history.may_shrink):
+            self._seen.note(self._allocated(self._seen))
 
-    def _note(self, seen: Seen, *, is_of_loss: bool = False) -> Allocated:
-        """See NOTE [ What a peak does not say ]."""
-        now = self._offloader.backend.allocated() or seen.begin
-        if now.peak_bytes > seen.told_bytes:
-            seen.told_bytes = seen.peak_bytes = now.peak_bytes
-            seen.has_risen, seen.is_of_loss = True, is_of_loss
-        seen.peak_bytes = max(seen.peak_bytes, now.nbytes)
-        seen.had_retries = now.num_retries > seen.begin.num_retries
-        return now
+    def _allocated(self, seen: StepMemory) -> Allocated:
+        return self._offloader.backend.allocated() or seen.begin
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
         """The step is over.
@@ -271,80 +191,60 @@ class DeviceRoom(Observer):
         if seen is None:
             return
         self._offloader.observers.remove(self)
-        self._told_bytes = seen.told_bytes
+        self._peaks.end(seen)
         if not chunks:
             return
-        self._hidden_bytes = hidden_bytes
+        step = Demand.of(chunks, seen.beside, seen.in_flight)
+        staying = by_stage(self._staying(step))
         peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
-        step = Demand().with_step(chunks, seen.beside, seen.in_flight)
-        demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
-        self._num_equal = self._num_equal + 1 if step == self._last else 1
-        self._last = step
-        if demand != self._demand:
-            self._restart(demand)
-        elif self._num_left or self._is_smaller(step):
+        change = self._history.add(step)
+        if change is not Change.NONE:
+            self._forget(change)
+        if change is not Change.MORE and (self._num_left or change is Change.LESS):
             self._num_left = max(0, self._num_left - 1)
-            self._foreseen_bytes = peak_bytes = self._measure(seen, step)
-        self._limit_bytes = limit_bytes = min(self._limits())
-        self._peak_bytes = peak_bytes
+            self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
+        limit_bytes = min(self._limits())
+        elsewhere = self._peaks.elsewhere(peak_bytes)
+        self._figures = DeviceFigures(limit_bytes, peak_bytes, elsewhere)
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART
         if self._foreseen_bytes is not None:
-            now = self._offloader.backend.allocated() or seen.begin
+            now = self._allocated(seen)
             needed_bytes = now.nbytes + self._needed_bytes + self._spare_bytes
-            self._fill(needed_bytes, limit_bytes)
+            self._fill(needed_bytes, limit_bytes, hidden_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
             self._warn(peak_bytes, limit_bytes)
 
-    def _restart(self, demand: Demand) -> None:
-        """A step asked for more than all before: all leave in the next step, which is read."""
-        self._num_left = NUM_SETTLING if self._num_left else 1
-        self._num_wanted *= 1 + self._has_forgotten
-        self._has_forgotten = False
-        self._demand, self._stay, self._room_bytes = demand, {}, -1
-        self._foreseen_bytes = None
-
-    def _is_smaller(self, step: Demand) -> bool:
-        """Whether enough equal steps in a row asked for less than steps before."""
-        return self._num_equal >= self._num_wanted and step != self._demand
-
-    def _measure(self, seen: Seen, step: Demand) -> int:
-        """The peak of a step that was read; also note what it needs whatever leaves."""
+    def _staying(self, step: Demand) -> dict[Place, int]:
+        """Bytes of this step's groups at places that stay."""
         lean = self.stay.lean
-        staying = by_stage(
-            {at: (step.lean if at in lean else step.sizes).get(at, 0) for at in self._stay}
-        )
-        if self._is_smaller(step):
-            self._demand, self._stay, self._room_bytes = step, {}, -1
-            self._needed_bytes = self._risen_bytes = 0
-            self._has_forgotten = True
-        fixed_bytes = max(
-            (
-                nbytes - sum(num * staying[stage] for stage, num in now)
-                for now, nbytes in seen.besides_copies.items()
-            ),
-            default=0,
-        )
-        peak_bytes = self._peak(seen)
+        return {at: (step.lean if at in lean else step.sizes).get(at, 0) for at in self._stay}
+
+    def _forget(self, change: Change) -> None:
+        """What stayed was for another demand. After a larger step all leave, and are read."""
+        self._stay, self._room_bytes = {}, -1
+        if change is Change.MORE:
+            self._num_left = NUM_SETTLING if self._num_left else 1
+            self._foreseen_bytes = None
+        else:
+            self._needed_bytes = 0
+            self._peaks.forget()
+
+    def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
+        """The peak of a step that was read; also note what it needs whatever leaves."""
+        largest_bytes = max(self._history.demand.sizes.values(), default=0)
+        peak_bytes = self._peaks.of_step(seen, largest_bytes)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
-        needed_bytes = fixed_bytes + self._above_bytes - seen.begin.nbytes
+        needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin.nbytes
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return peak_bytes
 
-    def _peak(self, seen: Seen) -> int:
-        """Of a step that was read."""
-        if seen.has_risen:
-            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
-        if self._risen_bytes:
-            return max(seen.peak_bytes, self._risen_bytes)
-        return seen.peak_bytes + max(self._demand.sizes.values(), default=0)
-
-    def _fill(self, needed_bytes: int, limit_bytes: int) -> None:
+    def _fill(self, needed_bytes: int, limit_bytes: int, hidden_bytes: int) -> None:
         """Choose what stays beside what is needed whatever leaves, once that is known, and anew
         where its room has changed.
         """
-        demand, moving_bytes = self._demand, self._moving_bytes()
+        demand, moving_bytes = self._history.demand, self._moving_bytes()
         room_bytes = limit_bytes - limit_bytes // PART - needed_bytes
         all_bytes = demand.nbytes(demand.sizes)
         if self._num_left and all_bytes > room_bytes:
@@ -356,7 +256,7 @@ class DeviceRoom(Observer):
         has_more = stay_bytes < all_bytes and room_bytes > self._room_bytes + limit_bytes // PART
         if has_less or has_more:
             self._room_bytes = room_bytes
-            self._stay = fitting(demand, room_bytes, moving_bytes, self._hidden_bytes)
+            self._stay = fitting(demand, room_bytes, moving_bytes, hidden_bytes)
             stay_bytes = demand.nbytes(self._stay)
             logger.debug(
                 "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
@@ -371,7 +271,7 @@ class DeviceRoom(Observer):
 
     def _moving_bytes(self) -> int:
         """The most bytes on their way, both ways together. A bound cuts no group."""
-        largest = max(self._demand.lean.values(), default=0)
+        largest = max(self._history.demand.lean.values(), default=0)
         cap_bytes = self._offloader.engine.mover.in_flight.bound.nbytes
         return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
 

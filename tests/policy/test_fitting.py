@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload._core.keys import ChunkKey, Place
-from pp_offload._groups.demand import Beside, Demand, fitting
+from pp_offload._groups.demand import Beside, Change, Demand, History, fitting
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 
 places = st.builds(Place, st.integers(0, 1), st.integers(0, 3))
@@ -109,10 +109,24 @@ def test_copies_that_hide_replace_computing_again() -> None:
 
 def test_a_step_asks_for_the_most_of_all_before() -> None:
     shape = ChunkShape(ChunkKey(0, 3), ("a", "b"), (5, 7))
-    demand = Demand().with_step([shape], {Place(0, 1): Beside(2, 4)}, [((0, 1),)])
+    demand = Demand.of([shape], {Place(0, 1): Beside(2, 4)}, [((0, 1),)])
     lean = {Place(0, 0): 5, Place(0, 1): 9}
     assert demand == Demand(lean | {Place(0, 1): 13}, lean, frozenset({((0, 1),)}), Counter({0: 1}))
-    assert demand.with_step([shape], {}, [((0, 1),)]) == demand
-    longer = demand.with_step([shape._replace(sizes=(6, 1))], {}, [((0, 2),)])
+    assert demand.merged(Demand.of([shape], {}, [((0, 1),)])) == demand
+    longer = demand.merged(Demand.of([shape._replace(sizes=(6, 1))], {}, [((0, 2),)]))
     assert longer.sizes == {Place(0, 0): 6, Place(0, 1): 13}
     assert longer.peak_bytes({0: 1}) == 2
+    assert longer.in_flight == {((0, 2),)}
+
+
+def test_larger_steps_are_forgotten_once_smaller_ones_repeat() -> None:
+    """Later, twice as often, each time that a larger one comes back."""
+
+    def step(nbytes: int) -> Demand:
+        return Demand.of([ChunkShape(ChunkKey(0, 0), ("a",), (nbytes,))], {}, [((0, 1),)])
+
+    history = History()
+    changes = [history.add(step(nbytes)) for nbytes in (9, 9, 5, 4, 5, 5, 9, 5, 5, 5, 5, 5)]
+    more, none, less = Change.MORE, Change.NONE, Change.LESS
+    assert changes == [more, none, none, none, none, less, more, none, none, none, less, none]
+    assert history.demand == step(5)

@@ -1161,7 +1161,7 @@ MUTANTS = [
     Mutant(
         "with more chunks in flight as many groups stay",
         "pp_offload/_groups/room.py",
-        "            if self._stay and not self._demand.covers(now):",
+        "            if self._stay and not self._history.demand.covers(now):",
         "            if False:",
         "the first step with more microbatches in flight takes more than the limit",
         ("tests/simulate/test_auto_plan.py::test_steps_that_ask_for_more_begin_anew",),
@@ -1176,8 +1176,8 @@ MUTANTS = [
     ),
     Mutant(
         "a peak of a step is not seen",
-        "pp_offload/_groups/room.py",
-        "        if now.peak_bytes > seen.told_bytes:",
+        "pp_offload/_groups/step_memory.py",
+        "        if now.peak_bytes > self.told_bytes:",
         "        if False:",
         "where much comes and goes between two groups, more stays than fits",
         (

@@ -251,7 +251,7 @@ FIELD_MUTANTS = [
     Mutant(
         "a peak of others is believed",
         "pp_offload/_groups/room.py",
-        "                seen.told_bytes = told_bytes",
+        "                seen.told_bytes = self._allocated(seen).peak_bytes",
         "                seen.told_bytes = 0",
         "nothing has room behind an evaluation",
         (

@@ -1,0 +1,134 @@
+"""What the device showed in a step, and where its peaks were.
+
+    seen = StepMemory(allocated)
+    seen.note(backend.allocated())      # at each group, or where backward goes on to another chunk
+    peaks.of_step(seen, largest_bytes)
+
+NOTE [ What a peak does not say ]
+    A device reports its peak since the last reset, and only the user resets it. This peak may come
+    from another program, from loading a checkpoint, or from an evaluation behind the last backward,
+    when no group is there: only a peak that rose where groups begin, end and are reached is a
+    step's. So the allocated bytes are also read at these times, and, as long as no peak rose, the
+    bytes of the largest group are left free for what comes and goes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pp_offload._core.keys import ChunkKey, Place
+from pp_offload._groups.demand import Beside
+from pp_offload._groups.plan import ChunksInFlight
+from pp_offload.backends import Allocated
+
+GIB = 2**30
+
+
+@dataclass
+class StepMemory:
+    """What a step has shown so far."""
+
+    begin: Allocated
+    """What the device told when it began."""
+
+    told_bytes: int = 0
+    """The device's peak, as it was told last."""
+
+    peak_bytes: int = 0
+    """The most that was read."""
+
+    has_risen: bool = False
+    """Whether that is a peak that the device told."""
+
+    is_of_loss: bool = False
+    """Whether it rose behind the last group of a forward, and before its backward."""
+
+    is_behind_forward: bool = False
+    """Whether a group was closed last."""
+
+    had_retries: bool = False
+    """Whether the allocator had to give memory back first."""
+
+    allocated_bytes: int = 0
+    """The most when a backward went on to another chunk."""
+
+    besides_copies: dict[ChunksInFlight, int] = field(default_factory=dict)
+    """The same without copies in flight, by chunks in flight."""
+
+    begun: set[ChunkKey] = field(default_factory=set)
+    """Chunks whose forward has begun."""
+
+    in_flight: set[ChunksInFlight] = field(default_factory=set)
+    beside: dict[Place, Beside] = field(default_factory=dict)
+
+    in_backward: ChunkKey | None = None
+
+    def __post_init__(self) -> None:
+        self.told_bytes = self.begin.peak_bytes
+
+    def note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
+        """See NOTE [ What a peak does not say ]."""
+        if now.peak_bytes > self.told_bytes:
+            self.told_bytes = self.peak_bytes = now.peak_bytes
+            self.has_risen, self.is_of_loss = True, is_of_loss
+        self.peak_bytes = max(self.peak_bytes, now.nbytes)
+        self.had_retries = now.num_retries > self.begin.num_retries
+
+    def note_chunk(self, now: ChunksInFlight, allocated_bytes: int, moving_bytes: int) -> None:
+        """Backward goes on to another chunk, with so many bytes of copies in flight."""
+        self.allocated_bytes = max(self.allocated_bytes, allocated_bytes)
+        nbytes = allocated_bytes - moving_bytes
+        self.besides_copies[now] = max(self.besides_copies.get(now, 0), nbytes)
+
+    def fixed_bytes(self, staying: Mapping[int, int]) -> int:
+        """The most at these times, less copies and so many bytes that stay for each chunk."""
+        return max(
+            (
+                nbytes - sum(num * staying.get(stage, 0) for stage, num in now)
+                for now, nbytes in self.besides_copies.items()
+            ),
+            default=0,
+        )
+
+
+class Peaks:
+    """Tells peaks of steps from those between steps."""
+
+    def __init__(self) -> None:
+        self._told_bytes = 0  # by the device, behind the last step
+        self._outside_bytes = 0  # its peak, where that rose between two steps
+        self._risen_bytes = 0  # the peak within the last step in which it rose
+        self._is_of_loss = False
+
+    def begin(self, told_bytes: int) -> None:
+        """A step begins: what rose before was of no step."""
+        if told_bytes > self._told_bytes:
+            self._told_bytes = self._outside_bytes = told_bytes
+
+    def end(self, seen: StepMemory) -> None:
+        """The step is over."""
+        self._told_bytes = seen.told_bytes
+
+    def forget(self) -> None:
+        """Steps are smaller from now on."""
+        self._risen_bytes = 0
+
+    def of_step(self, seen: StepMemory, largest_bytes: int) -> int:
+        """The peak of a step that was read, in which the largest group has so many bytes."""
+        if seen.has_risen:
+            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
+        if self._risen_bytes:
+            return max(seen.peak_bytes, self._risen_bytes)
+        return seen.peak_bytes + largest_bytes
+
+    def elsewhere(self, peak_bytes: int) -> str:
+        """Where the device's peak is, if it is not this one, or not in a group; for a message."""
+        if self._outside_bytes > peak_bytes:
+            return (
+                f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
+                "an optimizer, an evaluation, or loading"
+            )
+        if self._is_of_loss:
+            return "that is behind the last group's forward: the model's head, or its loss"
+        return ""
