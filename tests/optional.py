@@ -14,9 +14,7 @@ from types import ModuleType
 
 import pytest
 
-OPTIONAL = frozenset(
-    {"hypothesis", "matplotlib", "ninja", "rich", "transformers", "typer", "xdist", "xxhash"}
-)
+OPTIONAL = frozenset({"hypothesis", "matplotlib", "ninja", "transformers", "xdist", "xxhash"})
 
 
 class _Skips(MetaPathFinder):

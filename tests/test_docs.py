@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cli import good
 from test_layers import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
-from typer.testing import CliRunner
 
 import pp_offload
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.cli.app import app
 from pp_offload.simulate import DEVICES
 
 ROOT = Path(__file__).parents[1]
@@ -386,9 +385,7 @@ def test_the_model_of_the_command_line_runs(
     command = re.search(r"^pp-offload (simulate my_model.*)$", PAGES["cli"], flags=re.MULTILINE)
     assert command is not None
     arguments = [*command[1].split(), "--microbatches", "4"]  # fewer than shown
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    rows = [line.split() for line in done.output.splitlines() if line[:1].isdigit()]
+    rows = [line.split() for line in good(*arguments).splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert all(0 < float(with_it) < float(without) for _, without, with_it, *_ in rows[:3])
 
@@ -423,9 +420,7 @@ def test_a_plan_is_made_and_followed(
     monkeypatch.chdir(tmp_path)
     command = re.search(r"^pp-offload (plan my_model.*)$", PAGES["planning"], flags=re.MULTILINE)
     assert command is not None
-    done = CliRunner().invoke(app, command[1].split())
-    assert done.exit_code == 0, done.output
-    rows = [line.split() for line in done.output.splitlines() if line[:1].isdigit()]
+    rows = [line.split() for line in good(*command[1].split()).splitlines() if line[:1].isdigit()]
     assert [float(row[1]) > 7 for row in rows] == [True, False, False, False]
     assert all(float(row[2]) <= 7 for row in rows)
     given: list[OffloadConfig] = []
@@ -457,9 +452,7 @@ def test_a_sharded_optimizer_counts_its_slices(
     holds = {}
     for optimizer in ("AdamW", "the_model:sharded"):
         command = ["profile", "the_model:stages", "--optimizer", optimizer, "--json"]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
-        found = json.loads(done.output)
+        found = json.loads(good(*command))
         holds[optimizer] = found["resident_bytes"][0], found["optimizers"][0]["resident_bytes"]
     (plain, state), (sharded, of_slices) = holds.values()
     assert of_slices == pytest.approx(2 * state / 8, rel=1e-3), "in fp32"
@@ -469,10 +462,9 @@ def test_a_sharded_optimizer_counts_its_slices(
 def test_the_profile_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_model.py").write_text(blocks("cli")[0])
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["profile", "my_model:stages"])
-    assert done.exit_code == 0, done.output
+    output = good("profile", "my_model:stages")
     shown = section("planning", "What is worth sending").split("```")[1].strip().split("\n\n")
-    assert len(shown) == 2 and all(f"\n{table}\n" in done.output for table in shown)
+    assert len(shown) == 2 and all(f"\n{table}\n" in output for table in shown)
 
 
 @pytest.mark.parametrize("name", ["step_of_a_rank", "step_of_four_ranks"])

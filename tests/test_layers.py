@@ -46,6 +46,7 @@ MOST_LINES = {
     "_memory": 1537,
     "_megatron": 1416,
     "backends": 723,
+    "cli": 1315,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

@@ -1,18 +1,19 @@
 """The command line: ``pp-offload``, or ``python -m pp_offload.cli``.
 
-It takes the extra ``cli``. Who has it not is told so, in one line, with the names of its packages:
-pp_offload itself may be in no package index.
+Help and the version are printed without torch, whose import takes seconds.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
+from argparse import ArgumentError
 from collections.abc import Sequence
+from importlib.metadata import version
 
-NEEDS = (
-    "pp-offload needs typer and rich, which are not installed; pip install typer rich, and "
-    "matplotlib for pictures, or in a checkout of pp_offload: pip install '.[cli,plots]'"
-)
+from pp_offload import __version__
+from pp_offload.cli.arguments import parser
+from pp_offload.cli.wrong import say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -21,12 +22,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Those of the process when None.
     """
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError:
-        sys.stderr.write(NEEDS + "\n")
-        raise SystemExit(2) from None
-    from pp_offload.cli.app import app
+    top = parser()
+    given = top.parse_args(arguments)
+    if given.version:
+        torch_version, python = version("torch"), platform.python_version()
+        say(f"pp_offload {__version__}, torch {torch_version}, Python {python}")
+        sys.exit()
+    if given.command is None:
+        top.print_help(sys.stderr)
+        top.exit(2)
+    from pp_offload.cli import commands
 
-    app(args=None if arguments is None else list(arguments), prog_name="pp-offload")
+    try:
+        sys.exit(getattr(commands, given.command)(given))
+    except ArgumentError as failure:
+        given.error(str(failure))
+    except KeyboardInterrupt:
+        top.exit(1, "Aborted!\n")

@@ -1,72 +1,72 @@
-"""``pp-offload doctor``: what is here, for a bug report."""
+"""``pp-offload doctor``: what this machine has for offload. What cannot be found says why."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import tempfile
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from shutil import disk_usage
+from typing import Any
 
+import numpy
 import torch
-import typer
 
+from pp_offload import __version__
+from pp_offload._memory.budget import (
+    CGROUPS,
+    LOCAL_RANKS,
+    SHARE,
+    UNLIMITED,
+    HostBudget,
+    available_bytes,
+    ranks_on_this_host,
+)
+from pp_offload._memory.checksum import checksum_version
+from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
 from pp_offload.cli.device_speed import DeviceSpeed
-from pp_offload.cli.disk_speed import disk_speed
-from pp_offload.cli.machine import MIB, Facts, facts_of
-from pp_offload.cli.wrong import check_target, wrong
+from pp_offload.cli.wrong import check_target, report, wrong
+
+MIB, GIB, GB = 2**20, 2**30, 10**9
+
+VARIABLES = (
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
+    *("HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", *LOCAL_RANKS),
+)
+"""They change how memory is allocated, how copies overlap, or how the budget is divided."""
+
+Ask = Callable[[], object]
 
 
-def doctor(
-    disk_dir: Annotated[
-        Path | None,
-        typer.Option(help="Whose disk is tried; that of temporary files if not given."),
-    ] = None,
-    disk_mib: Annotated[
-        int, typer.Option(min=0, help="Written there and read, and gone at once; 0 for none.")
-    ] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it in JSON.")] = False,
-    measure: Annotated[
-        Path | None,
-        typer.Option(help="Measure the device, for --hardware of other commands: out.json."),
-    ] = None,
-    measure_mib: Annotated[
-        int, typer.Option(min=1, help="Of a copy that is timed; products get less with less.")
-    ] = 256,
-) -> None:
-    """What is here, for a bug report.
-
-    Devices, versions, memory and its limits, how fast the disk is, what the environment says.
-    With --measure also rates of the device and its link, and what launches and pinning cost: the
-    accelerator's, or the CPU's where there is none. It takes less than a minute.
-
-    It names no user, no host and no path. What cannot be found says why.
-    """
-    if disk_dir is not None and not disk_dir.is_dir():
-        raise wrong("--disk-dir", f"found {disk_dir}, expected a directory that is there")
-    check_target("--measure", measure)
-    directory = disk_dir or Path(tempfile.gettempdir())
-    if measure is not None:
-        measured = _measured(measure_mib * MIB, directory, disk_mib * MIB)
-        measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    found = facts_of(directory, disk_mib * MIB)
-    typer.echo(json.dumps(found, indent=2) if as_json else report(found))
+def doctor(given: Namespace) -> int:
+    """Print what is here, and measure the device where that is asked for."""
+    if given.disk_dir is not None and not given.disk_dir.is_dir():
+        raise wrong("--disk-dir", f"found {given.disk_dir}, expected a directory that is there")
+    check_target("--measure", given.measure)
+    directory = given.disk_dir or Path(tempfile.gettempdir())
+    if given.measure is not None:
+        measured = _measured(given.measure_mib * MIB, directory, given.disk_mib * MIB)
+        given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    facts = facts_of(directory, given.disk_mib * MIB)
+    report(_text(facts), facts, as_json=given.json)
+    return 0
 
 
-def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[str, object]]:
-    """What ``Hardware.from_file`` reads, and of which machine it is."""
+def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[str, Any]]:
+    """Contents of a file for ``Hardware.from_file``."""
     hardware = DeviceSpeed(default_backend().device, nbytes).hardware()
     if disk_bytes:
-        disk = disk_speed(directory, disk_bytes)
-        hardware = replace(
-            hardware,
-            disk_write_bytes_per_s=disk.write_bytes_per_s,
-            disk_read_bytes_per_s=disk.read_bytes_per_s,
-        )
-    machine: dict[str, object] = {
+        write, read = disk_speed(directory, disk_bytes)
+        hardware = replace(hardware, disk_write_bytes_per_s=write, disk_read_bytes_per_s=read)
+    machine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
@@ -74,10 +74,167 @@ def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[s
     return {"machine": machine, "hardware": asdict(hardware)}
 
 
-def report(found: dict[str, Facts]) -> str:
-    """All topics as text."""
+def _text(facts_by_topic: dict[str, dict[str, str]]) -> str:
     lines = []
-    for topic, facts in found.items():
+    for topic, facts in facts_by_topic.items():
         width = max(map(len, facts))
-        lines += [topic, *(f"  {name.ljust(width)}  {value}" for name, value in facts.items()), ""]
-    return "\n".join(lines).rstrip()
+        lines += ["", topic, *(f"  {name.ljust(width)}  {text}" for name, text in facts.items())]
+    return "\n".join(lines[1:])
+
+
+def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
+    """Facts by topic and name.
+
+    Args:
+        directory: Where the disk is tried.
+        disk_bytes: Size of the file for that; 0 for none.
+        root: Where ``proc`` and ``sys`` are.
+    """
+    share = f"{SHARE:.0%} of what is available / ranks"
+    variables = {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+    topics: dict[str, Mapping[str, Ask]] = {
+        "versions": {
+            "pp_offload": lambda: __version__,
+            "torch": _torch,
+            "Python": platform.python_version,
+            "numpy": lambda: numpy.__version__,
+            "xxhash": checksum_version,
+            "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "device": {"engine's backend": lambda: default_backend().name} | _accelerators(),
+        "host memory": {
+            "there is": lambda: _total(root / "proc/meminfo"),
+            "available": lambda: _gib(available_bytes(root)),
+            "cgroup": lambda: "; ".join(_cgroups(root)) or "no limit found",
+            "ranks on this host": ranks_on_this_host,
+            "host budget of a rank": lambda: f"{_gib(HostBudget().limit_bytes)}, {share}",
+            "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
+        },
+        "pinned memory": {"limit (ulimit -l)": _memlock, "pinning 1 MiB": _pin},
+        "NUMA": _nodes(root / "sys/devices/system/node"),
+        "disk": {
+            "file system": lambda: file_system_of(directory),
+            "free": lambda: _gib(disk_usage(directory).free),
+            f"speed, {disk_bytes // MIB} MiB" if disk_bytes else "speed": partial(
+                _speed, directory, disk_bytes
+            ),
+        },
+        "environment": variables or {"of those that matter": lambda: "none is set"},
+    }
+    return {
+        topic: {name: _answer(ask) for name, ask in asks.items()} for topic, asks in topics.items()
+    }
+
+
+def _answer(ask: Ask) -> str:
+    """Answer, or why there is none: a report that fails helps nobody."""
+    try:
+        return str(ask())
+    except Exception as failure:
+        lines = str(failure).splitlines()
+        return f"not known: {type(failure).__name__}" + (f": {lines[0]}" if lines else "")
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
+
+
+def _torch() -> str:
+    builds = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
+    built = " and ".join(f"{name} {version}" for name, version in builds.items() if version)
+    return f"{torch.__version__}, built for {built or 'the CPU'}"
+
+
+def _accelerators() -> dict[str, Ask]:
+    if not torch.accelerator.is_available():
+        return {"accelerator": lambda: "none that torch.accelerator finds"}
+    count = torch.accelerator.device_count()
+    return {f"accelerator {index}": partial(_accelerator, index) for index in range(count)}
+
+
+def _accelerator(index: int) -> str:
+    current: Any = torch.accelerator.current_accelerator()
+    module: Any = torch.get_device_module(current)
+    free, total = module.mem_get_info(index)
+    return f"{module.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
+
+
+def _total(meminfo: Path) -> str:
+    line = next(line for line in meminfo.read_text().splitlines() if "MemTotal" in line)
+    return _gib(int(line.split()[-2]) * 1024)
+
+
+def _cgroups(root: Path) -> Iterator[str]:
+    """Limits of versions 2 and 1 for this process."""
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
+    groups = [line.split(":", 2)[1:] for line in lines]
+    members = {name: path for names, path in groups for name in names.split(",")}
+    for controller, folder, limit_name, used_name, _ in CGROUPS:
+        base = root / folder
+        places = base / members.get(controller, "").strip("/"), base
+        place = next((place for place in places if (place / limit_name).is_file()), None)
+        if place is not None:
+            texts = ((place / name).read_text() for name in (limit_name, used_name))
+            limit, used = (int(text.replace("max", str(UNLIMITED))) for text in texts)
+            of = _gib(limit) if limit < UNLIMITED else "no limit"
+            yield f"version {1 if controller else 2}: {_gib(used)} used of {of}"
+
+
+def _memlock() -> str:
+    import resource  # not on every system
+
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / MIB:.1f} MiB"
+        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    )
+    return f"{soft}, at most {hard}"
+
+
+def _pin() -> str:
+    if not torch.accelerator.is_available():
+        return "not tried: memory is pinned for an accelerator, and there is none"
+    is_pinned = torch.empty(MIB, dtype=torch.uint8, device="cpu").pin_memory().is_pinned()
+    return "works" if is_pinned else "gave memory that is not pinned"
+
+
+def _nodes(folder: Path) -> dict[str, Ask]:
+    def describe(node: Path) -> str:
+        cores = (node / "cpulist").read_text().strip() or "none"
+        return f"cores {cores}, {_total(node / 'meminfo')}"
+
+    nodes = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name[4:]))
+    if not nodes:
+        return {"nodes": lambda: "not known: the system has no list of them"}
+    return {node.name: partial(describe, node) for node in nodes}
+
+
+def _speed(directory: Path, nbytes: int) -> str:
+    if nbytes == 0:
+        return "not tried"
+    if disk_usage(directory).free < 2 * nbytes:
+        return "not tried: less than twice as much is free"
+    write, read = (rate / GB for rate in disk_speed(directory, nbytes))
+    return f"write {write:.2f} GB/s with fsync, read {read:.2f} GB/s"
+
+
+def disk_speed(directory: Path, nbytes: int) -> tuple[float, float]:
+    """Bytes a second of writes, until fsync has returned, and of reads.
+
+    The file has no name, so it is gone however this ends.
+    """
+    piece = os.urandom(MIB)  # which no disk can compress
+    num = max(1, nbytes // MIB)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        begin_s = time.perf_counter()
+        for _ in range(num):
+            file.write(piece)
+        os.fsync(file.fileno())
+        written_s = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):  # or reads would come from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        read_begin_s = time.perf_counter()
+        while file.read(MIB):
+            pass
+        read_s = time.perf_counter() - read_begin_s
+    return num * MIB / (written_s - begin_s), num * MIB / read_s

@@ -1,55 +1,39 @@
-"""The options that say which pipeline a command is about, and the pipeline they say.
+"""The pipeline that options describe: its model, schedule and device.
 
-@on_pipeline
-def profile(made: MakePipeline, recompute: RecomputeOption = True) -> None:
-    pipeline = made()  # of --schedule, --ranks and the others, which are before its own
-    pipeline.order, pipeline.work, pipeline.hardware
+pipeline = pipeline_of(given)
+with pipeline.errors():
+    run_pipeline(pipeline.order, pipeline.work, pipeline.hardware)
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+import os
 import sys
+from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
-from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pp_offload import use_backend
 from pp_offload._common.checks import near
-from pp_offload.cli.models import from_function, from_hugging_face, optimizer_of, with_groups
-from pp_offload.cli.wrong import told, wrong
-from pp_offload.config import OffloadConfig
-from pp_offload.plan import Chooser, record
-from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
-from pp_offload.simulate.schedules import SCHEDULES, checked_stages, order_of
-from pp_offload.simulate.stages import OptimizerError
+from pp_offload.cli.wrong import errors_of, wrong
+from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, VirtualBackend
+from pp_offload.simulate.schedules import checked_stages, order_of
+from pp_offload.simulate.stages import MakeOptimizer, OptimizerError
 
-GIB, GB = 2**30, 10**9
-
-MIN_NUMEL = OffloadConfig().min_offloaded_tensor_size
-
-GibOption = Annotated[
-    float | None,
-    typer.Option(min=0, help="May be on its way, each way; the engine chooses if not given."),
-]
-HostGibOption = Annotated[
-    float | None, typer.Option(min=0, help="Host memory of a rank; what it needs if not given.")
-]
-TiersOption = Annotated[
-    str, typer.Option(help="Where groups go: host, disk, or host,disk, the disk when it is full.")
-]
-MinNumelOption = Annotated[int, typer.Option(min=0, help="Tensors of fewer elements stay.")]
-RecomputeOption = Annotated[
-    bool, typer.Option(help="Layers may be recomputed, where the link has too much to do.")
-]
-NetworkOption = Annotated[float, typer.Option(help="GB/s from rank to rank.")]
+HOW = (
+    "expected a function that takes num_stages and length by name and returns a Modules of "
+    "pp_offload.simulate; docs/cli.md has one"
+)
 
 
 @dataclass(frozen=True)
@@ -61,238 +45,215 @@ class Pipeline:
     hardware: Hardware
 
     title: str
-    """In words."""
+    """Description in words."""
 
-    option: str
-    """Which has said where its stages are from."""
+    source: str
+    """Option that names the model."""
 
-    option_of_optimizer: str
-    """Which has said what ends a step; empty if none has."""
+    has_optimizer: bool
+    """Whether ``--optimizer`` was given; the model may bring an optimizer of its own."""
 
     @contextmanager
-    def told(self, or_else: str = "") -> Iterator[None]:
-        """An error about the model or its optimizer, inside, is one of what has given it.
-
-        Args:
-            or_else: Other options that it may be of.
-        """
-        both = f"{self.option} or {or_else}" if or_else else self.option
-        with told(both):
+    def errors(self, *others: str) -> Iterator[None]:
+        """Errors inside are errors of the model's option, or of ``others``."""
+        options = " or ".join((self.source, *others))
+        with errors_of(options):
             try:
                 yield
             except OptimizerError as failure:
-                raise wrong(self.option_of_optimizer or both, str(failure)) from failure
+                option = "--optimizer" if self.has_optimizer else options
+                raise wrong(option, str(failure)) from failure
 
 
-def pipeline_of(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="module:function, which returns the stages; docs/cli.md has one."),
-    ] = None,
-    hf: Annotated[
-        str | None,
-        typer.Option(help="In its place a config.json of Transformers, or its directory."),
-    ] = None,
-    schedule: Annotated[
-        str, typer.Option(help=f"{', '.join(SCHEDULES)}, or a CSV file of actions.")
-    ] = "1f1b",
-    ranks: Annotated[
-        int, typer.Option("--pp", "--ranks", min=1, help="Devices of the pipeline.")
-    ] = 4,
-    virtual_stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Stages per rank; the least that the schedule takes if not given."
-        ),
-    ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 16,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a microbatch.")] = 4096,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            "--hardware",
-            "--device",
-            help=f"{', '.join(DEVICES)}, or a file of pp-offload doctor --measure.",
-        ),
-    ] = "H100",
-    groups: Annotated[
-        str | None, typer.Option(help="Which of the model's groups leave, with commas; all if not.")
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(help="It ends each step: AdamW, as in torch.optim, or module:function."),
-    ] = None,
-) -> Pipeline:
-    """The pipeline of these options, which are those of each command about one.
-
-    Raises:
-        typer.BadParameter: There is none.
-    """
-    if (model is None) == (hf is None):
-        given = "neither" if model is None else "both"
-        raise wrong("MODEL", f"found {given} of module:function and --hf, expected one of the two")
-    device = hardware_of(hardware)
-    with told("--schedule"):
-        num_stages = checked_stages(schedule, virtual_stages)
+def pipeline_of(given: Namespace) -> Pipeline:
+    """Make the pipeline; other options are checked before, for this may take a while."""
+    if (given.model is None) == (given.hf is None):
+        count = "neither" if given.model is None else "both"
+        raise wrong("MODEL", f"found {count} of module:function and --hf, expected one of the two")
+    hardware = hardware_of(given.hardware)
+    with errors_of("--schedule"):
+        num_stages = checked_stages(given.schedule, given.virtual_stages)
         order = order_of(
-            schedule,
-            num_ranks=ranks,
+            given.schedule,
+            num_ranks=given.ranks,
             stages_per_rank=num_stages,
-            num_microbatches=microbatches,
+            num_microbatches=given.microbatches,
         )
-    option = "MODEL" if hf is None else "--hf"
-    sizes = {"num_stages": ranks * num_stages, "length": length}
-    if hf is not None:
-        work = from_hugging_face(hf, **sizes)
-    else:
-        assert model is not None
-        work = from_function(model, **sizes)
-    work = with_groups(work, groups)
-    if optimizer is not None:
-        work.optimizer = optimizer_of(optimizer)
-    names = "groups that the model marks" if work.groups is None else " and ".join(work.groups)
+    make = from_function if given.hf is None else from_hugging_face
+    work = make(given.model or given.hf, given.ranks * num_stages, given.length)
+    if given.groups is not None:
+        work.groups = _chosen(given.groups, work.groups)
+    if given.optimizer is not None:
+        work.optimizer = optimizer_of(given.optimizer)
+    title = _title(given, hardware.name, num_stages, work.groups)
+    source = "MODEL" if given.hf is None else "--hf"
+    return Pipeline(order, work, hardware, title, source, given.optimizer is not None)
+
+
+def _title(given: Namespace, device: str, num_stages: int, groups: Any) -> str:
+    names = "groups that the model marks" if groups is None else " and ".join(groups)
+    plural = "s" if num_stages > 1 else ""
     title = (
-        f"{model or hf} on {ranks} virtual {device.name}, {schedule}, {num_stages} "
-        f"stage{'s' * (num_stages > 1)} each, {microbatches} microbatches of {length} tokens; "
-        f"{names} may leave"
+        f"{given.model or given.hf} on {given.ranks} virtual {device}, {given.schedule}, "
+        f"{num_stages} stage{plural} each, {given.microbatches} microbatches of {given.length} "
+        f"tokens; {names} may leave"
     )
-    if optimizer is not None:
-        title += f"; {optimizer} ends a step"
-    return Pipeline(order, work, device, title, option, "--optimizer" * bool(optimizer))
+    return title if given.optimizer is None else f"{title}; {given.optimizer} ends a step"
 
 
-def hardware_of(given: str) -> Hardware:
-    """A device of the table, or of a file.
-
-    Raises:
-        typer.BadParameter: There is none.
-    """
-    by_name = {name.lower(): hardware for name, hardware in DEVICES.items()}
-    if given.lower() in by_name:
-        return by_name[given.lower()]
-    if Path(given).is_file():
-        with told("--hardware", OSError):
-            return Hardware.from_file(given)
+def hardware_of(name: str) -> Hardware:
+    """Device of the table, or of a file."""
+    by_name = {row.lower(): hardware for row, hardware in DEVICES.items()}
+    if name.lower() in by_name:
+        return by_name[name.lower()]
+    if Path(name).is_file():
+        with errors_of("--hardware", OSError):
+            return Hardware.from_file(name)
     raise wrong(
         "--hardware",
-        f"found {given!r}{near(given, list(DEVICES))}, expected one of {', '.join(DEVICES)}, or a "
+        f"found {name!r}{near(name, list(DEVICES))}, expected one of {', '.join(DEVICES)}, or a "
         "file that pp-offload doctor --measure has written",
     )
 
 
-MakePipeline = Callable[[], Pipeline]
-"""Makes it, which may take a while, so other options are checked before."""
+def _chosen(names: str, groups: Any) -> dict[str, Any]:
+    """Groups that ``--groups`` names."""
+    if groups is None:
+        problem = f"found {names!r}, but the model marks its groups itself; leave it out"
+        raise wrong("--groups", problem)
+    chosen = [name for name in names.split(",") if name]
+    if not chosen or not set(chosen) <= set(groups):
+        problem = f"found {names!r}, expected some of {','.join(groups)} with commas"
+        raise wrong("--groups", problem)
+    return {name: groups[name] for name in chosen}
 
 
-def on_pipeline(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of :func:`pipeline_of` in place of its first parameter, which is a
-    :data:`MakePipeline` of them.
-    """
-    shared = signature(pipeline_of, eval_str=True).parameters
-    _, *own = signature(command, eval_str=True).parameters.values()
-
-    @wraps(command)
-    def called(**given: Any) -> None:
-        made = partial(pipeline_of, **{name: given.pop(name) for name in shared})
-        command(made, **given)
-
-    # By name alone, for those without a default may come behind others.
-    named = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
-    called.__signature__ = Signature(named)  # type: ignore[attr-defined]
-    return called
-
-
-def peers_of(network_gb: float) -> PeerLink:
-    """What messages between ranks go over.
-
-    Raises:
-        typer.BadParameter: The number is none above 0.
-    """
-    check_finite("--network-gb", network_gb)
-    if network_gb <= 0:
-        raise wrong("--network-gb", f"found {network_gb:g}, expected a number above 0")
-    return PeerLink(bytes_per_s=network_gb * GB)
+def from_function(name: str, num_stages: int, length: int) -> Modules:
+    """Model that a user's function returns. Errors of the function keep their traceback."""
+    function = _imported(name, "MODEL", "such as my_model:stages", HOW)
+    try:
+        inspect.signature(function).bind(num_stages=1, length=1)
+    except TypeError as failure:
+        raise wrong("MODEL", f"{name} cannot be called so: {failure}; {HOW}") from failure
+    with errors_of("MODEL"):
+        work = function(num_stages=num_stages, length=length)
+    if not isinstance(work, Modules):
+        raise wrong("MODEL", f"{name} returned a {type(work).__name__}, {HOW}")
+    if len(work.stages) != num_stages:
+        problem = f"{name} returned {len(work.stages)} stages, expected num_stages: {num_stages}"
+        raise wrong("MODEL", problem)
+    return work
 
 
-def config_of(
-    min_numel: int, *, gib: float | None = None, host_gib: float | None = None, tiers: str = "host"
-) -> OffloadConfig:
-    """The options of the engine beside a plan.
+def _imported(name: str, option: str, example: str, how: str) -> Callable[..., Any]:
+    """Function of ``module:function``, also of a module in the current directory."""
+    module_name, _, function_name = name.partition(":")
+    if not (module_name and function_name):
+        raise wrong(option, f"found {name!r}, expected module:function, {example}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as failure:
+        if failure.name is None or not f"{module_name}.".startswith(f"{failure.name}."):
+            raise  # the module exists; a module that it imports does not
+        raise wrong(
+            option,
+            f"no module {failure.name!r} here or installed, expected that of module:function; go "
+            "where it is, or set PYTHONPATH",
+        ) from failure
+    finally:
+        sys.path.remove(os.getcwd())
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None or not callable(function):
+        problem = "is no function" if hasattr(module, function_name) else "is not there"
+        raise wrong(option, f"{function_name} of {module_name} {problem}, {how}")
+    return function
 
-    Raises:
-        typer.BadParameter: One of them cannot be.
-    """
-    check_finite("--gib", gib)
-    check_finite("--host-gib", host_gib)
-    ahead: Any = "auto" if gib is None else int(gib * GIB)
-    with told("--tiers"):
-        return OffloadConfig(
-            max_in_flight_bytes=ahead,
-            prefetch_bytes=ahead,
-            host_budget_bytes=None if host_gib is None else int(host_gib * GIB),
-            min_offloaded_tensor_size=min_numel,
-            tiers=tuple(part.strip() for part in tiers.split(",")),
+
+def optimizer_of(name: str) -> MakeOptimizer:
+    """Maker of an optimizer: a class of ``torch.optim`` without options, or a user's function."""
+    option, how = "--optimizer", "a function of a list of parameters that returns an optimizer"
+    if ":" in name:
+        return _imported(name, option, "such as my_model:optimizer", f"expected {how}")
+    kinds = {
+        kind_name: kind
+        for kind_name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if name not in kinds:
+        raise wrong(
+            option,
+            f"found {name!r}{near(name, list(kinds))}, expected a class of torch.optim, such as "
+            "AdamW, or module:function",
         )
 
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        with _anything_is_wrong(
+            option,
+            f"{name} cannot be made of the parameters of a rank alone",
+            "expected one that can, or module:function, whose function makes one of those "
+            "parameters that it takes",
+        ):
+            return kinds[name](parameters)  # type: ignore[call-arg]
 
-def check_finite(option: str, number: float | None) -> None:
-    """Check a number that may be left out.
+    return make
 
-    Raises:
-        typer.BadParameter: It is infinite, or none.
-    """
-    if number is not None and not isfinite(number):
-        raise wrong(option, f"found {number}, expected a finite number")
+
+def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
+    """Causal language model of a config of Transformers, in stages. Nothing is downloaded."""
+    if importlib.util.find_spec("transformers") is None:
+        raise wrong("--hf", "transformers is not installed; pip install 'transformers>=5'")
+    from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
+
+    config = _config_of(path)
+    how = (
+        "expected the config of a causal language model made like Llama; give another, or stages "
+        "of your own with module:function"
+    )
+    with _anything_is_wrong("--hf", f"the model of {path!r} cannot be made", how):
+        model = model_from_config(config)
+    with errors_of("--hf"):
+        stages = stages_of(model, num_stages)
+    tokens = torch.empty(1, length, dtype=torch.long, device="meta")
+    problem = f"{type(model).__name__} cannot run in stages without data"
+    with (
+        _anything_is_wrong("--hf", problem, how),
+        use_backend(VirtualBackend(DEVICES["H100"])),
+        torch.no_grad(),
+    ):
+        nn.Sequential(*stages)(tokens)
+
+    def loss_fn(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), torch.empty_like(tokens).flatten())
+
+    groups = groups_of(stages[0])
+    return Modules(stages, example=tokens, loss_fn=loss_fn, groups=groups, layers="layers.*")
+
+
+def _config_of(path: str) -> Any:
+    from transformers import AutoConfig
+
+    expected = (
+        "expected a config.json, its directory, or the name of a model that is in the cache; "
+        "nothing is downloaded"
+    )
+    try:
+        with _anything_is_wrong("--hf", f"found no config of Transformers at {path!r}", expected):
+            return AutoConfig.from_pretrained(path, local_files_only=True)
+    except ArgumentError as failure:
+        if os.path.exists(path) or not isinstance(failure.__cause__, OSError):
+            raise
+        # Transformers would add that it cannot reach a server, which is not asked for.
+        problem = f"found no file or directory {path!r}, and no model of that name in the cache"
+        raise wrong("--hf", f"{problem} of Transformers, {expected}") from failure
 
 
 @contextmanager
-def chooser_of(
-    pipeline: Pipeline, config: OffloadConfig, peers: PeerLink, *, recompute: bool
-) -> Iterator[Chooser]:
-    """What makes plans for a pipeline, with a bar for as long as it is at work.
-
-    Args:
-        pipeline: What is planned.
-        config: The options beside the plan.
-        peers: What messages go over.
-        recompute: Whether layers may be recomputed.
-
-    Raises:
-        typer.BadParameter: The model or the schedule cannot be planned for.
-    """
-    if not recompute:
-        pipeline.work.layers = None
-    order, hardware = pipeline.order, pipeline.hardware
-    with progress_bar() as bar:
-        say = None if bar is None else bar("steps predicted")
-        with pipeline.told("--schedule"):
-            chooser = Chooser(
-                order,
-                record(order, pipeline.work, hardware, config),
-                hardware,
-                config=config,
-                peers=peers,
-                progress=None if say is None else lambda num: say(num, None),
-            )
-        with told("--schedule"):
-            yield chooser
-
-
-Told = Callable[[int, int | None], None]
-"""Told how much is done, and of how much if that is known."""
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str], Told] | None]:
-    """Gives what shows how far a part of the work is, by its name; None where nobody looks."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-
-        def shown(name: str) -> Told:
-            task = progress.add_task(name, total=None)
-            return lambda done, total: progress.update(task, completed=done, total=total)
-
-        yield shown
+def _anything_is_wrong(option: str, problem: str, how: str) -> Iterator[None]:
+    """Any error inside is an error of the option: no code of the user runs there."""
+    try:
+        yield
+    except Exception as failure:
+        kind = type(failure).__name__
+        line = (str(failure).splitlines() or [kind])[0]
+        raise wrong(option, f"{problem} ({kind}: {line}); {how}") from failure

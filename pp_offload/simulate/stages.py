@@ -338,9 +338,10 @@ def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim
     if not named:
         return None
     optimizer = make(list(named.values()))
-    check_kind(
-        "what optimizer returns", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer"
-    )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"what optimizer returns is {said(optimizer)}, expected a torch.optim.Optimizer"
+        )
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

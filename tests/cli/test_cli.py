@@ -1,68 +1,93 @@
-"""The command line as a new user types it: versions, help, and what is missing."""
+"""The command line as a new user types it: help, versions, and what is refused before torch."""
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_example import run_command
-from typer.testing import CliRunner
+import torch
+from helpers.cli import check_refused, good, run
 
-import pp_offload
-from pp_offload.cli.app import app
+from pp_offload import OffloadConfig, __version__
+from pp_offload.cli.arguments import ARGUMENTS, COMMANDS
+from pp_offload.simulate import DEVICES
+from pp_offload.simulate.schedules import SCHEDULES
 
-WITHOUT = """
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_TORCH = """
 import sys
-sys.modules[{missing!r}] = None
+sys.modules["torch"] = sys.modules["numpy"] = None
 from pp_offload.cli import main
-main(["--version"])
+main(sys.argv[1:])
 """
 
 
-def test_the_version_is_that_of_a_bug_report() -> None:
-    done = CliRunner().invoke(app, ["--version"])
-    assert done.exit_code == 0
-    assert done.output.startswith(f"pp_offload {pp_offload.__version__}, torch 2.")
-    assert "Python 3." in done.output
+def run_python(*arguments: str) -> str:
+    """What a new process prints, which has exit code 0 and no error."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
-COMMANDS = ("simulate", "profile", "plan", "sweep", "trace", "compare", "doctor")
+def test_versions_are_those_of_a_bug_report() -> None:
+    version = f"torch {torch.__version__}, Python {platform.python_version()}"
+    assert good("--version") == f"pp_offload {__version__}, {version}\n"
+
+
+@pytest.mark.parametrize("typed", ["--help", "--version", "plan -h"])
+def test_help_and_version_take_no_torch(typed: str) -> None:
+    """Its import takes seconds."""
+    assert run_python("-c", WITHOUT_TORCH, *typed.split())
 
 
 def test_help_names_every_command() -> None:
-    done = CliRunner().invoke(app, ["--help"])
-    assert done.exit_code == 0
-    assert all(f"  {name} " in done.output for name in COMMANDS)
-    assert "..." not in done.output.split("Commands:")[1], "each is said in a line"
+    assert run()[0] == 2, "without a command"
+    for output in (good("-h"), run()[1]):
+        assert all(f"\n    {name} " in output for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_names_its_options(name: str) -> None:
+    output = " ".join(good(name, "--help").split())
+    assert output.startswith(f"usage: pp-offload {name} [OPTIONS]")
+    assert all(one.split()[0] in output for one in COMMANDS[name].arguments if one[0] == "-")
+
+
+def test_help_names_all_devices_and_schedules() -> None:
+    output = " ".join(good("simulate", "-h").split())
+    assert f"{', '.join(DEVICES)}, or a file" in output
+    assert f"{', '.join(SCHEDULES)}, or a CSV" in output
+
+
+def test_the_engine_has_the_same_defaults() -> None:
+    assert ARGUMENTS["--min-numel"]["default"] == OffloadConfig().min_offloaded_tensor_size
 
 
 def test_as_a_module() -> None:
-    done = run_command([sys.executable, "-m", "pp_offload.cli", "--version"])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("pp_offload ")
+    assert run_python("-m", "pp_offload.cli", "--version").startswith("pp_offload ")
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
-    done = run_command([sys.executable, "-c", WITHOUT.format(missing=missing)])
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert "pip install typer rich" in line and "in a checkout of pp_offload: pip install" in line
+WRONG = {
+    "simulat": "invalid choice: 'simulat' (choose from ",
+    "plan x:y": "the following arguments are required: --limit",
+    "plan x:y --limi 1": "the following arguments are required: --limit",
+    "trace": "the following arguments are required: FILE...",
+    "simulate x:y --ranks 0": "Invalid value for --ranks/--pp: found 0, expected an integer of at",
+    "simulate x:y --ranks 1.5": "found 1.5, expected an integer of at least 1",
+    "simulate x:y --fraction 2": "found 2, expected a finite number of at least 0 and at most 1",
+    "simulate x:y --gib nan": "Invalid value for --gib: found nan, expected a finite number",
+    "plan x:y --limit 1GiB --host-gib inf": "found inf, expected a finite number of at least 0",
+    "simulate x:y --network-gb 0": "found 0, expected a finite number of at least 0.001",
+    "sweep x:y --limits 1": "found 1, expected an integer of at least 2",
+}
 
 
-def test_an_unknown_command_is_explained() -> None:
-    done = CliRunner().invoke(app, ["simulat"])
-    assert done.exit_code == 2 and "No such command 'simulat'" in done.output
-
-
-def test_the_package_does_not_need_the_extras() -> None:
-    code = "import sys, pp_offload, pp_offload.trace.picture, pp_offload.simulate\n"
-    code += "print(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
-    done = run_command([sys.executable, "-c", code])
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-def test_the_command_is_installed() -> None:
-    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'pp-offload = "pp_offload.cli:main"' in pyproject
+@pytest.mark.parametrize("command", WRONG)
+def test_what_cannot_be_right_is_refused(command: str) -> None:
+    check_refused(command, WRONG[command])

@@ -238,7 +238,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="optimizer is 'AdamW', expected a function of a list"):
         Modules(work.stages, example=(), loss_fn=lambda y: y.sum(), optimizer="AdamW")  # type: ignore[arg-type]
     work.optimizer = lambda parameters: parameters  # type: ignore[assignment,return-value]
-    with pytest.raises(TypeError, match="what optimizer returns is .*expected a torch.optim.Opt"):
+    with pytest.raises(ValueError, match="what optimizer returns is .*expected a torch.optim.Opt"):
         run_pipeline(order, work, DEVICE, config=CONFIG)
 
 

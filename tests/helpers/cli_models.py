@@ -1,4 +1,4 @@
-"""Models as users write them, well and badly; ``pp-offload simulate cli_models:good``."""
+"""Models as users write them, well and badly; ``pp-offload simulate helpers.cli_models:good``."""
 
 from __future__ import annotations
 
@@ -83,10 +83,6 @@ def too_few(num_stages: int, length: int) -> Modules:
 def on_the_cpu(num_stages: int, length: int) -> Modules:
     stages = [nn.Linear(8, 8) for _ in range(num_stages)]
     return Modules(stages, example=torch.empty(length, 8), loss_fn=lambda y: y.sum())
-
-
-def no_such_module(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length, groups={"mlp": "layers.*"})
 
 
 def head_on_the_last(num_stages: int, length: int) -> Modules:

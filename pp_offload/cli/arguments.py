@@ -1,0 +1,191 @@
+"""The commands of ``pp-offload`` and their options. Nothing here imports torch.
+
+given = parser().parse_args(["plan", "my_model:stages", "--limit", "70GiB"])
+given.command, given.limit
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from collections.abc import Callable
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev"
+DEVICES = "A100, H100, H200, GH200, B200, GB200, GB300, MI300X"
+"""Names of the package's tables, which take torch to import."""
+
+RECOMPUTE = "layers may be recomputed where the link has too much to do"
+
+
+def number(kind: type[int] | type[float], least: float, most: float = inf) -> Callable[[str], Any]:
+    """Parser of a finite number from ``least`` to ``most``."""
+    expected = "an integer" if kind is int else "a finite number"
+    expected += f" of at least {least}" + (f" and at most {most}" if isfinite(most) else "")
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not isfinite(value) or not least <= value <= most:
+            raise ArgumentTypeError(f"found {text}, expected {expected}")
+        return value
+
+    return parse
+
+
+COUNT, AMOUNT = number(int, 1), number(float, 0)
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "model": {"nargs": "?", "metavar": "[MODEL]", "help": "module:function, see docs/cli.md"},
+    "--hf": {"help": "config.json of Transformers, or its directory, in place of MODEL"},
+    "--schedule": {"default": "1f1b", "help": f"{SCHEDULES}, or a CSV file of actions"},
+    "--ranks --pp": {"type": COUNT, "default": 4, "help": "devices of the pipeline"},
+    "--virtual-stages": {"type": COUNT, "help": "stages per rank; the schedule's fewest if unset"},
+    "--microbatches": {"type": COUNT, "default": 16, "help": "microbatches of a step"},
+    "--length": {"type": COUNT, "default": 4096, "help": "tokens of a microbatch"},
+    "--hardware --device": {"default": "H100", "help": f"{DEVICES}, or a file of doctor --measure"},
+    "--groups": {"help": "groups of the model that may leave, with commas; all if unset"},
+    "--optimizer": {"help": "ends each step: AdamW, as in torch.optim, or module:function"},
+    "--fraction": {"type": number(float, 0, 1), "default": 1.0, "help": "part that leaves"},
+    "--plan": {"type": Path, "help": "file of pp-offload plan, in place of a fraction"},
+    "--limit": {"required": True, "help": "most bytes that a device may hold: 70GiB"},
+    "--gib": {"type": AMOUNT, "help": "GiB in flight, each way; the engine chooses if unset"},
+    "--host-gib": {"type": AMOUNT, "help": "GiB of host memory of a rank; all it needs if unset"},
+    "--tiers": {"default": "host", "help": "host, disk, or host,disk: disk when the host is full"},
+    "--min-numel": {"type": number(int, 0), "default": 2**20, "help": "smaller tensors stay"},
+    "--network-gb": {
+        "type": number(float, 1e-3),
+        "default": 50.0,
+        "help": "GB/s from rank to rank",
+    },
+    "--recompute": {"action": BooleanOptionalAction, "default": True, "help": RECOMPUTE},
+    "--limits": {"type": number(int, 2), "default": 8, "help": "number of limits to plan for"},
+    "--output -o": {"type": Path, "help": "file for the plan: plan.json"},
+    "--png": {"type": Path, "help": "file for a picture: PNG, SVG or PDF"},
+    "--trace": {"type": Path, "help": "file for a trace of the steps with offload: out.json.gz"},
+    "--json": {"action": "store_true", "help": "print JSON instead of text"},
+    "planned": {"type": Path, "metavar": "PLAN", "help": "plan.json, as pp-offload plan wrote it"},
+    "files": {"type": Path, "nargs": "+", "metavar": "FILE...", "help": "out.rank*.json.gz"},
+    "--rank": {"type": int, "action": "append", "help": "only this rank; may be given again"},
+    "--step": {"type": int, "help": "step of the trace; the last if unset"},
+    "--predicted": {"type": Path, "help": "another trace, drawn dashed over this one; with --png"},
+    "--disk-dir": {"type": Path, "help": "whose disk is tried; that of temporary files if unset"},
+    "--disk-mib": {"type": number(int, 0), "default": 64, "help": "MiB to write and read there"},
+    "--measure": {"type": Path, "help": "measure the device into a file, for --hardware"},
+    "--measure-mib": {"type": COUNT, "default": 256, "help": "MiB of each timed copy"},
+}
+"""Arguments of ``add_argument`` by names; each is the same in all commands."""
+
+PIPELINE = (
+    *("model", "--hf", "--schedule", "--ranks --pp", "--virtual-stages", "--microbatches"),
+    *("--length", "--hardware --device", "--groups", "--optimizer", "--min-numel"),
+)
+ENGINE = (*PIPELINE, "--gib", "--host-gib", "--tiers", "--network-gb")
+
+
+class Command(NamedTuple):
+    """What help says of a command, and its arguments."""
+
+    summary: str
+    details: str
+    arguments: tuple[str, ...]
+
+
+VIRTUAL = "No GPU is needed, and no time is measured."
+COUNTED = f"Parameters, gradients and activations count, and with --optimizer its state. {VIRTUAL}"
+
+COMMANDS = {
+    "simulate": Command(
+        "What a step costs on devices that are not here.",
+        "A step of a pipeline, without and with offload: a row for each rank. The engine runs as "
+        "it is, on tensors without data and streams with clocks. The exit code is 1 where a rank "
+        f"is above the limit of its plan. {VIRTUAL}",
+        (*ENGINE, "--fraction", "--plan", "--trace", "--json"),
+    ),
+    "profile": Command(
+        "What groups save, and what stages take.",
+        "Bytes, compute and copies of each kind of group, and memory and times of each stage, of "
+        "one microbatch: what is worth sending away, and what recomputation would take instead. "
+        f"{VIRTUAL}",
+        (*PIPELINE, "--recompute", "--json"),
+    ),
+    "plan": Command(
+        "What each rank keeps, sends away and recomputes.",
+        "The shortest step found in which no device holds more than the limit. The file is for "
+        f'OffloadConfig(plan="plan.json"). {COUNTED}',
+        (*ENGINE, "--limit", "--recompute", "--output -o", "--png"),
+    ),
+    "sweep": Command(
+        "How much longer a step is for less memory.",
+        "A plan for each of some limits, from the least that can be met to what a step needs "
+        f"without offload. {COUNTED}",
+        (*ENGINE, "--recompute", "--limits", "--png", "--json"),
+    ),
+    "trace": Command(
+        "What happened in a step, as a table or as a picture.",
+        "The files are of one run.",
+        ("files", "--png", "--rank", "--step", "--predicted", "--json"),
+    ),
+    "compare": Command(
+        "A plan beside what a run by it did.",
+        "A row for each rank, and below it what is worse than planned by more than 2 %, with the "
+        "input of the plan that was wrong. The exit code is 0 where nothing is worse; 1 where "
+        "something is, or the plan is of another model, schedule or number of microbatches.",
+        ("planned", "files", "--step", "--json"),
+    ),
+    "doctor": Command(
+        "What is here, for a bug report.",
+        "Devices, versions, memory and its limits, how fast the disk is, what the environment "
+        "says. With --measure also rates of the device and its link, and what launches and "
+        "pinning cost: the accelerator's, or the CPU's where there is none. It takes less than a "
+        "minute. The report names no user, no host and no path. What cannot be found says why.",
+        ("--disk-dir", "--disk-mib", "--json", "--measure", "--measure-mib"),
+    ),
+}
+
+
+class Parser(ArgumentParser):
+    """Prints errors in the words of this command."""
+
+    def error(self, message: str) -> NoReturn:
+        text = re.sub("^argument ", "Invalid value for ", message)
+        self.exit(2, f"{self.format_usage()}Try '{self.prog} -h' for help.\n\nError: {text}\n")
+
+
+def parser() -> Parser:
+    """Parser of the command line. It sets ``command`` to None where no command is given."""
+    top = Parser(
+        prog="pp-offload",
+        usage="pp-offload [OPTIONS] COMMAND ...",
+        description="Activation offload for PyTorch: what a step costs, what leaves, and what "
+        "happened in a step.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="store_true", help="print versions, and exit")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, command in COMMANDS.items():
+        usage = ["pp-offload", name, "[OPTIONS]"]
+        usage += [ARGUMENTS[one]["metavar"] for one in command.arguments if one[0] != "-"]
+        below = commands.add_parser(
+            name,
+            prog=f"pp-offload {name}",
+            usage=" ".join(usage),
+            help=command.summary,
+            description=f"{command.summary} {command.details}",
+            allow_abbrev=False,
+        )
+        below.set_defaults(error=below.error)
+        for names in command.arguments:
+            below.add_argument(*names.split(), **_with_default(ARGUMENTS[names]))
+    return top
+
+
+def _with_default(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of an argument, whose help says the default."""
+    if "default" not in options or "action" in options:
+        return options
+    return options | {"help": f"{options['help']} (default: %(default)s)"}

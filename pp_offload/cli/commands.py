@@ -1,0 +1,210 @@
+"""The commands: each prints text or JSON, and returns the exit code.
+
+code = getattr(commands, given.command)(given)
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.option_sources import UNITS, parse_limit
+from pp_offload._groups.plan_options import OPTIONS
+from pp_offload.cli.doctor import doctor as doctor
+from pp_offload.cli.pipelines import Pipeline, pipeline_of
+from pp_offload.cli.traces import compare as compare
+from pp_offload.cli.traces import trace as trace
+from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
+from pp_offload.config import OffloadConfig
+from pp_offload.plan import Chooser, InfeasibleError, RankTapes, front, front_table, record
+from pp_offload.plan import profile as profile_of
+from pp_offload.plan.profile_table import profile_table
+from pp_offload.plan.table import table
+from pp_offload.simulate import PeerLink, PipelineStep
+from pp_offload.simulate.compare import compare as run_both
+from pp_offload.trace import Trace
+
+GIB, GB = 2**30, 10**9
+
+
+def simulate(given: Namespace) -> int:
+    """Run a step without and with offload on virtual devices."""
+    config = config_of(given)
+    check_target("--trace", given.trace)
+    pipeline = pipeline_of(given)
+    with errors_of("--plan"):
+        config = replace(config, activation_offload_fraction=given.fraction, plan=given.plan)
+        if config.offload_plan is not None:
+            config.offload_plan.rank(pipeline.order.num_ranks - 1)
+    with progress_line() as progress, pipeline.errors():
+        both = run_both(
+            pipeline.order,
+            pipeline.work,
+            pipeline.hardware,
+            config=config,
+            peers=PeerLink(bytes_per_s=given.network_gb * GB),
+            progress=progress,
+            trace=None if given.trace is None else Trace(given.trace),
+        )
+    text = f"{pipeline.title}\n\n{both.table(pipeline.hardware.memory_bytes)}"
+    report(text, both.figures(), as_json=given.json)
+    return int(bool(both.above_the_limit))
+
+
+def profile(given: Namespace) -> int:
+    """Print bytes and times of groups and stages."""
+    pipeline = pipeline_of(given)
+    config = OffloadConfig(min_offloaded_tensor_size=given.min_numel)
+    figures = profile_of(_tapes(given, pipeline, config), pipeline.hardware)
+    text = f"{pipeline.title}\n\n{profile_table(figures)}"
+    report(text, asdict(figures), as_json=given.json)
+    return 0
+
+
+def plan(given: Namespace) -> int:
+    """Make a plan for a limit."""
+    config = config_of(given)
+    check_target("--output", given.output)
+    check_target("--png", given.png, is_picture=True)
+    limit_bytes = _bytes_of(given.limit)
+    pipeline = pipeline_of(given)
+    with chooser_of(given, pipeline, config) as chooser:
+        try:
+            chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
+            roomier = chooser.with_more_on_the_host(chosen)
+        except InfeasibleError as failure:
+            advice = "" if given.recompute else "; or leave out --no-recompute"
+            raise wrong("--limit", f"{failure}{advice}") from failure
+    none = chooser.without_offload()
+    if given.output is not None:
+        chosen.save(given.output)
+    say(f"{pipeline.title}\n\n{table(chosen, none, roomier)}")
+    if given.png is not None:
+        from pp_offload.plan.plan_picture import draw_plan
+
+        _draw(partial(draw_plan, chosen, none), given.png)
+    if given.output is not None:
+        say(_how_to_follow(chosen, given.output))
+    return 0
+
+
+def sweep(given: Namespace) -> int:
+    """Make plans for several limits."""
+    config = config_of(given)
+    check_target("--png", given.png, is_picture=True)
+    pipeline = pipeline_of(given)
+    with chooser_of(given, pipeline, config) as chooser:
+        plans = front(chooser, num=given.limits, made_for=pipeline.title)
+    figures = {
+        "plans": [plan.to_dict() for plan in plans.plans],
+        "without offload": _figures(plans.without_offload),
+        "all recomputed": plans.recomputed and _figures(plans.recomputed),
+    }
+    report(f"{pipeline.title}\n\n{front_table(plans)}", figures, as_json=given.json)
+    if given.png is not None:
+        from pp_offload.plan.trade_off_picture import draw_front
+
+        _draw(partial(draw_front, plans, title=pipeline.title), given.png, is_quiet=given.json)
+    return 0
+
+
+def config_of(given: Namespace) -> OffloadConfig:
+    """Options of the engine beside a plan."""
+    ahead: Any = "auto" if given.gib is None else int(given.gib * GIB)
+    with errors_of("--tiers"):
+        return OffloadConfig(
+            max_in_flight_bytes=ahead,
+            prefetch_bytes=ahead,
+            host_budget_bytes=None if given.host_gib is None else int(given.host_gib * GIB),
+            min_offloaded_tensor_size=given.min_numel,
+            tiers=tuple(part.strip() for part in given.tiers.split(",")),
+        )
+
+
+@contextmanager
+def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> Iterator[Chooser]:
+    """Planner of a pipeline, which shows its progress inside."""
+    with progress_line() as progress:
+        tapes = _tapes(given, pipeline, config)
+        with errors_of("--schedule"):
+            yield Chooser(
+                pipeline.order,
+                tapes,
+                pipeline.hardware,
+                config=config,
+                peers=PeerLink(bytes_per_s=given.network_gb * GB),
+                progress=None if progress is None else progress("steps predicted"),
+            )
+
+
+def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[RankTapes]:
+    if not given.recompute:
+        pipeline.work.layers = None
+    with pipeline.errors("--schedule"):
+        return record(pipeline.order, pipeline.work, pipeline.hardware, config)
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], Callable[..., None]] | None]:
+    """Maker of functions that show how far a part of the work is; None without a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        yield lambda name: partial(_show, name)
+    finally:
+        sys.stderr.write("\r\033[K")
+
+
+def _show(name: str, done: int, total: int | None = None) -> None:
+    of_total = "" if total is None else f" of {total}"
+    sys.stderr.write(f"\r\033[K{name}: {done}{of_total}")
+    sys.stderr.flush()
+
+
+def _bytes_of(limit: str) -> int:
+    """Bytes of a size; so few that a unit was forgotten are an error."""
+    nbytes = parse_limit(limit)
+    if nbytes is None:
+        units = ", ".join(UNITS)
+        problem = f"found {limit!r}, expected a number above 0 with a unit of {units}: 70GiB"
+        raise wrong("--limit", problem)
+    if limit.strip()[-1].isdigit() and nbytes < UNITS["MiB"]:
+        meant = f"{limit.strip()}GiB" if 0 < float(limit) < 1000 else "70GiB"
+        problem = f"found {limit}, which is {nbytes} bytes; expected a size such as {meant}"
+        raise wrong("--limit", problem)
+    return nbytes
+
+
+def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
+    """Options without which the engine would do something else than planned."""
+    beside = "".join(
+        f", {name}={tuple(value) if isinstance(value, list) else value!r}"
+        for name, value in plan.options.items()
+        if name in OPTIONS
+    )
+    text = f'\nwritten to {path}; follow it with OffloadConfig(plan="{path}"{beside})'
+    if any(names for rank in plan.ranks for names in rank.recomputed):
+        text += (
+            "\nbefore that, for each stage of a rank: recompute_layers(module, "
+            "plan.rank(rank).recomputed[number])"
+        )
+    return text
+
+
+def _draw(draw: Callable[[Path], None], path: Path, *, is_quiet: bool = False) -> None:
+    with errors_of("--png", ImportError, OSError):
+        draw(path)
+    if not is_quiet:
+        say(f"\nthe picture is in {path}")
+
+
+def _figures(step: PipelineStep) -> dict[str, Any]:
+    return {"seconds": step.seconds, "peak_bytes": [rank.peak_bytes for rank in step.ranks]}

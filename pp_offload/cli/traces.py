@@ -1,0 +1,128 @@
+"""The commands about traces: what happened in a step, and a plan beside it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.tables import format_table
+from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
+from pp_offload.errors import ConfigError
+from pp_offload.trace import Timeline, compare_with_plan, read
+from pp_offload.trace.figures import WAITS, RankFigures, checked_step, figures_of, steps_of
+from pp_offload.trace.timeline import COUNTERS
+
+GIB, GB, MS = 2**30, 10**9, 1e-3
+
+HEAD = "rank,step ms,busy,for reload,offload,disk,others,off GB/s,back GB/s".split(",")
+
+NOTE = """\
+for reload, offload, disk, others: ms in which compute waited for that; others are other ranks above
+all. GB/s: while copies ran. Peaks: GiB. - is what the trace does not say."""
+
+CAUTIONS = {
+    "is_truncated": "recording stopped early, at max_events: the last step may lack spans",
+    "has_captures": "what was captured in a CUDA graph is missing",
+    "began_anew": "configure() made another engine, so recording began anew",
+}
+"""What makes figures less than they look, by key of the metadata of a rank."""
+
+
+def trace(given: Namespace) -> int:
+    """Print or draw a step of a trace."""
+    timeline = _read("FILE", *given.files)
+    with errors_of("--step"):
+        step = checked_step(timeline, given.step)
+    ranks = list(steps_of(timeline)[step])
+    for rank in given.rank or ():
+        if rank not in ranks:
+            problem = f"found {rank}, expected one that has step {step}: {ranks}"
+            raise wrong("--rank", problem)
+    ranks = given.rank or ranks
+    if given.png is not None:
+        return _draw(given, timeline, step, ranks)
+    if given.predicted is not None:
+        raise wrong("--predicted", "it is drawn, not printed; add --png out.png")
+    figures = [rank for rank in figures_of(timeline, step) if rank.rank in ranks]
+    plain = {"step": step, "ranks": [_plain(rank) for rank in figures]}
+    report(_table(timeline, step, figures), plain, as_json=given.json)
+    return 0
+
+
+def compare(given: Namespace) -> int:
+    """Print a plan beside a run by it."""
+    with errors_of("PLAN", ConfigError, OSError):
+        plan = OffloadPlan.load(given.planned)
+    timeline = _read("FILE", *given.files)
+    with errors_of("--step"):
+        checked_step(timeline, given.step)
+    with errors_of("PLAN"):
+        both = compare_with_plan(plan, timeline, step=given.step)
+    report(f"{plan.made_for}\n\n{both.table()}", both.figures(), as_json=given.json)
+    return int(not both.is_as_planned)
+
+
+def _read(option: str, *paths: Path) -> Timeline:
+    with errors_of(option, OSError):
+        return read(*paths)
+
+
+def _draw(given: Namespace, timeline: Timeline, step: int, ranks: list[int]) -> int:
+    from pp_offload.trace.picture import draw
+
+    if given.json:
+        raise wrong("--json", "a picture has none, expected one of --json and --png")
+    check_target("--png", given.png)
+    predicted = given.predicted and _read("--predicted", given.predicted)
+    if predicted is not None:
+        with errors_of("--predicted"):
+            checked_step(predicted, None)
+    with errors_of("--png", ImportError, OSError):
+        draw(timeline, given.png, ranks=ranks, step=step, predicted=predicted)
+    say(f"step {step} of ranks {', '.join(map(str, ranks))} is in {given.png}")
+    return 0
+
+
+def _plain(rank: RankFigures) -> dict[str, Any]:
+    """Figures in seconds and bytes, as JSON can hold them."""
+    return asdict(rank) | {
+        "offload_bytes_per_s": rank.offload_bytes_per_s,
+        "reload_bytes_per_s": rank.reload_bytes_per_s,
+        "waited_s": {kind.value: seconds for kind, seconds in rank.waited_s.items()},
+        "peak_bytes": dict(rank.peak_bytes),
+    }
+
+
+def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str:
+    counters = [name for name in COUNTERS if any(name in rank.peak_bytes for rank in figures)]
+    has_disk = any(rank.written_bytes or rank.read_bytes for rank in figures)
+    head = [*HEAD, *["written GiB", "read GiB"] * has_disk, *(f"peak {name}" for name in counters)]
+    rows = [_row(rank, counters, has_disk=has_disk) for rank in figures]
+    first, *others = steps_of(timeline)
+    steps = f"steps {first} to {others[-1]}" if others else f"step {first}"
+    lines = [f"step {step}; the trace has {steps}", "", format_table([head, *rows]), NOTE]
+    for key, text in CAUTIONS.items():
+        ranks = [str(rank.rank) for rank in figures if _metadata(timeline, rank).get(key)]
+        lines += [f"ranks {', '.join(ranks)}: {text}"] if ranks else []
+    return "\n".join(lines)
+
+
+def _metadata(timeline: Timeline, rank: RankFigures) -> Mapping[str, Any]:
+    return timeline.metadata.get(rank.rank, {})
+
+
+def _row(rank: RankFigures, counters: list[str], *, has_disk: bool) -> list[str]:
+    times = rank.seconds, rank.busy_s, *(rank.waited_s[kind] for kind in WAITS)
+    rates = rank.offload_bytes_per_s, rank.reload_bytes_per_s
+    sizes = (*(rank.written_bytes, rank.read_bytes) * has_disk, *map(rank.peak_bytes.get, counters))
+    units = [(times, MS, 1), (rates, GB, 1), (sizes, GIB, 3)]
+    cells = [_number(x, unit, digits) for row, unit, digits in units for x in row]
+    return [str(rank.rank), *cells]
+
+
+def _number(value: float | None, unit: float, digits: int) -> str:
+    return "-" if value is None else f"{value / unit:.{digits}f}"

@@ -1,0 +1,92 @@
+"""``pp-offload simulate --hf``: models of Transformers, and those that are made otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.cli import check_refused, good
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, PretrainedConfig
+
+from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
+
+SMALL = "--ranks 2 --microbatches 4 --length 256 --min-numel 1".split()
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+TINY = LlamaConfig(**SIZES)
+CAPPED = Gemma2Config(**SIZES, head_dim=16, query_pre_attn_scalar=16)
+"""Its attention caps scores, which the kernel of the others does not."""
+
+
+def test_a_config(tmp_path: Path) -> None:
+    TINY.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert "mlp may leave" in good("simulate", "--hf", path, *SMALL, "--groups", "mlp")
+
+
+def test_attention_that_caps_scores(tmp_path: Path) -> None:
+    CAPPED.save_pretrained(tmp_path)
+    figures = json.loads(good("simulate", "--hf", tmp_path, *SMALL, "--json"))
+    rank = figures["with offload"]["ranks"][0]
+    assert rank["bytes_offloaded"] > 4 * 256 * 256 * 2 * 4, "matrices of scores are saved"
+
+
+@pytest.mark.parametrize("config", [TINY, CAPPED], ids=["llama", "gemma2"])
+def test_stages_compute_what_the_model_computes(config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    model = model_from_config(config, dtype=torch.float32).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+        for buffer in model.buffers():
+            buffer.fill_(2.0)
+        rotary = model.model.rotary_emb
+        rotary.inv_freq.copy_(1e4 ** -torch.linspace(0, 1, len(rotary.inv_freq)))
+    tokens = torch.randint(96, (2, 12))
+    for num_stages in (1, 2, 5):
+        stages = stages_of(model, num_stages)
+        x = tokens
+        for stage in stages:
+            x = stage(x)
+        assert torch.equal(x, model(tokens, use_cache=False).logits)
+        num_layers = [len(stage.layers) for stage in stages]
+        assert sum(num_layers) == 5 and max(num_layers) - min(num_layers) <= 1
+    assert groups_of(stages[0]) == {"self_attn": "layers.*.self_attn", "mlp": "layers.*.mlp"}
+
+
+def test_ranks_share_no_parameter_of_a_tied_model() -> None:
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    first, last = stages_of(model_from_config(config), 2)
+    assert not set(first.parameters()) & set(last.parameters())
+
+
+T5 = {"model_type": "t5"}
+GEMMA3 = {**SIZES, "head_dim": 16, "model_type": "gemma3_text"}
+WRONG = {
+    "as GPT-2": (GPT2Config(n_layer=2, n_embd=64, n_head=2).to_dict(), "expected a decoder made l"),
+    "layers": (TINY.to_dict() | {"num_hidden_layers": 1}, "there are 2 stages for 1 layers, expec"),
+    "rotary": (GEMMA3, "Gemma3ForCausalLM cannot run in stages without data (TypeError: Gemma3Rot"),
+    "not causal": (T5, "cannot be made (ValueError: Unrecognized configuration class"),
+    "value": ({"model_type": "llama", "hidden_size": "many"}, "found no config of Transformers at"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_cut_is_refused(tmp_path: Path, name: str) -> None:
+    config, problem = WRONG[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_refused(f"simulate --hf {tmp_path} --ranks 2", problem)
+
+
+def test_a_path_that_is_not_there_is_refused() -> None:
+    problem = "found no file or directory './nowhere', and no model of that name in the cache"
+    check_refused("simulate --hf ./nowhere", problem)
