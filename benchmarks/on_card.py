@@ -238,7 +238,10 @@ def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int)
         manager = stack.enter_context(use_backend(default_backend(device), config=config))
         context: Any = nullcontext
         if way == "activations":
-            offload = OffloadActivations(min_offload_size=CASES[case].min_numel)
+            offload = OffloadActivations(
+                min_offload_size=CASES[case].min_numel,
+                config=OffloadConfig(device_limit_bytes=None),
+            )
             context = lambda: offload  # noqa: E731
         elif way == "save_on_cpu":
             context = partial(save_on_cpu, pin_memory=device.type != "cpu")

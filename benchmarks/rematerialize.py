@@ -222,7 +222,7 @@ def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
     with use_backend(backend):
         model = model_from_config(config).train()
         ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
-        options = OffloadConfig(rematerialize=choice or "none")
+        options = OffloadConfig(rematerialize=choice or "none", device_limit_bytes=None)
         offload = OffloadActivations(config=options, backend=backend)
         for _ in range(4):
             begin, before = (backend.seconds, backend.compute.busy_s), offload.statistics()

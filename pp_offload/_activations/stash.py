@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,10 +27,11 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.manager import MANY_CHUNKS
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import Plan
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
+from pp_offload._groups.step_line import log_step
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default
@@ -88,7 +90,7 @@ class ActivationStash:
         allocate = None if use_pin_memory else pageable
         self._make = partial(Offloader, self.backend, config, allocate=allocate)
         self._inherited: Offloader | None = None
-        self._has_warned = False
+        self._has_warned = self._has_logged = False
         self._start()
 
     def _start(self) -> None:
@@ -129,15 +131,24 @@ class ActivationStash:
         """End the step if all its backwards are over: what it took says what stays in the next."""
         shapes = self._step.shapes() if self._step.is_complete() else None
         if shapes is None:
-            self._step.forget_finished()
+            is_learning = self._room.is_watching and self._step.num_chunks < MANY_CHUNKS
+            if not is_learning or self._step.has_dropped():
+                self._step.forget_finished()
             if self._step.num_chunks:
                 return
         self._room.end_step(shapes)
+        has_settled = False
         if shapes is not None:
-            plan = self._step.make_plan(OPTIONS, self._room.stay)
-            self._offloader.plan = plan if plan.stay else Plan()  # which keeps no margin
+            old, plan = self._offloader.plan, self._step.make_plan(OPTIONS, self._room.stay)
+            has_settled = plan.stay == old.stay
+            at_places = frozenset(key for key in plan.kept if key.place in plan.stay)
+            self._offloader.plan = replace(plan, kept=at_places)  # for a margin there is no room
         self._step.clear()
         self._room.begin_step(self._limit)
+        figures = self._room.figures
+        if has_settled and figures and self._room.is_settled and not self._has_logged:
+            self._has_logged = True
+            log_step(None, self._step.summary.values(), figures)
 
     def _warn_of_elsewhere(self) -> None:
         """Once, if nothing ever left, for tensors are on another device than the engine's."""

@@ -199,7 +199,7 @@ class AutoBounds:
         Planned bounds hold as long as all is as planned, whatever the times: memory stays below the
         limit that the plan was made for.
         """
-        self._plan = plan
+        self._plan, self._settled = plan, None
         self._num_left = NUM_TIMED
         if plan.bounds is not None:
             self._take(plan.bounds)

@@ -129,8 +129,9 @@ def fitting(
 ) -> dict[Place, int]:
     """The places whose groups have room, each with the bytes that a group takes there.
 
-    All, as they were saved. Or all, and of some what recipes compute again is not kept. Or some
-    beside what moves: copies that hide behind compute cost less than computing again, others more.
+    Three choices: all stay whole; all stay, some without what recipes compute again; or some leave,
+    beside room for copies. Copies that hide behind compute cost less than computing again, others
+    more.
 
     Args:
         demand: Of all steps that are to have room.

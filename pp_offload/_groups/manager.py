@@ -19,19 +19,18 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
-from pp_offload._common.processes import rank_said
 from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import GroupBytes, make_plan
+from pp_offload._groups.plan import make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.step_line import step_line
+from pp_offload._groups.step_line import log_step
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
@@ -339,14 +338,10 @@ class Manager:
 
     def _say_what_steps_cost(self) -> None:
         """Once for each choice of what stays."""
-        time = self.bounds.take_settled()
-        if time is None or not self._room.is_settled:
+        time = self.bounds.take_settled() if self._room.is_settled else None
+        if time is None:
             return
-        groups = GroupBytes()
-        for each in self.step.summary.values():
-            groups = groups.plus(each)
-        level, line = step_line(time, groups, self._room.figures)
-        logger.log(level, "pp_offload: %s%s", rank_said(), line)
+        log_step(time, self.step.summary.values(), self._room.figures)
 
     def _drop_step(self) -> None:
         with self.offloader.lock:

@@ -91,8 +91,13 @@ class DeviceRoom(Observer):
         return None if self._seen is None else self._figures
 
     @property
+    def is_watching(self) -> bool:
+        """Whether there is a limit, on a device that tells what is allocated."""
+        return self._seen is not None
+
+    @property
     def is_settled(self) -> bool:
-        """Whether it is chosen what stays, or nothing is to."""
+        """Whether what stays has been chosen, or there is no limit."""
         return self._seen is None or not self._num_left
 
     @property
@@ -112,6 +117,7 @@ class DeviceRoom(Observer):
         backend, self._limit = self._offloader.backend, limit
         if limit is None:
             self._stay, self._foreseen_bytes = {}, None
+            self._num_left, self._room_bytes = max(1, self._num_left), -1
         if limit is None or backend.is_capturing:
             return
         allocated = backend.allocated()
@@ -128,7 +134,7 @@ class DeviceRoom(Observer):
             self._has_warned = True
             return
         self._peaks.begin(allocated.peak_bytes)
-        self._seen = StepMemory(allocated)
+        self._seen = StepMemory(allocated, self._at_rest_bytes(allocated))
         self._offloader.observers.add(self)
 
     def opened(self, group: Group) -> None:
@@ -136,12 +142,14 @@ class DeviceRoom(Observer):
         seen, key = self._seen, group.key
         if seen is not None and key is not None and key.chunk not in seen.begun:
             if not seen.begun:  # what rose before was of no step
-                seen.told_bytes = self._allocated(seen).peak_bytes
+                now = self._allocated(seen)
+                seen.told_bytes, seen.num_retries = now.peak_bytes, now.num_retries
                 self._peaks.begin(seen.told_bytes)
             seen.begun.add(key.chunk)
-            now = self._in_flight()
-            seen.in_flight.add(now)
-            if self._stay and not self._history.demand.covers(now):  # for so many there is no room
+            in_flight = self._in_flight()
+            seen.in_flight.add(in_flight)
+            if self._stay and not self._history.demand.covers(in_flight):
+                # so many have no room
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
         self._read()
@@ -168,14 +176,18 @@ class DeviceRoom(Observer):
         allocated = self._allocated(seen)
         seen.note(allocated, is_of_loss=seen.is_behind_forward)
         seen.in_backward, seen.is_behind_forward = key.chunk, False
-        mover = self._offloader.engine.mover
-        moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
-        seen.note_chunk(self._in_flight(), allocated.nbytes, moving_bytes)
+        at_rest_bytes = self._at_rest_bytes(allocated)
+        seen.note_chunk(self._in_flight(), allocated.nbytes, at_rest_bytes)
 
     def _read(self) -> None:
         """In a step that may say what is needed, read more often."""
         if self._seen is not None and (self._num_left or self._history.may_shrink):
             self._seen.note(self._allocated(self._seen))
+
+    def _at_rest_bytes(self, allocated: Allocated) -> int:
+        """Without copies in flight, both ways."""
+        mover = self._offloader.engine.mover
+        return allocated.nbytes - mover.in_flight.nbytes - mover.arrived.unused_bytes
 
     def _allocated(self, seen: StepMemory) -> Allocated:
         return self._offloader.backend.allocated() or seen.begin
@@ -205,13 +217,15 @@ class DeviceRoom(Observer):
             self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
         limit_bytes = min(self._limits())
         elsewhere = self._peaks.elsewhere(peak_bytes)
-        self._figures = DeviceFigures(limit_bytes, peak_bytes, elsewhere)
+        self._figures = DeviceFigures(
+            limit_bytes, peak_bytes, elsewhere, is_given=self._limit != AUTO
+        )
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART
         if self._foreseen_bytes is not None:
-            now = self._allocated(seen)
-            needed_bytes = now.nbytes + self._needed_bytes + self._spare_bytes
+            now_bytes = self._at_rest_bytes(self._allocated(seen))
+            needed_bytes = now_bytes + self._needed_bytes + self._spare_bytes
             self._fill(needed_bytes, limit_bytes, hidden_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
             self._warn(peak_bytes, limit_bytes)
@@ -224,19 +238,19 @@ class DeviceRoom(Observer):
     def _forget(self, change: Change) -> None:
         """What stayed was for another demand. After a larger step all leave, and are read."""
         self._stay, self._room_bytes = {}, -1
+        self._peaks.forget()
         if change is Change.MORE:
             self._num_left = NUM_SETTLING if self._num_left else 1
             self._foreseen_bytes = None
         else:
-            self._needed_bytes = 0
-            self._peaks.forget()
+            self._needed_bytes = self._spare_bytes = 0
 
     def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
         """The peak of a step that was read; also note what it needs whatever leaves."""
         largest_bytes = max(self._history.demand.sizes.values(), default=0)
         peak_bytes = self._peaks.of_step(seen, largest_bytes)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
-        needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin.nbytes
+        needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin_bytes
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return peak_bytes
 
@@ -279,8 +293,8 @@ class DeviceRoom(Observer):
         logger.log(
             logging.DEBUG if self._has_warned else logging.WARNING,
             "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: all "
-            "groups leave; let less than the %.1f MiB of now be on its way, with "
-            "max_in_flight_bytes and prefetch_bytes; have more of the model in groups, recompute "
+            "groups leave; lower max_in_flight_bytes and prefetch_bytes, which allow %.1f MiB in "
+            "flight; have more of the model in groups, recompute "
             "layers, or make microbatches shorter",
             rank_said(),
             peak_bytes,

@@ -175,6 +175,10 @@ class StepRecord:
             return False
         return bool(self._backward) and all(c.is_finished() for c in self._forward.values())
 
+    def has_dropped(self) -> bool:
+        """Whether the graph of a chunk is gone without its backward."""
+        return any(c.is_over and not c.is_finished() for c in self._forward.values())
+
     def has_saved_nothing(self) -> bool:
         """Whether there were groups, all of them committed, and none saved what may leave."""
         groups = [group for chunk in self._forward.values() for group in chunk.groups]

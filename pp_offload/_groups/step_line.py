@@ -1,14 +1,18 @@
 """The line of log that says what steps cost once it is chosen what stays.
 
-level, line = step_line(time, manager.step.saved_bytes, room.figures)
+log_step(time, step.summary.values(), room.figures)
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from pp_offload._common.processes import rank_said
 from pp_offload._groups.plan import GroupBytes
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -36,12 +40,28 @@ class DeviceFigures(NamedTuple):
     elsewhere: str = ""
     """What made the device's peak, where that is higher or not in a group; may be empty."""
 
+    is_given: bool = True
+    """Whether the limit is a number that the user gave."""
 
-def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) -> tuple[int, str]:
+
+def log_step(
+    time: StepTime | None, groups: Iterable[GroupBytes], device: DeviceFigures | None
+) -> None:
+    """Log what :func:`step_line` says of the sum of these groups."""
+    total = GroupBytes()
+    for each in groups:
+        total = total.plus(each)
+    level, line = step_line(time, total, device)
+    logger.log(level, "pp_offload: %s%s", rank_said(), line)
+
+
+def step_line(
+    time: StepTime | None, groups: GroupBytes, device: DeviceFigures | None
+) -> tuple[int, str]:
     """A warning if copies cost time, else information.
 
     Args:
-        time: Of a step.
+        time: Of a step; None if it was not timed.
         groups: What became of the bytes of its groups.
         device: Memory it took; None without a limit.
 
@@ -50,10 +70,10 @@ def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) 
     """
     kept, copied, again = (f"{n / GIB:.2f}" for n in (groups.kept, groups.copied, groups.again))
     line = (
-        f"when most is saved, {kept} GiB of it stay, {copied} are on the host, and {again} are "
-        "computed again"
+        f"at the peak, {kept} GiB of saved tensors stay on the device, {copied} are on the host, "
+        f"and {again} are computed again"
     )
-    if time.step_ms:
+    if time is not None and time.step_ms:
         without_ms = time.step_ms - time.waiting_ms
         line += f"; a step takes {time.step_ms:.1f} ms, {without_ms:.1f} without waiting for copies"
     if device is not None:
@@ -61,9 +81,11 @@ def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) 
         line += f"; the device's peak is about {peak:.2f} GiB of at most {limit:.2f}"
         if device.elsewhere:
             line += f"; {device.elsewhere}"
-    if time.waiting_ms <= FREE_PART * time.step_ms:
+    if time is None or time.waiting_ms <= FREE_PART * time.step_ms:
         return logging.INFO, line
-    more = "a larger device_limit_bytes" if device is not None else "a device_limit_bytes"
+    more = "a device_limit_bytes, " if device is None else "a larger device_limit_bytes, "
+    if device is not None and not device.is_given:
+        more = ""  # the device has no more
     return logging.WARNING, (
-        f"{line}; {more}, fewer groups, or recomputed layers (pp-offload plan) would wait less"
+        f"{line}; {more}fewer groups, or recomputed layers (pp-offload plan) would wait less"
     )

@@ -32,6 +32,9 @@ class StepMemory:
     begin: Allocated
     """What the device told when it began."""
 
+    begin_bytes: int
+    """Allocated at that time, without copies in flight."""
+
     told_bytes: int = 0
     """The device's peak, as it was told last."""
 
@@ -47,8 +50,11 @@ class StepMemory:
     is_behind_forward: bool = False
     """Whether a group was closed last."""
 
+    num_retries: int = 0
+    """How often the allocator had given memory back before the first group."""
+
     had_retries: bool = False
-    """Whether the allocator had to give memory back first."""
+    """Whether it did so in the step."""
 
     allocated_bytes: int = 0
     """The most when a backward went on to another chunk."""
@@ -65,7 +71,7 @@ class StepMemory:
     in_backward: ChunkKey | None = None
 
     def __post_init__(self) -> None:
-        self.told_bytes = self.begin.peak_bytes
+        self.told_bytes, self.num_retries = self.begin.peak_bytes, self.begin.num_retries
 
     def note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
         """See NOTE [ What a peak does not say ]."""
@@ -73,13 +79,12 @@ class StepMemory:
             self.told_bytes = self.peak_bytes = now.peak_bytes
             self.has_risen, self.is_of_loss = True, is_of_loss
         self.peak_bytes = max(self.peak_bytes, now.nbytes)
-        self.had_retries = now.num_retries > self.begin.num_retries
+        self.had_retries = now.num_retries > self.num_retries
 
-    def note_chunk(self, now: ChunksInFlight, allocated_bytes: int, moving_bytes: int) -> None:
-        """Backward goes on to another chunk, with so many bytes of copies in flight."""
+    def note_chunk(self, now: ChunksInFlight, allocated_bytes: int, at_rest_bytes: int) -> None:
+        """Backward goes on to another chunk; without copies in flight the second is allocated."""
         self.allocated_bytes = max(self.allocated_bytes, allocated_bytes)
-        nbytes = allocated_bytes - moving_bytes
-        self.besides_copies[now] = max(self.besides_copies.get(now, 0), nbytes)
+        self.besides_copies[now] = max(self.besides_copies.get(now, 0), at_rest_bytes)
 
     def fixed_bytes(self, staying: Mapping[int, int]) -> int:
         """The most at these times, less copies and so many bytes that stay for each chunk."""
@@ -111,7 +116,7 @@ class Peaks:
         self._told_bytes = seen.told_bytes
 
     def forget(self) -> None:
-        """Steps are smaller from now on."""
+        """Steps are of other sizes from now on."""
         self._risen_bytes = 0
 
     def of_step(self, seen: StepMemory, largest_bytes: int) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+
 import pytest
 import torch
 from conftest import make_backend
 from test_activations import Program, first_in_first_out, last_in_first_out, one_by_one
 from test_device import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from torch import Tensor
 from toy import batches, make_model, same_bits
 
 from pp_offload import OffloadConfig
@@ -43,8 +47,11 @@ def test_equal_bit_for_bit(order: str, limit_bytes: int, program: Program) -> No
 
 
 @pytest.mark.parametrize(("num_saved", "least", "most"), [(1, 0.9, 1), (20, 0.3, 0.7), (60, 0, 0)])
-def test_the_limit_is_kept_and_filled(num_saved: int, least: float, most: float) -> None:
-    """Of what all layers save as much leaves as must."""
+def test_the_limit_is_kept_and_filled(
+    num_saved: int, least: float, most: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what all layers save as much leaves as must; and the log says so once."""
+    caplog.set_level(logging.INFO)
     limit_bytes = int(num_saved * SAVED_BYTES) + NUM_LAYERS * WIDTH**2 * 4
     backend = VirtualBackend(hardware(1.0))
     offload = OffloadActivations(
@@ -72,3 +79,24 @@ def test_the_limit_is_kept_and_filled(num_saved: int, least: float, most: float)
             sent.append(offload.statistics().bytes_offloaded - before)
     assert least <= sent[-1] / sent[0] <= most
     assert num_saved == 1 or max(peaks) <= limit_bytes
+    (line,) = [text for text in caplog.messages if "saved tensors stay" in text]
+    assert f"{sent[-1] / 2**30:.2f} are on the host" in line
+    assert f"of at most {limit_bytes / 2**30:.2f}" in line
+
+
+def test_with_a_backward_after_each_forward_but_one() -> None:
+    """As in a pipeline: a step is over where no graph is left."""
+    backend = make_backend("eager")
+    config = OffloadConfig(device_limit_bytes=2**30)
+    offload = OffloadActivations(min_offload_size=1, config=config, backend=backend)
+    model, sent = make_model(groups=(), device=str(backend.device)), []
+    for number in range(4):
+        before, waiting = offload.statistics().bytes_offloaded, deque[Tensor]()
+        for x in batches(4, step=number):
+            with offload:
+                waiting.append(model(x.to(backend.device)).square().mean())
+            if len(waiting) > 1:
+                waiting.popleft().backward()
+        waiting.popleft().backward()
+        sent.append(offload.statistics().bytes_offloaded - before)
+    assert sent[0] and not sent[-1]

@@ -16,7 +16,7 @@ from pp_offload._groups.step_line import GIB, DeviceFigures, StepTime, step_line
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if "when most is saved" in record.getMessage()]
+    return [record for record in caplog.records if "at the peak, " in record.getMessage()]
 
 
 @with_limit(40)
@@ -29,7 +29,7 @@ def test_figures_are_those_of_the_step(
     stay, step_ms, waiting_ms, peak, limit = map(
         float,
         re.findall(
-            r"saved, ([\d.]+) GiB.*takes ([\d.]+) ms, ([\d.]+) without.*about ([\d.]+) GiB of at "
+            r"peak, ([\d.]+) GiB.*takes ([\d.]+) ms, ([\d.]+) without.*about ([\d.]+) GiB of at "
             r"most ([\d.]+)$",
             record.getMessage(),
         )[0],
@@ -79,3 +79,15 @@ def test_a_peak_in_the_loss_is_named(training: Training, caplog: pytest.LogCaptu
         training.run(10)
     (record,) = lines(caplog)
     assert "behind the last group's forward: the model's head, or its loss" in record.getMessage()
+
+
+@with_limit(40)
+def test_a_loop_that_waits_for_each_step_gets_the_line(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its times are there before room is chosen."""
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):
+            training.step()
+            training.backend.synchronize()
+    assert len(lines(caplog)) == 1

@@ -1161,7 +1161,7 @@ MUTANTS = [
     Mutant(
         "with more chunks in flight as many groups stay",
         "pp_offload/_groups/room.py",
-        "            if self._stay and not self._history.demand.covers(now):",
+        "            if self._stay and not self._history.demand.covers(in_flight):",
         "            if False:",
         "the first step with more microbatches in flight takes more than the limit",
         ("tests/simulate/test_auto_plan.py::test_steps_that_ask_for_more_begin_anew",),
@@ -1188,7 +1188,7 @@ MUTANTS = [
     Mutant(
         "what a step needed at first is what it needs for ever",
         "pp_offload/_groups/room.py",
-        "needed_bytes = now.nbytes + self._needed_bytes",
+        "needed_bytes = now_bytes + self._needed_bytes",
         "needed_bytes = self._needed_bytes",
         "an optimizer's states have no room beside what stays",
         ("tests/simulate/test_auto_plan.py::test_states_that_an_optimizer_makes_have_their_room",),
