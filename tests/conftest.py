@@ -204,7 +204,12 @@ def manager(backend: Backend) -> Iterator[PipelineOffloadManager]:
 def activations(backend: Backend) -> Iterator[OffloadActivations]:
     """A context on each backend, in which tensors of any size leave, three at a time."""
     with backend.activate():
-        yield OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=backend)
+        yield OffloadActivations(
+            min_offload_size=1,
+            max_fwd_stash_size=3,
+            config=OffloadConfig(device_limit_bytes=None),
+            backend=backend,
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)

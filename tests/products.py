@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,
+    OffloadConfig,
     OffloadModel,
     PipelineOffloadManager,
     offload_modules,
@@ -63,7 +64,12 @@ class Context(Product):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
+        self.offload = OffloadActivations(
+            min_offload_size=1,
+            max_fwd_stash_size=2,
+            config=OffloadConfig(device_limit_bytes=None),
+            backend=backend,
+        )
 
     def forward(self) -> AbstractContextManager[Any]:
         return self.offload

@@ -29,7 +29,12 @@ def offload(request: pytest.FixtureRequest):
     """A context on each backend, that takes tensors of any size."""
     backend = make_backend(request.param)
     with backend.activate():
-        yield OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=backend)
+        yield OffloadActivations(
+            min_offload_size=1,
+            max_fwd_stash_size=3,
+            config=OffloadConfig(device_limit_bytes=None),
+            backend=backend,
+        )
 
 
 def device_of(offload: OffloadActivations) -> torch.device:

@@ -248,7 +248,12 @@ def test_inside_other_hooks(backend, again: bool) -> None:
         model = OffloadModel(
             copy.deepcopy(plain), backend.device, backend=backend, checkpoint_activation=again
         )
-        outer = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
+        outer = OffloadActivations(
+            min_offload_size=1,
+            max_fwd_stash_size=2,
+            config=OffloadConfig(device_limit_bytes=None),
+            backend=backend,
+        )
 
         def call(x: Tensor) -> Tensor:
             with outer:

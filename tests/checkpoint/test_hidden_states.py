@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from toy import assert_no_hooks, same_bits
 
-from pp_offload import OffloadHiddenStates, checkpoint_wrapper
+from pp_offload import OffloadConfig, OffloadHiddenStates, checkpoint_wrapper
 from pp_offload.backends import CpuBackend
 
 LAYERS, ROWS, WIDTH = 4, 6, 8
@@ -105,7 +105,8 @@ def test_so_many_bytes_and_no_bit_changes(backend, how: str, use_reentrant: bool
     with backend.activate():
         plain = make(backend.device, how, use_reentrant=use_reentrant)
         model = make(backend.device, how, use_reentrant=use_reentrant)
-        offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
+        config = OffloadConfig(device_limit_bytes=None)
+        offload = OffloadHiddenStates(model, min_offload_size=1, config=config, backend=backend)
         for _ in range(3):
             expected = step(plain, backend.device)
             assert same_bits(step(model, backend.device, offload), expected)
