@@ -452,8 +452,8 @@ def test_a_sharded_optimizer_counts_its_slices(
     holds = {}
     for optimizer in ("AdamW", "the_model:sharded"):
         command = ["profile", "the_model:stages", "--optimizer", optimizer, "--json"]
-        found = json.loads(good(*command))
-        holds[optimizer] = found["resident_bytes"][0], found["optimizers"][0]["resident_bytes"]
+        profile = json.loads(good(*command))
+        holds[optimizer] = profile["resident_bytes"][0], profile["optimizers"][0]["resident_bytes"]
     (plain, state), (sharded, of_slices) = holds.values()
     assert of_slices == pytest.approx(2 * state / 8, rel=1e-3), "in fp32"
     assert sharded - plain == pytest.approx(of_slices, rel=1e-3), "masters, and their gradients"

@@ -68,9 +68,9 @@ def step_line(
     Returns:
         The level, and the line without the rank.
     """
-    kept, copied, again = (f"{n / GIB:.2f}" for n in (groups.kept, groups.copied, groups.again))
+    stay, sent, again = (f"{n / GIB:.2f}" for n in (groups.kept, groups.copied, groups.again))
     line = (
-        f"at the peak, {kept} GiB of saved tensors stay on the device, {copied} are on the host, "
+        f"at the peak, {stay} GiB of saved tensors stay on the device, {sent} are on the host, "
         f"and {again} are computed again"
     )
     if time is not None and time.step_ms:

@@ -169,7 +169,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         usage = ["pp-offload", name, "[OPTIONS]"]
-        usage += [ARGUMENTS[one]["metavar"] for one in command.arguments if one[0] != "-"]
+        usage += [ARGUMENTS[name]["metavar"] for name in command.arguments if name[0] != "-"]
         below = commands.add_parser(
             name,
             prog=f"pp-offload {name}",

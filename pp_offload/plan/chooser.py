@@ -347,8 +347,8 @@ class Chooser:
         choice, num = tried.choice, 1
         while (tried := play(choice)).peak_bytes > limit_bytes:
             less = tuple(
-                one._replace(stay=fewer(one.stay, num)) if rank.peak_bytes > limit_bytes else one
-                for one, rank in zip(choice, tried.step.ranks, strict=True)
+                old._replace(stay=fewer(old.stay, num)) if rank.peak_bytes > limit_bytes else old
+                for old, rank in zip(choice, tried.step.ranks, strict=True)
             )
             if less == choice:
                 return None
@@ -506,7 +506,7 @@ class Chooser:
             yield RankPlan(groups, max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
 
     def _tapes_of(self, choice: Choice) -> list[RankTapes]:
-        return self._recomputing([one.num_recomputed for one in choice])
+        return self._recomputing([rank.num_recomputed for rank in choice])
 
     def _recomputing(self, nums: Sequence[int]) -> list[RankTapes]:
         return [tapes.recomputing(num) for tapes, num in zip(self._tapes, nums, strict=True)]

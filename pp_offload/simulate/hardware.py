@@ -132,7 +132,7 @@ class Hardware:
         """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))["hardware"]
-            names = [one.name for one in fields(cls)]
+            names = [field.name for field in fields(cls)]
             for name in given:
                 if name not in names:
                     raise ValueError(f"{name!r} is no field of Hardware{near(name, names)}")

@@ -111,8 +111,8 @@ class Link:
         running = running_at(others, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
-        left = min(self._rates[to_host] - here, self._both_rate - both)
-        return left if left > NOTHING * both else 0.0
+        free = min(self._rates[to_host] - here, self._both_rate - both)
+        return free if free > NOTHING * both else 0.0
 
     def compute(self, begin_s: float, seconds: float) -> float:
         """When work of a compute stream ends that takes so long by itself.

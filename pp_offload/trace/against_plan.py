@@ -27,7 +27,7 @@ TOLERANCE = 0.02
 GIB, GB, MS = 2**30, 1e9, 1e-3
 
 NOTE = """\
-Planned / found; - is what the trace does not say. step: until compute of the rank ends on a virtual
+Planned / traced; - is what a trace does not say. step: until compute of the rank ends on a virtual
 device, else until the next step, beside that of the pipeline. stalled: compute waits for copies. on
 demand: tensors that came back only when backward was at their group. sent: to the host, at GB/s."""
 
@@ -49,25 +49,25 @@ WHY = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A figure as planned and as found, with the column and unit of a table; None is unknown."""
+    """A figure as planned and as traced, with the column and unit of a table; None is unknown."""
 
     name: str
     head: str
     planned: float | None
-    found: float | None
+    traced: float | None
     unit: float = 1
 
     @property
     def more(self) -> float:
         """By how much the run is worse. Any other number of bytes sent is."""
-        if self.planned is None or self.found is None or len({*self.texts()}) == 1:
+        if self.planned is None or self.traced is None or len({*self.texts()}) == 1:
             return 0.0
-        more = self.found - self.planned
+        more = self.traced - self.planned
         return {"bytes_offloaded": abs(more), "offload_bytes_per_s": -more}.get(self.name, more)
 
     def texts(self) -> tuple[str, str]:
-        """Planned and found, in the unit."""
-        return _text(self.planned, self.unit), _text(self.found, self.unit)
+        """Planned and traced, in the unit."""
+        return _text(self.planned, self.unit), _text(self.traced, self.unit)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RankCompared:
 
     rank: int
     planned: RankPlan
-    found: RankFigures
+    traced: RankFigures
     pairs: tuple[Pair, ...]
     differences: list[str]
 
@@ -105,7 +105,7 @@ class Compared:
         for rank in self.ranks:
             rows.append((str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)))
         pairs = [pair for rank in self.ranks for pair in rank.pairs if pair.name == "step_s"]
-        step_ms = _text(max(pair.found or 0 for pair in pairs), MS)
+        step_ms = _text(max(pair.traced or 0 for pair in pairs), MS)
         title = f"step {self.step}: {step_ms} ms, planned {_text(self.planned_s, MS)}"
         texts = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences]
         texts = texts or [f"nothing is worse than planned by more than {TOLERANCE:.0%}"]
@@ -117,7 +117,7 @@ class Compared:
             {
                 "rank": rank.rank,
                 "planned": {pair.name: pair.planned for pair in rank.pairs},
-                "found": {pair.name: pair.found for pair in rank.pairs},
+                "found": {pair.name: pair.traced for pair in rank.pairs},
                 "differences": rank.differences,
             }
             for rank in self.ranks
@@ -161,22 +161,22 @@ def compare_with_plan(
 
 
 def _pairs(
-    plan: OffloadPlan, planned: RankPlan, found: RankFigures, host_bytes: int | None
+    plan: OffloadPlan, planned: RankPlan, traced: RankFigures, host_bytes: int | None
 ) -> tuple[Pair, ...]:
     rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
-    steps = plan.seconds, found.seconds
-    if found.worked_s is not None:
-        steps = planned.seconds, found.worked_s
-    on_demand = planned.on_demand_reloads, found.on_demand_reloads
+    steps = plan.seconds, traced.seconds
+    if traced.worked_s is not None:
+        steps = planned.seconds, traced.worked_s
+    on_demand = planned.on_demand_reloads, traced.on_demand_reloads
     return (
-        Pair("peak_bytes", "peak GiB", planned.peak_bytes, found.peak_bytes.get(DEVICE), GIB),
+        Pair("peak_bytes", "peak GiB", planned.peak_bytes, traced.peak_bytes.get(DEVICE), GIB),
         Pair("host_peak_bytes", "host GiB", planned.host_peak_bytes, host_bytes, GIB),
         Pair("step_s", "step ms", *steps, MS),
-        Pair("busy_s", "busy ms", planned.busy_s, found.busy_s, MS),
-        Pair("stalled_s", "stalled ms", planned.stalled_s, found.waited_for_copies_s, MS),
+        Pair("busy_s", "busy ms", planned.busy_s, traced.busy_s, MS),
+        Pair("stalled_s", "stalled ms", planned.stalled_s, traced.waited_for_copies_s, MS),
         Pair("on_demand_reloads", "on demand", *on_demand),
-        Pair("bytes_offloaded", "sent GiB", planned.bytes_offloaded, found.offloaded_bytes, GIB),
-        Pair("offload_bytes_per_s", "GB/s", rate, found.offload_bytes_per_s, GB),
+        Pair("bytes_offloaded", "sent GiB", planned.bytes_offloaded, traced.offloaded_bytes, GIB),
+        Pair("offload_bytes_per_s", "GB/s", rate, traced.offload_bytes_per_s, GB),
     )
 
 

@@ -72,9 +72,9 @@ def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     return joined
 
 
-def common(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+def common(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
     """Intervals in which both are."""
-    sets = (*merged(left), *merged(right))
+    sets = (*merged(a), *merged(b))
     edges = [edge for begin, end in sets for edge in ((begin, 1), (end, -1))]
     both, depth, begin = [], 0, 0.0
     for at, sign in sorted(edges):

@@ -56,7 +56,7 @@ def test_help_names_every_command() -> None:
 def test_help_of_a_command_names_its_options(name: str) -> None:
     output = " ".join(good(name, "--help").split())
     assert output.startswith(f"usage: pp-offload {name} [OPTIONS]")
-    assert all(one.split()[0] in output for one in COMMANDS[name].arguments if one[0] == "-")
+    assert all(text.split()[0] in output for text in COMMANDS[name].arguments if text[0] == "-")
 
 
 def test_help_names_all_devices_and_schedules() -> None:

@@ -68,14 +68,14 @@ def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
     places = places_of(tapes)
     plain = without_plan(drawn.config)
 
-    def config_of(kept: Sequence[Place], bounds: Sequence[tuple[int, int]]) -> OffloadConfig:
+    def config_of(stay: Sequence[Place], bounds: Sequence[tuple[int, int]]) -> OffloadConfig:
         ranks = [
             RankPlan(
-                one.planned([(stage, position) for at, stage, position in kept if at == rank]),
+                tape.planned([(stage, position) for at, stage, position in stay if at == rank]),
                 max_in_flight_bytes=in_flight,
                 prefetch_bytes=ahead,
             )
-            for rank, (one, (in_flight, ahead)) in enumerate(zip(tapes, bounds, strict=True))
+            for rank, (tape, (in_flight, ahead)) in enumerate(zip(tapes, bounds, strict=True))
         ]
         return replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks)))
 

@@ -60,13 +60,13 @@ def check_follows(drawn: Drawn, plan: OffloadPlan) -> None:
     """What the plan says is what the engine itself does."""
     how = drawn.order, drawn.work, drawn.hardware
     options: dict[str, Any] = {"config": replace(drawn.config, plan=plan), "peers": drawn.peers}
-    found = [run_pipeline(*how, **options, num_steps=num) for num in (1, NUM_PROVEN)]
+    runs = [run_pipeline(*how, **options, num_steps=num) for num in (1, NUM_PROVEN)]
     for number, rank in enumerate(plan.ranks):
-        each = [step.ranks[number] for step in found]
+        each = [step.ranks[number] for step in runs]
         assert rank.peak_bytes == max(one.peak_bytes for one in each) <= plan.limit_bytes
         assert rank.host_peak_bytes == each[-1].host_peak_bytes
         assert {one.bounds for one in each} == {rank.bounds}
-    assert plan.seconds == pytest.approx(found[-1].seconds, rel=1e-9)
+    assert plan.seconds == pytest.approx(runs[-1].seconds, rel=1e-9)
     assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
 
 

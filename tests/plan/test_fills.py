@@ -96,6 +96,6 @@ def test_however_many_stay_they_are_far_from_each_other(num: int) -> None:
     positions = [group.position for group in spread_out(RankTapes({0: tape}, 0))]
     assert sorted(positions) == [*range(num)]
     for some in range(2, num + 1):
-        kept = [-1, *sorted(positions[:some]), num]
-        gaps = [high - low for low, high in zip(kept, kept[1:], strict=False)]
+        edges = [-1, *sorted(positions[:some]), num]
+        gaps = [high - low for low, high in zip(edges, edges[1:], strict=False)]
         assert max(gaps) <= 2 * num / some + 1

@@ -142,8 +142,8 @@ def test_where_all_that_leaves_is_too_little_one_warning_says_so(
     told = [one.getMessage() for one in caplog.records if "device_limit_bytes" in one.getMessage()]
     assert len(told) == 1
     bounds = f"which allow {4 * SAVED_BYTES / MIB:.1f} MiB in flight"
-    said = f"lower max_in_flight_bytes and prefetch_bytes, {bounds}"
-    assert f"all groups leave; {said}; have more of the model in groups" in told[0]
+    advice = f"lower max_in_flight_bytes and prefetch_bytes, {bounds}"
+    assert f"all groups leave; {advice}; have more of the model in groups" in told[0]
 
 
 @with_limit(2)

@@ -129,7 +129,7 @@ def test_what_was_chosen_is_said_once_with_numbers(
     caplog.set_level(logging.DEBUG)
     for _ in range(6):
         training.step()
-    *_, line = [one.getMessage() for one in caplog.records if "compute waited" in one.getMessage()]
+    *_, line = [text for text in caplog.messages if "compute waited" in text]
     cap, window = training.bounds()
     assert f"at most {cap >> 20} MiB wait" in line and f"run {window >> 20} MiB ahead" in line
 

@@ -266,9 +266,9 @@ def test_attention_has_rates_of_its_own_and_each_operator_a_gap() -> None:
             times.append(backend.compute.busy_s)
         return [after - before for before, after in pairwise(times)]
 
-    plain, found, apart = seconds(), seconds(**own), seconds(kernel_gap_s=1.0)
-    assert found == pytest.approx([2 * plain[0], 4 * plain[1], plain[2]])
-    assert apart == pytest.approx([one + 1 for one in plain])
+    plain, slower, apart = seconds(), seconds(**own), seconds(kernel_gap_s=1.0)
+    assert slower == pytest.approx([2 * plain[0], 4 * plain[1], plain[2]])
+    assert apart == pytest.approx([time_s + 1 for time_s in plain])
 
 
 def test_pinning_takes_the_hosts_time_and_libraries_the_devices_memory() -> None:

@@ -90,7 +90,7 @@ def test_what_was_planned_is_what_was_done(config: OffloadConfig, tmp_path: Path
         for pair in rank.pairs:
             is_exact = pair.name in counted or pair.planned is None
             expected = pair.planned if is_exact else pytest.approx(pair.planned, rel=1e-9)
-            assert pair.found == expected, pair.name
+            assert pair.traced == expected, pair.name
     assert compared.is_as_planned and compare_with_plan(plan, timeline, step=0).is_as_planned
     table = compared.table()
     step_ms = f"{plan.seconds * 1e3:.3f}"
@@ -152,7 +152,7 @@ def test_faster_operators_are_nothing_worse(plan: OffloadPlan, tmp_path: Path) -
 def test_a_slower_link(plan: OffloadPlan, tmp_path: Path) -> None:
     slower = replace(DEVICE, link_bytes_per_s=DEVICE.link_bytes_per_s * 0.9)
     timeline = run(tmp_path, plan, hardware=slower)
-    num = sum(rank.found.offloaded_bytes > 0 for rank in compare_with_plan(plan, timeline).ranks)
+    num = sum(rank.traced.offloaded_bytes > 0 for rank in compare_with_plan(plan, timeline).ranks)
     texts = [text for text in differences(plan, timeline) if text.startswith("GB/s")]
     assert len(texts) == num > 0 and all("a Hardware of other link" in text for text in texts)
 
