@@ -31,7 +31,7 @@ from pp_offload._groups.manager import MANY_CHUNKS
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.step_line import log_step
+from pp_offload._groups.step_line import NOT_TIMED, log_step
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default
@@ -148,7 +148,7 @@ class ActivationStash:
         figures = self._room.figures
         if has_settled and figures and self._room.is_settled and not self._has_logged:
             self._has_logged = True
-            log_step(None, self._step.summary.values(), figures)
+            log_step(NOT_TIMED, self._step.summary.values(), figures)
 
     def _warn_of_elsewhere(self) -> None:
         """Once, if nothing ever left, for tensors are on another device than the engine's."""

@@ -161,13 +161,19 @@ def stay_order(demand: Demand) -> list[Place]:
     for stage, position in demand.sizes:
         last[stage] = max(last.get(stage, 0), position)
 
-    def rank(place: Place) -> tuple[int, int, str]:
+    def rank(place: Place) -> tuple[int, int, int]:
         stage, position = place
-        num_bits = last[stage].bit_length()
-        from_end = f"{last[stage] - position:0{num_bits}b}"
-        return demand.peak_bytes({stage: 1}), stage, from_end[::-1]
+        spread = reversed_bits(last[stage] - position, num=last[stage] + 1)
+        return demand.peak_bytes({stage: 1}), stage, spread
 
     return sorted(demand.sizes, key=rank)
+
+
+def reversed_bits(index: int, *, num: int) -> int:
+    """Sorts ``num`` indices so that however many come first, they are far from each other (van der
+    Corput's sequence).
+    """
+    return int(f"{index:0{(num - 1).bit_length()}b}"[::-1], 2)
 
 
 def hidden_places(demand: Demand, order: Sequence[Place], nbytes: int) -> set[Place]:

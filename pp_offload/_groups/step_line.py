@@ -21,10 +21,10 @@ FREE_PART = 0.01
 
 
 class StepTime(NamedTuple):
-    """Of a step that was timed, in milliseconds."""
+    """Of a step, in milliseconds."""
 
     step_ms: float
-    """Until its last copy; 0 without any."""
+    """Until its last copy; 0 without any, or if the step was not timed."""
 
     waiting_ms: float
     """While compute waited for copies."""
@@ -44,9 +44,10 @@ class DeviceFigures(NamedTuple):
     """Whether the limit is a number that the user gave."""
 
 
-def log_step(
-    time: StepTime | None, groups: Iterable[GroupBytes], device: DeviceFigures | None
-) -> None:
+NOT_TIMED = StepTime(0.0, 0.0)
+
+
+def log_step(time: StepTime, groups: Iterable[GroupBytes], device: DeviceFigures | None) -> None:
     """Log what :func:`step_line` says of the sum of these groups."""
     total = GroupBytes()
     for each in groups:
@@ -55,13 +56,11 @@ def log_step(
     logger.log(level, "pp_offload: %s%s", rank_said(), line)
 
 
-def step_line(
-    time: StepTime | None, groups: GroupBytes, device: DeviceFigures | None
-) -> tuple[int, str]:
+def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) -> tuple[int, str]:
     """A warning if copies cost time, else information.
 
     Args:
-        time: Of a step; None if it was not timed.
+        time: Of a step.
         groups: What became of the bytes of its groups.
         device: Memory it took; None without a limit.
 
@@ -73,7 +72,7 @@ def step_line(
         f"at the peak, {stay} GiB of saved tensors stay on the device, {sent} are on the host, "
         f"and {again} are computed again"
     )
-    if time is not None and time.step_ms:
+    if time.step_ms:
         without_ms = time.step_ms - time.waiting_ms
         line += f"; a step takes {time.step_ms:.1f} ms, {without_ms:.1f} without waiting for copies"
     if device is not None:
@@ -81,7 +80,7 @@ def step_line(
         line += f"; the device's peak is about {peak:.2f} GiB of at most {limit:.2f}"
         if device.elsewhere:
             line += f"; {device.elsewhere}"
-    if time is None or time.waiting_ms <= FREE_PART * time.step_ms:
+    if time.waiting_ms <= FREE_PART * time.step_ms:
         return logging.INFO, line
     more = "a device_limit_bytes, " if device is None else "a larger device_limit_bytes, "
     if device is not None and not device.is_given:

@@ -11,17 +11,19 @@ the same time, each from the peaks of the same predicted steps.
 NOTE [ Spread out ]
     The link works all the time where groups that leave are everywhere in a forward, between groups
     that stay. If groups that leave are saved one after the other, the link has too much to do, and
-    then nothing. So groups stay in the order of the reversed bits of their positions (van der
-    Corput's sequence): however many stay, they are far from each other.
+    then nothing. So groups stay in the order of the reversed bits of their positions, as they do
+    below an engine's limit.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import accumulate, count, islice
 from typing import NamedTuple
 
+from pp_offload._groups.demand import reversed_bits
 from pp_offload.plan.tape import RankTapes
 
 Place = tuple[int, int]
@@ -69,12 +71,8 @@ def first_saved(tapes: RankTapes) -> list[Candidate]:
 def spread_out(tapes: RankTapes) -> list[Candidate]:
     """The same in the order of NOTE [ Spread out ]."""
     last_first = sorted(_candidates(tapes), key=lambda group: group.place, reverse=True)
-    num_bits = (len(last_first) - 1).bit_length()
-
-    def reversed_bits(index: int) -> int:
-        return int(f"{index:0{num_bits}b}"[::-1], 2)
-
-    return [last_first[index] for index in sorted(range(len(last_first)), key=reversed_bits)]
+    order = partial(reversed_bits, num=len(last_first))
+    return [last_first[index] for index in sorted(range(len(last_first)), key=order)]
 
 
 def _candidates(tapes: RankTapes) -> list[Candidate]:
