@@ -286,7 +286,7 @@ class Recorder(Observer):
         for _, members, storage in recipes:
             indices.append(len(chunk.payloads))
             nbytes = storage.nbytes()
-            self._add(Payload(nbytes, 0, self._source_of(group.name, nbytes, storage), 0), members)
+            self._add(Payload(nbytes, self._source_of(group.name, nbytes, storage), 0), members)
             for saved in members:
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
         their = indices[len(indices) - len(recipes) :]
@@ -366,7 +366,7 @@ class Recorder(Observer):
         chunk.payload_of_copy.setdefault(copy, len(chunk.payloads))
         version = chunk.version_of(source, *copy) if gathered is None else None
         gather_s = None if gathered is None else sum(gathered.seconds)
-        self._add(Payload(nbytes, rounded(nbytes), source, 0, version, None, gather_s), members)
+        self._add(Payload(nbytes, source, 0, version, None, gather_s), members)
         self._bring_anew(batch)
 
     @staticmethod

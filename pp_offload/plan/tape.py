@@ -34,9 +34,6 @@ class Payload(NamedTuple):
     nbytes: int
     """That are copied, or computed again."""
 
-    reload_bytes: int
-    """Device memory that it takes when it comes back."""
-
     source: int
     """Which of the tape's sources it is in."""
 

@@ -83,7 +83,7 @@ def test_fewer_are_without_those_that_came_last() -> None:
 def test_however_many_stay_they_are_far_from_each_other(num: int) -> None:
     tape = Tape(
         groups=tuple(GroupTape("mlp", (index,)) for index in range(num)),
-        payloads=tuple(Payload(8, 8, index, 1) for index in range(num)),
+        payloads=tuple(Payload(8, index, 1) for index in range(num)),
         source_bytes=(8,) * num,
         forward=(),
         backward=None,  # type: ignore[arg-type]
