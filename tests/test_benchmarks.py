@@ -165,14 +165,6 @@ def test_disk_step_writes_its_figures_and_a_trace(tmp_path: Path) -> None:
     check_disk_step(run_quick("disk_step.py", tmp_path, "--trace", str(trace)), trace)
 
 
-@pytest.mark.slow
-def test_auto_plan_writes_its_figures(tmp_path: Path) -> None:
-    (row,) = run_quick("auto_plan.py", tmp_path)
-    assert row["all_gib"] < row["limit_gib"] < row["none_gib"]
-    assert max(row["auto_gib"], row["most_gib"]) <= row["limit_gib"]
-    assert row["plan_ratio"] >= 1 - 1e-9 and row["auto_ratio"] >= 1 - 1e-9
-
-
 def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("predict_exact.py", tmp_path)
     assert figures["num_compared"] == 7 and figures["failed"] == {}
