@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from pp_offload._common.processes import current
 from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
-from pp_offload._core.group import Group, GroupState
+from pp_offload._core.group import Group
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
@@ -129,12 +129,14 @@ class ActivationStash:
 
     def _end_step(self) -> None:
         """End the step if all its backwards are over: what it took says what stays in the next."""
-        shapes = self._step.shapes() if self._step.is_complete() else None
+        step, is_watching = self._step, self._room.is_watching
+        # A forward of another thread may have begun, and have saved nothing yet.
+        is_over = is_watching and step.is_complete() and not step.awaited_elsewhere()
+        shapes = step.shapes() if is_over else None
         if shapes is None:
-            is_learning = self._room.is_watching and self._step.num_chunks < MANY_CHUNKS
-            if not is_learning or self._step.has_dropped():
-                self._step.forget_finished()
-            if self._step.num_chunks:
+            if not is_watching or step.num_chunks >= MANY_CHUNKS or step.has_dropped():
+                step.forget_finished()
+            if step.num_chunks:
                 return
         self._room.end_step(shapes)
         has_settled = False
@@ -222,5 +224,6 @@ class ActivationStash:
         """Offload what has gathered."""
         forward = self._forward
         group, forward.open = forward.open, None
-        if group is not None and group.state is GroupState.OPEN and forward.chunk is not None:
+        # Another thread may have ended the step meanwhile, and a step drops open groups.
+        if forward.chunk is not None and group in forward.chunk.open_groups:
             forward.chunk.commit(self.name)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_backend
 from threaded import (
     KINDS,
     TABLE,
@@ -34,7 +35,13 @@ from threaded import (
 from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import GroupStateError, OffloadActivations, OffloadError, PipelineOffloadManager
+from pp_offload import (
+    GroupStateError,
+    OffloadActivations,
+    OffloadConfig,
+    OffloadError,
+    PipelineOffloadManager,
+)
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.backends import CpuBackend
@@ -408,11 +415,17 @@ def test_checkpoints_for_each_thread() -> None:
     assert_no_hooks()
 
 
-def test_one_context_in_several_threads() -> None:
+@pytest.mark.parametrize(("kind", "limit"), [("cpu", "auto"), ("eager", 1)])
+def test_one_context_in_several_threads(kind: str, limit: int | str) -> None:
     """Right in every bit, or a clear error that names the threads; and good again afterwards."""
     num_steps = 30
     expected = [[plain(n, n, step) for step in range(num_steps)] for n in range(NUM_THREADS)]
-    shared = OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=CpuBackend())
+    shared = OffloadActivations(
+        min_offload_size=1,
+        max_fwd_stash_size=3,
+        config=OffloadConfig(device_limit_bytes=limit),
+        backend=make_backend(kind),
+    )
     barrier = Lockstep(NUM_THREADS)
 
     def one(number: int, step: int, model: Net) -> None:
