@@ -41,7 +41,7 @@ ROWS = [
 
 MOST_LINES = {
     "_core": 4588,
-    "_groups": 3429,
+    "_groups": 3433,
     "_hooks": 314,
     "_memory": 1537,
     "_megatron": 1416,

@@ -1,4 +1,4 @@
-"""How many groups may stay below a limit of device memory, as steps show it.
+"""Chooses which groups stay below a limit of device memory, from what steps take.
 
     room = DeviceRoom(offloader, step.in_flight)
     room.begin_step(config.limit)
@@ -17,8 +17,8 @@ NOTE [ The first step ]
 NOTE [ Room follows the steps ]
     Memory in use when a step begins may grow, and another process may take memory of the device. So
     the room is computed after each step. Where a step took more than the limit, that much more is
-    left free from then on. Two equal steps that ask for less than those before have the room to
-    themselves; if a larger step comes again, twice as many equal steps are needed next time.
+    left free from then on. After two equal smaller steps the larger ones are forgotten, and the
+    room is filled for the smaller; if a larger step comes back, twice as many are needed then.
 
 NOTE [ What is needed whatever leaves ]
     When a backward goes on to another chunk: bytes allocated, less bytes of copies in flight and of
@@ -92,7 +92,7 @@ class DeviceRoom(Observer):
 
     @property
     def is_watching(self) -> bool:
-        """Whether there is a limit, on a device that tells what is allocated."""
+        """Whether there is a limit, on a device that reports what is allocated."""
         return self._seen is not None
 
     @property
@@ -143,8 +143,8 @@ class DeviceRoom(Observer):
         if seen is not None and key is not None and key.chunk not in seen.begun:
             if not seen.begun:  # what rose before was of no step
                 now = self._allocated(seen)
-                seen.told_bytes, seen.num_retries = now.peak_bytes, now.num_retries
-                self._peaks.begin(seen.told_bytes)
+                seen.reported_bytes, seen.num_retries = now.peak_bytes, now.num_retries
+                self._peaks.begin(seen.reported_bytes)
             seen.begun.add(key.chunk)
             in_flight = self._in_flight()
             seen.in_flight.add(in_flight)

@@ -1,4 +1,4 @@
-"""The line of log that says what steps cost once it is chosen what stays.
+"""Logs in one line what steps cost, once what stays has been chosen.
 
 log_step(time, step.summary.values(), room.figures)
 """
@@ -38,7 +38,7 @@ class DeviceFigures(NamedTuple):
     """Of the last step."""
 
     elsewhere: str = ""
-    """What made the device's peak, where that is higher or not in a group; may be empty."""
+    """Cause of the device's peak, if that peak is not in a group; may be empty."""
 
     is_given: bool = True
     """Whether the limit is a number that the user gave."""

@@ -1,4 +1,4 @@
-"""What the device showed in a step, and where its peaks were.
+"""Memory of the device in one step, and where its peaks are.
 
     seen = StepMemory(allocated)
     seen.note(backend.allocated())      # at each group, or where backward goes on to another chunk
@@ -27,22 +27,22 @@ GIB = 2**30
 
 @dataclass
 class StepMemory:
-    """What a step has shown so far."""
+    """Memory of the device in a step so far. All but counts in bytes."""
 
     begin: Allocated
-    """What the device told when it began."""
+    """Figures of the device when the step began."""
 
     begin_bytes: int
     """Allocated at that time, without copies in flight."""
 
-    told_bytes: int = 0
-    """The device's peak, as it was told last."""
+    reported_bytes: int = 0
+    """Peak of the device, as of the last reading; its user resets it."""
 
     peak_bytes: int = 0
-    """The most that was read."""
+    """Peak of the step: the highest reading, or the device's peak where that rose."""
 
     has_risen: bool = False
-    """Whether that is a peak that the device told."""
+    """Whether the device's own peak rose in the step."""
 
     is_of_loss: bool = False
     """Whether it rose behind the last group of a forward, and before its backward."""
@@ -57,26 +57,30 @@ class StepMemory:
     """Whether it did so in the step."""
 
     allocated_bytes: int = 0
-    """The most when a backward went on to another chunk."""
+    """Most allocated bytes when a backward went on to another chunk."""
 
     besides_copies: dict[ChunksInFlight, int] = field(default_factory=dict)
-    """The same without copies in flight, by chunks in flight."""
+    """The same without copies in flight, for each set of chunks in flight."""
 
     begun: set[ChunkKey] = field(default_factory=set)
     """Chunks whose forward has begun."""
 
     in_flight: set[ChunksInFlight] = field(default_factory=set)
+    """Chunks in flight, each time that another forward began."""
+
     beside: dict[Place, Beside] = field(default_factory=dict)
+    """Bytes of groups that do not move."""
 
     in_backward: ChunkKey | None = None
+    """The chunk that backward reached last."""
 
     def __post_init__(self) -> None:
-        self.told_bytes, self.num_retries = self.begin.peak_bytes, self.begin.num_retries
+        self.reported_bytes, self.num_retries = self.begin.peak_bytes, self.begin.num_retries
 
     def note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
         """See NOTE [ What a peak does not say ]."""
-        if now.peak_bytes > self.told_bytes:
-            self.told_bytes = self.peak_bytes = now.peak_bytes
+        if now.peak_bytes > self.reported_bytes:
+            self.reported_bytes = self.peak_bytes = now.peak_bytes
             self.has_risen, self.is_of_loss = True, is_of_loss
         self.peak_bytes = max(self.peak_bytes, now.nbytes)
         self.had_retries = now.num_retries > self.num_retries
@@ -101,19 +105,19 @@ class Peaks:
     """Tells peaks of steps from those between steps."""
 
     def __init__(self) -> None:
-        self._told_bytes = 0  # by the device, behind the last step
+        self._reported_bytes = 0  # by the device, behind the last step
         self._outside_bytes = 0  # its peak, where that rose between two steps
         self._risen_bytes = 0  # the peak within the last step in which it rose
         self._is_of_loss = False
 
-    def begin(self, told_bytes: int) -> None:
+    def begin(self, reported_bytes: int) -> None:
         """A step begins: what rose before was of no step."""
-        if told_bytes > self._told_bytes:
-            self._told_bytes = self._outside_bytes = told_bytes
+        if reported_bytes > self._reported_bytes:
+            self._reported_bytes = self._outside_bytes = reported_bytes
 
     def end(self, seen: StepMemory) -> None:
         """The step is over."""
-        self._told_bytes = seen.told_bytes
+        self._reported_bytes = seen.reported_bytes
 
     def forget(self) -> None:
         """Steps are of other sizes from now on."""

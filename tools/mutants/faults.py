@@ -1177,7 +1177,7 @@ MUTANTS = [
     Mutant(
         "a peak of a step is not seen",
         "pp_offload/_groups/step_memory.py",
-        "        if now.peak_bytes > self.told_bytes:",
+        "        if now.peak_bytes > self.reported_bytes:",
         "        if False:",
         "where much comes and goes between two groups, more stays than fits",
         (

@@ -251,8 +251,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a peak of others is believed",
         "pp_offload/_groups/room.py",
-        "seen.told_bytes, seen.num_retries = now.peak_bytes, now.num_retries",
-        "seen.told_bytes, seen.num_retries = 0, 0",
+        "seen.reported_bytes, seen.num_retries = now.peak_bytes, now.num_retries",
+        "seen.reported_bytes, seen.num_retries = 0, 0",
         "nothing has room behind an evaluation",
         (
             f"{FIELD}/test_peaks_of_others.py::test_an_allocation_between_steps_takes_no_room_from_them",
