@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from test_reference_api import CLASSES as INTRODUCED_CLASSES
-from test_reference_api import FUNCTIONS as INTRODUCED_FUNCTIONS
-
 Methods = Mapping[str, tuple[str, list[str]]]
 
 GROUP = "process_group=None"
@@ -223,13 +220,13 @@ DIFFERS: Mapping[str, str] = {
     "PipelineOffloadManager.reset": "no collective; `process_group` is not used",
     "PipelineOffloadManager.post_warmup_callback": "no collective; `process_group` is not used",
     "PipelineOffloadManager.init_model_chunk_offload_handler": (
-        "a chunk for each microbatch of each step; options of the plan as below"
+        "a chunk for each microbatch of each step; options of the plan as above"
     ),
     "PipelineOffloadManager.cpu_tensor_pool": "for callers; ours are in the host tier",
     "PipelineOffloadManager.mark_not_offload": "its storage stays, views too; no flag is set",
     "PipelineOffloadManager.pop_backward_chunk": "returns the chunk",
     "PipelineOffloadManager.push_offload_groups": "what is queued at `reset()` is done there",
-    "ChunkOffloadHandler.__init__": "a count in flight as below",
+    "ChunkOffloadHandler.__init__": "a count in flight as above",
     "ChunkOffloadHandler.reload": "any number of times",
     "ChunkOffloadHandler.tensor_pop": "any number of times",
     "ChunkOffloadHandler.find_next_group": "of the open groups; the first when no name is given",
@@ -254,20 +251,6 @@ OURS_TAKES_MORE = {
 """Where our parameters have defaults that theirs have not, or there is one more."""
 
 
-def since(owner: str, name: str) -> str:
-    """Whether the module had it when it was introduced, and with which parameters."""
-    if owner:
-        before = INTRODUCED_CLASSES.get(owner.replace("OffloadTensorPool", "GPUTensorPool"), {})
-        if name not in before:
-            return "new"
-        return "same" if before[name] == CLASSES[owner][name] else "other parameters"
-    if name in CLASSES:
-        return "same" if name in INTRODUCED_CLASSES else "was `GPUTensorPool`"
-    if name not in INTRODUCED_FUNCTIONS:
-        return "new"
-    return "same" if INTRODUCED_FUNCTIONS[name] == FUNCTIONS[name] else "other parameters"
-
-
 def names() -> Iterator[tuple[str, str]]:
     """All names as owner and name; no owner for those of the module."""
     yield from (("", name) for name in FUNCTIONS)
@@ -276,24 +259,12 @@ def names() -> Iterator[tuple[str, str]]:
         yield from ((owner, name) for name in methods)
 
 
-def written(owner: str, name: str) -> str:
-    """A name with main's parameters, as in the documentation."""
-    if not owner and name in CLASSES:
-        return f"`{name}`"
-    kind, taken = CLASSES[owner][name] if owner else ("function", list(FUNCTIONS[name]))
-    taken = [one for one in taken if one not in ("self", "ctx")]
-    return (
-        f"`.{name}`" if kind == "property" else f"`{'.' * bool(owner)}{name}({', '.join(taken)})`"
-    )
-
-
 def table() -> str:
-    """The table of docs/megatron.md: main's names, and what is new or differs."""
-    rows = ["| name in main | since it was introduced | what differs here |", "|---|---|---|"]
-    for owner, name in names():
-        full = f"{owner}.{name}" if owner else name
-        rows.append(f"| {written(owner, name)} | {since(owner, name)} | {DIFFERS.get(full, '')} |")
-    rows += [f"| `{name}` | new | not here: {reason} |" for name, reason in NOT_HERE.items()]
+    """The table of docs/megatron.md: the names of main that differ here, and how."""
+    rows = ["| name in main | what differs here |", "|---|---|"]
+    listed = [f"{owner}.{name}" if owner else name for owner, name in names()]
+    rows += [f"| `{name}` | {DIFFERS[name]} |" for name in listed if name in DIFFERS]
+    rows += [f"| `{name}` | not here: {reason} |" for name, reason in NOT_HERE.items()]
     return "\n".join(rows)
 
 

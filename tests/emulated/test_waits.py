@@ -1,7 +1,6 @@
 """Each wait of the engine, and each thing it keeps alive, left out: the bytes come out wrong.
 
-A program is run as it is, and once without each line that makes the wait. See programs.py for how;
-docs/emulated.md has all of them as a table.
+A program is run as it is, and once without each line that makes the wait: see programs.py.
 """
 
 from __future__ import annotations
@@ -301,13 +300,6 @@ def waits_left_out() -> Iterator[str]:
 def test_every_wait_is_among_these() -> None:
     shown = Counter([*waits_left_out(), *BY_OTHERS])
     assert {one: num - shown[one] for one, num in waits().items() if num > shown[one]} == {}
-
-
-def test_all_of_them_are_in_the_table() -> None:
-    text = (PACKAGE.parent / "docs" / "emulated.md").read_text()
-    assert [name for name in CASES if f"| {name} |" not in text] == []
-    assert f"{len(CASES)} rules, {len(list(each_alone()))} lines" in text
-    assert f"{sum(waits().values())} calls that wait" in text
 
 
 def each_alone() -> Iterator[Any]:
