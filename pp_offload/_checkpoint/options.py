@@ -24,9 +24,8 @@ from pp_offload._common.checks import (
     said,
     takes_options_by_name,
 )
-from pp_offload._common.torch_private import OpOverload, policies_see_outputs
+from pp_offload._common.torch_private import OpOverload
 from pp_offload.config import OffloadConfig, check_config
-from pp_offload.errors import ConfigError
 
 MATMUL = "ops.aten.mm.default"
 
@@ -153,12 +152,6 @@ class SelectiveOpACParams(FullACParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not policies_see_outputs():
-            raise ConfigError(
-                f"checkpoints by operator need torch 2.13 or later; found torch {torch.__version__}"
-                ", which does not show outputs to who decides about them; install a later one, or "
-                "use FULL_ACTIVATION_CHECKPOINTING"
-            )
         for name in ("save_ops_keys", "offload_ops_keys"):
             _check_names(name, getattr(self, name))
         check_kind("recompute_every", self.recompute_every, Mapping, "a mapping of names to counts")

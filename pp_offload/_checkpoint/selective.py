@@ -1,22 +1,24 @@
-"""What a checkpoint keeps of the operators inside: outputs saved, offloaded, or recomputed.
+"""Outputs of chosen operators in a checkpoint: saved or offloaded, and not computed again.
 
-PyTorch's selective checkpointing has a dispatch mode for the forward and one for the recomputation.
-When an output is there, the forward's mode asks what is to become of it; an output to be offloaded
-goes to a stash then, and PyTorch is told to recompute it. If an output was offloaded, or a kept
-operator drew random numbers, a mode derived from PyTorch's runs the recomputation: it brings these
-outputs, and sets the generators. Where nothing is ever kept there is no mode, for each costs time
-at every operator.
+A dispatch mode around the forward saves or offloads the outputs that the policy chooses. A dispatch
+mode around the recomputation answers the same calls with these outputs, and runs all others.
+
+    kept = KeptOutputs(policy, stash, counts)
+    with kept.forward():
+        y = function(x)
+    with kept.again():  # in backward, any number of times
+        function(x)
 
 NOTE [ Numbers not drawn ]
-    An operator with dropout in it, such as attention, draws random numbers. If its output is kept
-    it does not run again and draws none, and operators behind it would draw others than in forward.
-    So the state of the generators behind it is noted in forward, and set in recomputation.
+    An operator with dropout inside, such as attention, draws random numbers. If its output is kept,
+    the operator does not run again and draws none, so operators behind it would draw other numbers
+    than in the forward. The state of the generators behind it is saved, and set again.
 
 NOTE [ Written in place ]
-    An operator of the same checkpoint may write into an output that is kept, as ``relu_`` does
-    behind a linear layer; recomputation would write into what was written. The cells of ``nn.GRU``
+    An operator of the same checkpoint may write into a kept output, as ``relu_`` does behind a
+    linear layer; the recomputation would then write into it a second time. The cells of ``nn.GRU``
     do so through ``unsafe_chunk``, whose parts have version counters of their own, so no counter
-    tells. So each operator that writes is looked at: what it writes into is recomputed after all.
+    shows it. Each operator that writes is looked at: an output that is written into is recomputed.
 """
 
 from __future__ import annotations
@@ -24,24 +26,21 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.utils.checkpoint import CheckpointPolicy
+from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS, get_device_states, set_device_states
 
 from pp_offload._activations.stash import ActivationStash
-from pp_offload._checkpoint.random_state import RandomState
 from pp_offload._common.torch_private import (
-    CachedTorchDispatchMode,
-    CachingTorchDispatchMode,
     DispatchKey,
     OpOverload,
     SetExcludeDispatchKeyGuard,
+    TorchDispatchMode,
     tree_leaves,
     tree_map_only,
 )
@@ -85,12 +84,6 @@ class OpPolicy:
         """Operators of which some output is kept, if they are called often enough."""
         return frozenset(op for op in self.save | self.offload if self.recompute_every.get(op) != 1)
 
-    @functools.cached_property
-    def kept_that_draw(self) -> frozenset[OpOverload]:
-        """Those of them that may draw random numbers."""
-        drawing = torch.Tag.nondeterministic_seeded
-        return frozenset(op for op in self.kept if drawing in op.tags)
-
 
 @dataclass
 class CheckpointCounts:
@@ -118,52 +111,41 @@ class CheckpointCounts:
     """Bytes of these, shared ones counted each time."""
 
     written_outputs: int = 0
-    """Outputs of chosen operators that another one wrote into, and that were recomputed for that.
-    """
+    """Outputs of chosen operators that were recomputed because another operator wrote into them."""
 
-    def add(self, counted: Iterable[tuple[bool, int]], num: int = 1) -> None:
-        """Tensors were kept: of each whether it was offloaded, and its bytes. With ``num=-1`` they
-        were not, after all.
-        """
-        for is_offloaded, nbytes in counted:
-            if is_offloaded:
-                self.offloaded_outputs += num
-                self.offloaded_bytes += num * nbytes
-            else:
+    def add(self, call: KeptCall, num: int = 1) -> None:
+        """Count the outputs of a kept call; with ``num=-1`` they are recomputed after all."""
+        tensors = (leaf for leaf in tree_leaves(call.outputs) if isinstance(leaf, Packed))
+        for packed, nbytes in zip(tensors, call.output_bytes, strict=True):
+            if isinstance(packed, Resident):
                 self.saved_outputs += num
                 self.saved_bytes += num * nbytes
+            else:
+                self.offloaded_outputs += num
+                self.offloaded_bytes += num * nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A call whose output is not recomputed."""
+@dataclass(frozen=True)
+class KeptCall:
+    """A call of an operator whose outputs are kept."""
 
-    packed: Any = None
-    """Its output, if that was offloaded; else PyTorch has it."""
+    outputs: Any
+    """The outputs, with each tensor packed."""
 
-    drawn: RandomState | None = None
-    """The generators behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
+    output_bytes: list[int]
+    """Bytes of each tensor, in order."""
 
-    counted: tuple[tuple[bool, int], ...] = ()
-    """Of each tensor whether it was offloaded, and its bytes."""
-
-    @property
-    def is_brought(self) -> bool:
-        """Whether PyTorch's own mode cannot answer it."""
-        return self.packed is not None or self.drawn is not None
-
-
-_Calls = dict[OpOverload, list[_Kept | None]]
-"""For each operator that may be kept, its calls in the forward; None for one recomputed."""
+    generators: RandomState | None
+    """The random state behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
 
 
 class KeptOutputs:
-    """The outputs of one forward that are not recomputed.
+    """The kept outputs of one checkpointed forward.
 
     Args:
-        policy: Chooses them.
-        stash: Takes those to offload.
-        counts: Told what was chosen.
+        policy: Chooses the outputs.
+        stash: Offloads outputs; needed only where the policy offloads.
+        counts: Counts the outputs.
         preserve_rng_state: Draw the same random numbers again.
     """
 
@@ -178,178 +160,138 @@ class KeptOutputs:
         self._policy = policy
         self._stash = stash
         self._counts = counts
-        self._draws = policy.kept_that_draw if preserve_rng_state else frozenset()
-        self._calls: _Calls = {op: [] for op in policy.kept}
-        self._saved: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
-        self._is_brought = False
-        self._in_storage: _InStorage = {}
+        self._preserve_rng_state = preserve_rng_state
+        self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in policy.kept}
+        self._calls_by_storage: dict[int, list[tuple[weakref.ref[Any], OpOverload, int]]] = {}
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The context that the forward runs in."""
-        with _Saves(self._choose, self._saved):
-            yield
+    def forward(self) -> TorchDispatchMode:
+        """The context of the forward."""
+        return _Forward(self)
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """The context that a recomputation runs in; there may be several."""
-        mode = _Brings(self._saved, self._calls) if self._is_brought else _Answers(self._saved)
-        try:
-            with mode:
-                yield
-        finally:
-            self._counts.recomputed_ops += mode.num_run(self._calls)
+    def again(self) -> TorchDispatchMode:
+        """The context of a recomputation; there may be several."""
+        return _Recomputation(self._calls, self._counts)
 
-    def _choose(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Tell PyTorch whether to save an output, which was computed."""
+    def add_call(self, op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Keep the outputs of a call that has run, if the policy chooses them."""
+        if self._calls_by_storage:
+            self._drop_written(op, args, kwargs)
         calls = self._calls.get(op)
-        if self._in_storage:
-            self._drop_what_is_written(op, args, kwargs)
         if calls is None:  # as for most operators
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        choice = self._policy.choose(op, len(calls) + 1)
-        if choice is Choice.RECOMPUTE:
-            calls.append(None)
-        else:
-            kept = self._keep(op, choice, context.op_output)
-            calls.append(kept)
-            self._is_brought = self._is_brought or kept.is_brought
-        return _ANSWERS[choice]
-
-    def _keep(self, op: OpOverload, choice: Choice, outputs: Any) -> _Kept:
-        counted: list[tuple[bool, int]] = []
-
-        def pack(tensor: Tensor) -> Packed | None:
-            packed = self._pack(tensor) if choice is Choice.OFFLOAD else None
-            is_offloaded = packed is not None and not isinstance(packed, Resident)
-            counted.append((is_offloaded, tensor.nbytes if has_storage(tensor) else 0))
-            self._note_storages(tensor, op)
-            return packed
-
-        packed = tree_map_only(Tensor, pack, outputs)
-        self._counts.add(counted)
-        drawn = RandomState.after(outputs) if op in self._draws else None
-        return _Kept(packed if choice is Choice.OFFLOAD else None, drawn, tuple(counted))
-
-    def _pack(self, tensor: Tensor) -> Packed:
-        assert self._stash is not None
-        with _same_version_counter():
-            return self._stash.pack(tensor)
-
-    def _note_storages(self, tensor: Tensor, op: OpOverload) -> None:
-        """Of an output of the call of ``op`` that is being noted."""
-        for plain in filter(has_storage, plain_tensors(tensor)):
-            storage = plain.untyped_storage()
-            calls = self._in_storage.setdefault(storage._cdata, [])
-            calls.append((weakref.ref(storage), op, len(self._calls[op])))
-
-    def _drop_what_is_written(self, op: Any, args: Any, kwargs: Any) -> None:
-        """See NOTE [ Written in place ]."""
-        places, names = _written(op)
-        if not places:  # as of most operators
             return
-        given = [args[i] for i in places if i < len(args)]
-        for tensor in tree_leaves([*given, *(kwargs[name] for name in names if name in kwargs)]):
-            for plain in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
-                if has_storage(plain):
-                    self._drop(plain.untyped_storage())
+        choice = self._policy.choose(op, len(calls) + 1)
+        calls.append(None if choice is Choice.RECOMPUTE else self._keep(op, choice, outputs))
 
-    def _drop(self, storage: UntypedStorage) -> None:
-        """Have the outputs in a storage recomputed after all."""
-        for ref, op, number in self._in_storage.pop(storage._cdata, ()):
-            kept = self._calls[op][number]
-            if ref() is storage and kept is not None:
-                self._counts.add(kept.counted, -1)
-                self._counts.written_outputs += len(kept.counted)
-                self._calls[op][number] = None
-                self._saved[op].pop(number, None)
-                self._is_brought = True  # PyTorch's own mode would look for it
+    def _keep(self, op: OpOverload, choice: Choice, outputs: Any) -> KeptCall:
+        sizes: list[int] = []
 
+        def pack(tensor: Tensor) -> Packed:
+            sizes.append(tensor.nbytes if has_storage(tensor) else 0)
+            for storage in _storages(tensor):
+                calls = self._calls_by_storage.setdefault(storage._cdata, [])
+                calls.append((weakref.ref(storage), op, len(self._calls[op])))
+            with _same_version_counter():
+                if choice is Choice.OFFLOAD and self._stash is not None:
+                    return self._stash.pack(tensor)
+                return Resident(tensor)
 
-_InStorage = dict[int, list[tuple[weakref.ref[UntypedStorage], OpOverload, int]]]
-"""By the key of a storage, the calls whose kept outputs are in it."""
+        may_draw = torch.Tag.nondeterministic_seeded in op.tags and self._preserve_rng_state
+        generators = RandomState(outputs) if may_draw else None
+        call = KeptCall(tree_map_only(Tensor, pack, outputs), sizes, generators)
+        self._counts.add(call)
+        return call
 
-
-@functools.cache
-def _written(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments an operator writes into, by place and by name."""
-    schema = getattr(op, "_schema", None)  # which an operator of a higher order has not
-    if schema is None or not schema.is_mutable:
-        return (), ()
-    found = [
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tuple(place for place, _ in found), tuple(name for _, name in found)
+    def _drop_written(self, op: Any, args: Any, kwargs: Any) -> None:
+        """Recompute the outputs that ``op`` writes into. See NOTE [ Written in place ]."""
+        for tensor in tree_leaves(_written_arguments(op, args, kwargs)):
+            for storage in _storages(tensor) if isinstance(tensor, Tensor) else ():
+                for ref, kept_op, number in self._calls_by_storage.pop(storage._cdata, ()):
+                    call = self._calls[kept_op][number]
+                    if ref() is storage and call is not None:
+                        self._counts.add(call, -1)
+                        self._counts.written_outputs += len(call.output_bytes)
+                        self._calls[kept_op][number] = None
 
 
-_ANSWERS = {
-    Choice.SAVE: CheckpointPolicy.MUST_SAVE,
-    Choice.OFFLOAD: CheckpointPolicy.PREFER_RECOMPUTE,
-    Choice.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
-}
-"""What PyTorch is told."""
-
-
-class _Saves(CachingTorchDispatchMode):
-    """PyTorch's mode of a forward. Compiled code inside runs uncompiled: operators are named as in
-    the code, and a compiler makes others of them.
+class _Forward(TorchDispatchMode):
+    """Keeps outputs. Compiled code inside runs uncompiled: operators are named as in the code, and
+    a compiler makes others of them.
     """
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return False
+    supports_higher_order_operators = True
 
-
-class _Answers(CachedTorchDispatchMode):
-    """PyTorch's mode of a recomputation."""
-
-    def __init__(self, saved: defaultdict[Any, dict[int, Any]]) -> None:
-        super().__init__(None, saved)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return False
-
-    def num_run(self, kept: _Calls) -> int:
-        """Operators that were asked for and run again."""
-        asked = self.func_counter
-        answered = (call for op, calls in kept.items() for call in calls[: asked.get(op, 0)])
-        return sum(asked.values()) - sum(call is not None for call in answered)
-
-
-class _Brings(_Answers):
-    """One that also brings what was offloaded, and sets the generators to where a kept call left
-    them.
-
-    Args:
-        saved: What PyTorch saved.
-        kept: What became of the calls of the forward.
-    """
-
-    def __init__(self, saved: defaultdict[Any, dict[int, Any]], kept: _Calls) -> None:
-        super().__init__(saved)
+    def __init__(self, kept: KeptOutputs) -> None:
+        super().__init__()
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        calls = self._kept.get(func, ())
-        number = self.func_counter[func] if calls else 0
-        call = calls[number] if number < len(calls) else None
-        if call is None and number < len(calls):
-            self.func_counter[func] += 1
-            return func(*args, **(kwargs or {}))
-        if call is None or call.packed is None:
-            outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        else:
-            self.func_counter[func] += 1
-            outputs = tree_map_only(Packed, _fresh, call.packed)
-        if call is not None and call.drawn is not None:
-            call.drawn.set()
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        self._kept.add_call(func, args, kwargs, outputs)
         return outputs
 
 
-def _fresh(packed: Packed) -> Tensor:
+class _Recomputation(TorchDispatchMode):
+    """Answers calls with kept outputs, and runs all others.
+
+    Args:
+        calls: The calls of the forward, by operator; None for a call that is recomputed.
+        counts: Counts the operators that run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, calls: Mapping[OpOverload, list[KeptCall | None]], counts: CheckpointCounts
+    ) -> None:
+        super().__init__()
+        self._calls = calls
+        self._counts = counts
+        self._num_asked: Counter[OpOverload] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = self._next_call(func) if func in self._calls else None
+        if call is None:
+            self._counts.recomputed_ops += func not in SAC_IGNORED_OPS
+            return func(*args, **(kwargs or {}))
+        outputs = tree_map_only(Packed, _unpack, call.outputs)
+        if call.generators is not None:
+            call.generators.set()
+        return outputs
+
+    def _next_call(self, op: OpOverload) -> KeptCall | None:
+        calls, number = self._calls[op], self._num_asked[op]
+        if number == len(calls):
+            raise RuntimeError(
+                f"a checkpoint calls {op} more often in the recomputation than in the forward, "
+                f"where it was called {len(calls)} times; expected the same calls; see that the "
+                "function computes the same twice, and give torch.autocast cache_enabled=False"
+            )
+        self._num_asked[op] += 1
+        return calls[number]
+
+
+class RandomState:
+    """The state of the generators behind an operator that may have drawn from them.
+
+    Args:
+        outputs: Of the operator.
+    """
+
+    def __init__(self, outputs: Any) -> None:
+        first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+        self._host = torch.get_rng_state()
+        self._device_type = first.device.type
+        self._indices, self._states = get_device_states(first)  # none for the host
+
+    def set(self) -> None:
+        """Have the generators go on from this state."""
+        torch.set_rng_state(self._host)
+        if self._indices:
+            set_device_states(self._indices, self._states, device_type=self._device_type)
+
+
+def _unpack(packed: Packed) -> Tensor:
     """The tensor, new to autograd, which is about to see it as an operator's output."""
     with torch.no_grad():
         tensor = packed.unpack()
@@ -360,3 +302,19 @@ def _fresh(packed: Packed) -> Tensor:
 def _same_version_counter() -> Any:
     """Inside, an alias shares its tensor's version counter even below autograd."""
     return SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    return [plain.untyped_storage() for plain in plain_tensors(tensor) if has_storage(plain)]
+
+
+def _written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that ``op`` writes into."""
+    schema = getattr(op, "_schema", None)  # an operator of a higher order has none
+    if schema is None or not schema.is_mutable:
+        return []
+    written = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return written

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,8 +78,6 @@ FUNCTIONS = (
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_map_only",
     "torch.utils._pytree.tree_unflatten",
-    "torch.utils.checkpoint._CachedTorchDispatchMode",
-    "torch.utils.checkpoint._CachingTorchDispatchMode",
     "torch.utils.checkpoint._recomputation_hook",
 )
 """Of modules. The last is only asked about: see NOTE [ Inside a checkpoint ]."""
@@ -87,7 +85,6 @@ FUNCTIONS = (
 ONLY_IN = {
     "torch.distributed.pipelining._utils.InferenceMode": "2.13 and later",
     "PipelineStage._inference_mode": "2.13 and later",
-    "torch.utils.checkpoint.SelectiveCheckpointContext.op_output": "2.13 and later",
 }
 """Names that the package does without where they are missing."""
 
@@ -205,8 +202,6 @@ try:
         tree_map_only,
         tree_unflatten,
     )
-    from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedTorchDispatchMode
-    from torch.utils.checkpoint import _CachingTorchDispatchMode as CachingTorchDispatchMode
 
     DisableTorchDispatch = torch._C._DisableTorchDispatch
     SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
@@ -303,14 +298,6 @@ def end_checkpoints(failure: BaseException | None) -> None:
             generator.close()
 
 
-def policies_see_outputs() -> bool:
-    """Whether a policy of a selective checkpoint is asked when an output is there, and given it.
-
-    Torch 2.10 asks before it computes.
-    """
-    return "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
-
-
 def schedule_of_csv(path: str, stages: list[Any], num_microbatches: int, loss_fn: Any) -> Any:
     """A schedule whose actions a CSV file has, a line for each rank.
 
@@ -358,8 +345,6 @@ def prepare_stage(stage: Any, num_microbatches: int) -> None:
 __all__ = [
     "NODES",
     "ActivationWrapper",
-    "CachedTorchDispatchMode",
-    "CachingTorchDispatchMode",
     "CheckpointWrapper",
     "DisableTorchDispatch",
     "DisableTorchFunctionSubclass",
@@ -386,7 +371,6 @@ __all__ = [
     "neg_view",
     "never_compiled",
     "no_dispatch",
-    "policies_see_outputs",
     "pop_hooks",
     "prepare_stage",
     "push_hooks",

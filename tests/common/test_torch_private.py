@@ -83,8 +83,7 @@ def test_an_operator_is_there(path: str) -> None:
 def test_what_is_only_in_some_is_in_a_table() -> None:
     names = {f"{kind}.{name}" for kind, all_ in torch_private.ATTRIBUTES.items() for name in all_}
     listed = {*torch_private.FUNCTIONS, *names}
-    arguments = {"torch.utils.checkpoint.SelectiveCheckpointContext.op_output"}
-    assert set(torch_private.ONLY_IN) <= listed | arguments
+    assert set(torch_private.ONLY_IN) <= listed
 
 
 def test_a_missing_name_is_said_with_the_versions_that_have_it(
