@@ -35,7 +35,7 @@ from pp_offload._checkpoint.options import (
 )
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute_layers
-from pp_offload._checkpoint.shared import checkpoint_function, make_recompute
+from pp_offload._checkpoint.shared import SharedRecompute, checkpoint_function
 from pp_offload._checkpoint.wrapped_module import CheckpointedModule, checkpoint_wrapper
 from pp_offload._common.checks import check_kind, said
 from pp_offload._common.torch_private import (
@@ -87,7 +87,7 @@ class ActivationCheckpointing:
         """
         params = params_for(ac_variant, ac_fun_params)
         layers = _container(model, layers_fqn)
-        recompute = make_recompute(params, backend)
+        recompute = SharedRecompute(params, backend)
         every = params.ac_freq if isinstance(params, SelectiveLayerACParams) else 1
         if every > len(layers._modules):
             raise ValueError(
@@ -158,7 +158,7 @@ def apply_activation_checkpointing_fsdp1_inplace(
     if isinstance(ac_fun_params, SelectiveOpACParams):
         variant = variants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING
     params = params_for(variant, FullACParams() if ac_fun_params is None else ac_fun_params)
-    recompute = make_recompute(params, backend)
+    recompute = SharedRecompute(params, backend)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=partial(CheckpointWrapper, checkpoint_fn=recompute),

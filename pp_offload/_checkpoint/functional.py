@@ -40,17 +40,13 @@ def checkpoint(
 
     Args:
         function: A module, or any function of tensors. Without grad it is only called.
-        args: For ``function``. Tensors are found wherever they stand, in containers too.
-        use_reentrant: PyTorch's older way, which runs backward inside backward.
-        preserve_rng_state: Draw the same random numbers again, for dropout.
-        determinism_check: ``"default"`` compares shapes, dtypes and devices of what was recomputed,
-            ``"none"`` nothing.
-        early_stop: Compute again only as far as backward needs.
+        args, kwargs: For ``function``. Tensors are found wherever they stand, in containers too.
+        use_reentrant, preserve_rng_state, determinism_check, early_stop: PyTorch's; see
+            :class:`FullACParams`.
         offload_inputs: Tensors among the arguments go to the tiers until backward. Parameters stay.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         config: Which tiers, and how much of them. Options about groups have no effect.
         backend: Device to work on; the accelerator where there is one, else the CPU.
-        kwargs: For ``function``.
 
     Returns:
         What ``function`` returns.

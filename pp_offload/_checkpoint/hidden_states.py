@@ -1,4 +1,4 @@
-"""Only what checkpointed layers are given leaves: one tensor per layer, whoever checkpoints them.
+"""Offload of the hidden states that checkpointed layers are given, whoever checkpoints them.
 
     model.gradient_checkpointing_enable()
     with OffloadHiddenStates(model):
@@ -9,8 +9,8 @@ A checkpoint keeps its layer's inputs and computes the rest again, so for long s
 states are most of what a device holds. Masks and positions, which layers share, stay.
 
 The checkpoint function of a layer is put behind one that notes the first tensor it is given. The
-checkpoint then saves that very tensor, before or behind its layer's forward, and the pack hook
-knows it. What else is saved stays. Functions stay in place: without a context they only note.
+checkpoint saves that very tensor, and the pack hook knows it. Functions stay in place: without a
+context they only note.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ class OffloadHiddenStates(OffloadActivations):
 
     Args:
         model: Its checkpoints may be enabled later. Its parameters and buffers stay on the device.
-        use_pin_memory: See :class:`pp_offload._activations.context.OffloadActivations`.
-        use_streams: Likewise.
-        min_offload_size: Likewise.
         max_fwd_stash_size: How many may be on the device before they leave together. Each leaves
             when its layer begins, if 1; those of an unfinished stash stay.
-        config: Which tiers, and how much of them. Options about groups have no effect.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        use_pin_memory, use_streams, min_offload_size, config, backend: See
+            :class:`pp_offload._activations.context.OffloadActivations`.
 
     Raises:
         ValueError: A number or flag cannot be right.
@@ -93,24 +90,20 @@ class OffloadHiddenStates(OffloadActivations):
     def _enter(self, entered: Entered) -> None:
         model = self._model()
         if model is not None:  # each time, for a trainer enables checkpoints when it begins
-            found = list(_checkpointed(model))
-            for layer, name in found:
+            layers = list(_checkpointed(model))
+            for layer, name in layers:
                 function = getattr(layer, name)
                 if not isinstance(function, _Noting):
                     setattr(layer, name, _Noting(function))
-            self._warn_of_none(model, len(found))
+            if not layers and torch.is_grad_enabled() and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "no layer of %s is checkpointed, so nothing leaves the device; call "
+                    "model.gradient_checkpointing_enable() before the forward, or take "
+                    "OffloadActivations, with which all activations leave",
+                    type(model).__name__,
+                )
         super()._enter(entered)
-
-    def _warn_of_none(self, model: Module, num_layers: int) -> None:
-        """Nothing would leave, and nothing would say so."""
-        if num_layers == 0 and torch.is_grad_enabled() and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "no layer of %s is checkpointed, so nothing leaves the device; call "
-                "model.gradient_checkpointing_enable() before the forward, or take "
-                "OffloadActivations, with which all activations leave",
-                type(model).__name__,
-            )
 
 
 class _Noting(partial):  # type: ignore[type-arg]

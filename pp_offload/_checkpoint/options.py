@@ -7,7 +7,7 @@ policy = params.policy()
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,9 +18,9 @@ from pp_offload._common.checks import (
     check_all,
     check_count,
     check_kind,
+    check_known,
     count_problem,
     flag_problem,
-    near,
     said,
     takes_options_by_name,
 )
@@ -61,10 +61,6 @@ class ActivationCheckpointingVariants(enum.Enum):
     """Every layer, but outputs of chosen operators are kept as well."""
 
 
-FLAGS = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
-"""Options that are True or False."""
-
-
 @takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class FullACParams:
@@ -96,8 +92,9 @@ class FullACParams:
     """Compute again only as far as backward needs."""
 
     def __post_init__(self) -> None:
+        flags = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
         check_all(
-            *(flag_problem(name, getattr(self, name)) for name in FLAGS),
+            *(flag_problem(name, getattr(self, name)) for name in flags),
             count_problem("min_offload_size", self.min_offload_size, 0, "bytes"),
         )
         check_config(self.config)
@@ -153,7 +150,10 @@ class SelectiveOpACParams(FullACParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("save_ops_keys", "offload_ops_keys"):
-            _check_names(name, getattr(self, name))
+            keys = getattr(self, name)
+            is_list = isinstance(keys, list | tuple | set | frozenset)
+            if not is_list or not all(isinstance(key, str) for key in keys):
+                raise ValueError(f"{name} is {said(keys)}; expected a list of names")
         check_kind("recompute_every", self.recompute_every, Mapping, "a mapping of names to counts")
         if not self.save_ops_keys and not self.offload_ops_keys:
             raise ValueError(
@@ -179,7 +179,7 @@ class SelectiveOpACParams(FullACParams):
         for op in offload:
             if any(value.alias_info is not None for value in op._schema.returns):
                 raise ValueError(
-                    f"offload_ops_keys has {_key(op)}, which returns memory of its arguments; "
+                    f"offload_ops_keys has ops.{op}, which returns memory of its arguments; "
                     "expected operators with outputs of their own"
                 )
         every = {operator(key): number for key, number in self.recompute_every.items()}
@@ -194,17 +194,13 @@ class ActivationCheckpointedModelConfig:
     SelectiveOpACParams = SelectiveOpACParams
 
 
-_PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
-    ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING: FullACParams,
-    ActivationCheckpointingVariants.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING: (
-        SelectiveLayerACParams
-    ),
-    ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING: SelectiveOpACParams,
-}
-
-
-NO_OPTIONS = (str, bytes, int, float, list, tuple, set, type, torch.Tensor)
-"""Objects of these kinds have attributes, but none that are meant as options."""
+PARAMS = dict(
+    zip(
+        ActivationCheckpointingVariants,
+        (FullACParams, SelectiveLayerACParams, SelectiveOpACParams),
+        strict=True,
+    )
+)
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
@@ -218,50 +214,37 @@ def params_for(variant: object, given: Any) -> FullACParams:
     Raises:
         ValueError: There is no such variant, or the parameters are not for it.
     """
-    try:
-        wanted = _PARAMS[_variant(variant)]
-    except ValueError as error:
-        known = ", ".join(f"{one} or {one.value!r}" for one in ActivationCheckpointingVariants)
-        raise ValueError(f"unknown variant {said(variant)}; expected one of {known}") from error
-    if type(given) is wanted:
+    kind = _params_type(variant)
+    if type(given) is kind:
         return given
-    if given is None or isinstance(given, FullACParams):
+    # Some objects have attributes, but none that are meant as options.
+    is_no_options = (FullACParams, str, bytes, int, float, list, tuple, set, type, torch.Tensor)
+    if given is None or isinstance(given, is_no_options):
         raise ValueError(
-            f"ac_fun_params is a {type(given).__name__}; expected {wanted.__name__} for {variant}"
+            f"ac_fun_params is {said(given)}; expected {kind.__name__} for {variant}, or a mapping "
+            "or an object with such options"
         )
-    if isinstance(given, NO_OPTIONS):
-        raise ValueError(
-            f"ac_fun_params is {said(given)}; expected {wanted.__name__}, or a mapping or an "
-            "object with such options"
-        )
-    names = [one.name for one in fields(wanted)]
+    names = [option.name for option in fields(kind)]
     if isinstance(given, Mapping):
-        if unknown := [one for one in given if one not in names]:
-            near_names = ", ".join(f"{one}{near(one, names)}" for one in unknown)
-            raise ValueError(f"ac_fun_params has {near_names}; expected some of {', '.join(names)}")
+        check_known(given, names, "ac_fun_params")
         values = dict(given)
     else:
         values = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    if wanted is SelectiveLayerACParams and "ac_freq" not in values:
+    if kind is SelectiveLayerACParams and "ac_freq" not in values:
         raise ValueError(
-            f"ac_fun_params is {said(given)}, without ac_freq; expected {wanted.__name__}"
+            f"ac_fun_params is {said(given)}, without ac_freq; expected {kind.__name__}"
         )
-    return wanted(**values)
+    return kind(**values)
 
 
-def _variant(given: object) -> ActivationCheckpointingVariants:
-    if not isinstance(given, enum.Enum):
-        return ActivationCheckpointingVariants(given)
-    for one in ActivationCheckpointingVariants:
-        if given.value == one.value or given.name == one.name:
-            return one
-    return ActivationCheckpointingVariants(given)
-
-
-def _check_names(name: str, given: object) -> None:
-    is_list = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
-    if not is_list or not all(isinstance(one, str) for one in given):  # type: ignore[attr-defined]
-        raise ValueError(f"{name} is {said(given)}; expected a list of names")
+def _params_type(variant: object) -> type[FullACParams]:
+    is_member = isinstance(variant, enum.Enum)
+    spellings = (variant.value, variant.name) if is_member else (variant,)  # type: ignore
+    for member, kind in PARAMS.items():
+        if member.value in spellings or (is_member and member.name in spellings):
+            return kind
+    known = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
+    raise ValueError(f"unknown variant {said(variant)}; expected one of {known}")
 
 
 def operator(key: str) -> OpOverload:
@@ -270,18 +253,13 @@ def operator(key: str) -> OpOverload:
     Raises:
         ValueError: There is none.
     """
-    found: Any = torch
+    value: Any = torch
     check_kind("the name of an operator", key, str, f"a str, such as {MATMUL!r}")
     for part in key.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, OpOverload):
+        value = getattr(value, part, None)
+    if not isinstance(value, OpOverload):
         raise ValueError(
-            f"unknown operator {key!r}; expected one of "
-            f"{', '.join(SAVE_DICT)}, or the name of another with its "
-            "overload, such as ops.aten.addmm.default"
+            f"unknown operator {key!r}; expected one of {', '.join(SAVE_DICT)}, or the name of "
+            "another with its overload, such as ops.aten.addmm.default"
         )
-    return found
-
-
-def _key(op: OpOverload) -> str:
-    return f"ops.{op}"
+    return value

@@ -11,19 +11,17 @@ that runs again sees its modules' buffers as they were, and changes none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload._activations.stash import ActivationStash
-from pp_offload._checkpoint.module_state import BufferMemory
+from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
 from pp_offload._common.torch_private import (
@@ -45,15 +43,13 @@ class Recompute:
         stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
         policy: Which operators' outputs are not recomputed; None recomputes all.
         offload_inputs: Whether inputs go to the stash.
-        use_reentrant: PyTorch's older way, which runs backward inside backward; takes no policy.
-        preserve_rng_state: Draw the same random numbers again.
-        determinism_check: ``default`` compares shapes, dtypes and devices; ``none`` nothing.
-        early_stop: Stop as soon as what backward needs is there; not for the older way.
+        use_reentrant, preserve_rng_state, determinism_check, early_stop: See
+            :class:`FullACParams`.
         warns_of_groups: Whether a warning says that groups inside do nothing.
 
     Attributes:
         counts: What was done so far.
-        warns_of_groups: See above.
+        stash, warns_of_groups: See above.
     """
 
     def __init__(
@@ -74,10 +70,9 @@ class Recompute:
         self._policy = policy
         self._inputs = stash if offload_inputs else None
         self._use_reentrant = use_reentrant
-        self._options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
-        if not use_reentrant:
-            self._options |= {"determinism_check": determinism_check, "early_stop": early_stop}
-        self._buffers = BufferMemory()
+        self._preserve_rng_state = preserve_rng_state
+        self._determinism_check = determinism_check
+        self._early_stop = early_stop
         self._is_checked = False
         self._has_warned_of_cache = False
 
@@ -85,7 +80,7 @@ class Recompute:
         """A copy of a model shares what moves its tensors."""
         return self
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> Any:
         raise TypeError(
             "a model with checkpoints of pp_offload cannot be pickled, for streams and host memory "
             "are part of it; save model.state_dict(), whose names are those without checkpoints"
@@ -99,20 +94,16 @@ class Recompute:
 
     def check_idle(self) -> None:
         """Warn, once, if the checkpoints so far offloaded nothing, but should have."""
-        stash = self.stash
-        if stash is None or self._is_checked or not self.counts.forward_calls:
+        stash, num_calls = self.stash, self.counts.forward_calls
+        if stash is None or self._is_checked or not num_calls:
             return
         self._is_checked = True
         if stash.statistics().bytes_offloaded == 0:
-            chosen = (
-                "" if self._policy is None else f", or of {sorted(map(str, self._policy.offload))}"
-            )
-            num_written = self.counts.written_outputs
+            ops = f", or of {sorted(map(str, self._policy.offload))}" if self._policy else ""
             warnings.warn(
-                f"{self.counts.forward_calls} checkpoints offloaded nothing: there was no input"
-                f"{chosen} of at least {stash.min_offload_size} bytes on the device"
-                f"{f' that no operator wrote into, as into {num_written}' if num_written else ''}; "
-                "lower min_offload_size, or name operators that the layers call",
+                f"{num_calls} checkpoints offloaded nothing: there was no input{ops} of at least "
+                f"{stash.min_offload_size} bytes on the device that no operator wrote into; lower "
+                "min_offload_size, or name operators that the layers call",
                 stacklevel=2,
             )
 
@@ -130,78 +121,52 @@ class Recompute:
         call = _Call(function, args, kwargs)
         if not self._has_warned_of_cache:
             self._warn_of_cache(call)
-        run = self._reentrant if self._use_reentrant else self._non_reentrant
-        outputs = saving(self._pack(), run, call, call.tensors())
+        outputs = saving(self._pack(), self._checkpoint, call, call.tensors())
         self._send()
         return outputs
 
     def _warn_of_cache(self, call: _Call) -> None:
         """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
-        cache, layers = call.cache(), call.modules
-        if cache is None or any(getattr(one, "_can_checkpoint_with_cache", 0) for one in layers):
+        cache = next(filter(_is_cache, call.others), None)
+        may_get_one = (getattr(one, "_can_checkpoint_with_cache", False) for one in call.modules)
+        if cache is None or any(may_get_one):
             return
         self._has_warned_of_cache = True
-        name = f"layer {type(layers[0]).__name__}" if len(layers) == 1 else "function"
         warnings.warn(
-            f"a {name} is checkpointed and was given a {type(cache).__name__} to fill: where "
+            f"{call.subject} is checkpointed and was given a {type(cache).__name__} to fill: where "
             "backward runs it again, it fills that a second time, so gradients may be wrong and "
             "nothing says so, or backward fails; set model.config.use_cache = False for training, "
             "or call the model with use_cache=False",
             stacklevel=3,
         )
 
-    def _non_reentrant(self, call: _Call, tensors: list[Tensor]) -> Any:
-        before = self._buffers.of(call.modules)
-        kept = self._kept_outputs()
-        groups = nullcontext if self.warns_of_groups else expected
+    def _checkpoint(self, call: _Call, tensors: list[Tensor]) -> Any:
+        """Hand a call to PyTorch's checkpoint, which runs it now, and again in backward."""
+        before = ModuleState(call.modules)
+        kept = None
+        if self._policy is not None and self._policy.kept:
+            preserve = self._preserve_rng_state
+            kept = KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
-        @contextmanager
-        def first() -> Iterator[None]:
-            self._send()
-            with groups(), before.taken(), kept.forward() if kept else nullcontext():
-                yield
+        def run(*tensors: Tensor) -> Any:
+            with ExitStack() as contexts:
+                if not self.warns_of_groups:
+                    contexts.enter_context(expected())
+                if call.has_run:
+                    self.counts.recomputed_calls += 1
+                    contexts.enter_context(before.restored())
+                else:
+                    self._send()
+                if kept is not None:
+                    contexts.enter_context(kept.again() if call.has_run else kept.forward())
+                return call(*tensors)
 
-        @contextmanager
-        def again() -> Iterator[None]:
-            self.counts.recomputed_calls += 1
-            with groups(), before.restored(), kept.again() if kept else nullcontext():
-                yield
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return first(), _Anew(again)
-
-        options = {"use_reentrant": False, "context_fn": contexts, **self._options}
-        if before.draws_after_saving:
-            options["early_stop"] = False
-        return checkpoint(call, *tensors, **options)
-
-    def _reentrant(self, call: _Call, tensors: list[Tensor]) -> Any:
-        """Outputs may be a tree here, too; and inputs need no gradient if parameters do."""
-        before = self._buffers.of(call.modules)
-        num_tensors = len(tensors)
-        trees: list[Any] = []
-
-        def run(*tensors: Tensor) -> tuple[Any, ...]:
-            with before.restored() if trees else before.taken():
-                self.counts.recomputed_calls += bool(trees)
-                leaves, tree = tree_flatten(call(*tensors[:num_tensors]))
-            if not trees and (is_input_tracked or has_parameters):
-                _check_outputs(leaves, call.modules)
-            trees.append(tree)
-            return tuple(leaves)
-
-        has_parameters = _have_parameters(call.modules)
-        is_input_tracked = any(tensor.requires_grad for tensor in tensors)
-        if has_parameters and not is_input_tracked:
-            tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
-        outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
-        return tree_unflatten(outputs, trees[0])
-
-    def _kept_outputs(self) -> KeptOutputs | None:
-        if self._policy is None or not self._policy.kept:
-            return None
-        preserve = self._options["preserve_rng_state"]
-        return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
+        options: dict[str, Any] = {"preserve_rng_state": self._preserve_rng_state}
+        if self._use_reentrant:
+            return _run_reentrant(run, call, tensors, options)
+        options["determinism_check"] = self._determinism_check
+        options["early_stop"] = self._early_stop and not before.draws_after_saving
+        return checkpoint(run, *tensors, use_reentrant=False, **options)
 
     def _pack(self) -> PackHook | None:
         """The hook that saves inputs; None where they stay."""
@@ -222,88 +187,93 @@ class _Call:
 
     Attributes:
         modules: Those it computes with, as far as one can see.
+        others: Its arguments that are no tensors, in order; a mark in the place of each tensor.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function = function
         self._first: tuple[Any, Any] | None = (args, kwargs)
         leaves, self._tree = tree_flatten((args, kwargs))
-        self._others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.modules = modules_of(function, *self._others)
+        self.others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.modules = modules_of(function, *self.others)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the first run has begun."""
+        return self._first is None
+
+    @property
+    def subject(self) -> str:
+        """What is called, for a message."""
+        if len(self.modules) == 1:
+            return f"a layer {type(self.modules[0]).__name__}"
+        return "a function"
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the arguments. To be asked before the first run."""
-        assert self._first is not None, "it was run"
-        return [leaf for leaf in tree_flatten(self._first)[0] if isinstance(leaf, Tensor)]
-
-    def cache(self) -> object | None:
-        """A cache of keys and values among its arguments, of a decoder of Hugging Face."""
-        return next((leaf for leaf in self._others if _is_cache(leaf)), None)
+        return [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, Tensor)]
 
     def __call__(self, *tensors: Tensor) -> Any:
         """What the function returns, with ``tensors`` in their places."""
         first, self._first = self._first, None
         if first is None:
             rest = iter(tensors)
-            leaves = [next(rest) if one is _HOLE else one for one in self._others]
+            leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.others]
             first = tree_unflatten(leaves, self._tree)
         args, kwargs = first
         del first
         return self._function(*args, **kwargs)
 
 
-_HOLE = object()
+_TENSOR = object()
 
 
-class _Anew:
-    """A context that may be entered any number of times, one after the other."""
+def _run_reentrant(
+    run: Callable[..., Any], call: _Call, tensors: list[Tensor], options: dict[str, Any]
+) -> Any:
+    """Run a call under PyTorch's older checkpoint, and mend what that lacks: outputs may be a tree
+    here, too, and no input needs a gradient if parameters do.
+    """
+    trees: list[Any] = []
+    has_parameters = any(p.requires_grad for module in call.modules for p in module.parameters())
+    needs_input = has_parameters and not any(tensor.requires_grad for tensor in tensors)
+    if needs_input:
+        tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: AbstractContextManager[None] = nullcontext()
+    def run_flat(*tensors: Tensor) -> tuple[Any, ...]:
+        leaves, tree = tree_flatten(run(*tensors))
+        if not trees and any(tensor.requires_grad for tensor in tensors):
+            _check_outputs(leaves, call)
+        trees.append(tree)
+        return tuple(leaves)
 
-    def __enter__(self) -> None:
-        self._entered = self._make()
-        self._entered.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._entered.__exit__(kind, error, trace)
-
-
-def _have_parameters(modules: Iterable[Module]) -> bool:
-    """Whether gradients flow to parameters of theirs."""
-    return any(p.requires_grad for module in modules for p in module.parameters())
+    outputs = checkpoint(run_flat, *tensors, use_reentrant=True, **options)
+    return tree_unflatten(outputs, trees[0])
 
 
-def _check_outputs(leaves: Sequence[Any], modules: Sequence[Module]) -> None:
+def _check_outputs(leaves: list[Any], call: _Call) -> None:
     """Refuse outputs that a reentrant checkpoint would leave without gradients, and say nothing.
 
     Raises:
         TypeError: A tensor is in an object that is no tree.
     """
     for leaf in leaves:
-        for field in fields(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else ():
-            tensors = [one for one in tree_leaves(getattr(leaf, field.name)) if _is_float(one)]
-            if tensors:
-                of = f"a {type(modules[0]).__name__}" if modules else "a function"
-                raise TypeError(
-                    f"{of} under a reentrant checkpoint returns a {type(leaf).__name__} with the "
-                    f"tensor '{field.name}', which would get no gradient; expected tensors, or "
-                    "tuples, lists and dictionaries of them; give use_reentrant=False, or make the "
-                    "class known with torch.utils._pytree.register_dataclass"
-                )
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+        names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else []
+        tensors = [
+            one
+            for one in tree_leaves([getattr(leaf, name) for name in names])
+            if isinstance(one, Tensor) and one.is_floating_point()
+        ]
+        if tensors:
+            raise TypeError(
+                f"{call.subject} under a reentrant checkpoint returns a {type(leaf).__name__} with "
+                "tensors, which would get no gradient; expected tensors, or tuples, lists and "
+                "dictionaries of them; give use_reentrant=False, or make the class known with "
+                "torch.utils._pytree.register_dataclass"
+            )
 
 
 def _is_cache(value: object) -> bool:
     # By name: importing transformers takes long, and few models are made with it.
-    found = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
-    return ("transformers.cache_utils", "Cache") in found
+    kinds = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return ("transformers.cache_utils", "Cache") in kinds

@@ -20,12 +20,12 @@ class RecomputedLayers:
     """Undoes :func:`recompute_layers`.
 
     Args:
-        recompute: What runs the layers.
-        layers: By name, each behind the module that it is a part of.
+        recompute: The object that runs the layers.
+        layers: By name: the module that has the layer, and the layer.
 
     Attributes:
         recompute: See above; its ``counts`` say what was done so far.
-        names: Those of the layers.
+        names: Names of the layers.
     """
 
     def __init__(self, recompute: Recompute, layers: Mapping[str, tuple[Module, Module]]) -> None:
@@ -89,9 +89,8 @@ def is_recomputed(model: Module, name: str) -> bool:
         layer = model.get_submodule(name)
     except AttributeError:
         return False
-    if not _is_checkpoint(layer):
-        return False
-    recompute = getattr(layer.checkpoint_fn, "func", None)  # it is a partial, without options
+    partial = layer.checkpoint_fn if isinstance(layer, CheckpointWrapper) else None
+    recompute = getattr(partial, "func", None)
     return isinstance(recompute, Recompute) and not recompute.warns_of_groups
 
 
@@ -102,7 +101,7 @@ def is_inside_recomputed(model: Module, name: str) -> bool:
 
 
 def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module, Module]:
-    """A module that is to be wrapped, behind the one that it is a part of."""
+    """The module that has the layer of this name, and the layer."""
     check_kind("a name of names", name, str, "the name of a module")
     assert isinstance(name, str)
     try:
@@ -115,13 +114,9 @@ def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module,
         raise ValueError(f"{name!r} {where}, expected modules of which none is in another")
     parts = name.split(".")
     around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
-    if any(_is_checkpoint(one) for one in (*around, *layer.modules())):
+    if any(isinstance(module, CheckpointWrapper) for module in (*around, *layer.modules())):
         raise ValueError(f"{name!r} has a checkpoint already, expected none; choose one of the two")
     return around[-1], layer
-
-
-def _is_checkpoint(module: Module) -> bool:
-    return isinstance(module, CheckpointWrapper)
 
 
 def _last_part(name: str) -> str:

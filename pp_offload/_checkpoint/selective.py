@@ -23,16 +23,15 @@ NOTE [ Written in place ]
 
 from __future__ import annotations
 
-import enum
 import functools
-import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils.checkpoint import SAC_IGNORED_OPS, get_device_states, set_device_states
 
 from pp_offload._activations.stash import ActivationStash
@@ -49,14 +48,6 @@ from pp_offload._core.subclasses import plain_tensors
 from pp_offload._memory.storages import has_storage
 
 
-class Choice(enum.Enum):
-    """What becomes of an operator's output."""
-
-    SAVE = "saved on the device"
-    OFFLOAD = "offloaded"
-    RECOMPUTE = "recomputed"
-
-
 @dataclass(frozen=True)
 class OpPolicy:
     """Chooses by operator, and by how often it was called in this forward."""
@@ -70,14 +61,10 @@ class OpPolicy:
     recompute_every: Mapping[OpOverload, int] = field(default_factory=dict)
     """For some of the operators above, n: every n-th call is recomputed."""
 
-    def choose(self, op: OpOverload, number: int) -> Choice:
-        """What becomes of the output of the ``number``-th call of ``op``, from 1 on."""
+    def keeps(self, op: OpOverload, number: int) -> bool:
+        """Whether the output of the ``number``-th call of ``op``, from 1 on, is not recomputed."""
         every = self.recompute_every.get(op)
-        if every is not None and number % every == 0:
-            return Choice.RECOMPUTE
-        if op in self.offload:
-            return Choice.OFFLOAD
-        return Choice.SAVE if op in self.save else Choice.RECOMPUTE
+        return op in self.kept and (every is None or number % every != 0)
 
     @functools.cached_property
     def kept(self) -> frozenset[OpOverload]:
@@ -135,8 +122,8 @@ class KeptCall:
     output_bytes: list[int]
     """Bytes of each tensor, in order."""
 
-    generators: RandomState | None
-    """The random state behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
+    set_generators: Callable[[], None] | None
+    """Sets the random state behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
 
 
 class KeptOutputs:
@@ -162,7 +149,8 @@ class KeptOutputs:
         self._counts = counts
         self._preserve_rng_state = preserve_rng_state
         self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in policy.kept}
-        self._calls_by_storage: dict[int, list[tuple[weakref.ref[Any], OpOverload, int]]] = {}
+        self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[OpOverload, int]]]
+        self._calls_in = WeakKeyDictionary()
 
     def forward(self) -> TorchDispatchMode:
         """The context of the forward."""
@@ -174,30 +162,27 @@ class KeptOutputs:
 
     def add_call(self, op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Keep the outputs of a call that has run, if the policy chooses them."""
-        if self._calls_by_storage:
+        if self._calls_in:
             self._drop_written(op, args, kwargs)
         calls = self._calls.get(op)
-        if calls is None:  # as for most operators
-            return
-        choice = self._policy.choose(op, len(calls) + 1)
-        calls.append(None if choice is Choice.RECOMPUTE else self._keep(op, choice, outputs))
+        if calls is not None:  # for most operators it is None
+            is_kept = self._policy.keeps(op, len(calls) + 1)
+            calls.append(self._keep(op, outputs) if is_kept else None)
 
-    def _keep(self, op: OpOverload, choice: Choice, outputs: Any) -> KeptCall:
+    def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
         sizes: list[int] = []
+        pack = self._stash.pack if self._stash and op in self._policy.offload else Resident
 
-        def pack(tensor: Tensor) -> Packed:
+        def keep(tensor: Tensor) -> Packed:
             sizes.append(tensor.nbytes if has_storage(tensor) else 0)
             for storage in _storages(tensor):
-                calls = self._calls_by_storage.setdefault(storage._cdata, [])
-                calls.append((weakref.ref(storage), op, len(self._calls[op])))
+                self._calls_in.setdefault(storage, []).append((op, len(self._calls[op])))
             with _same_version_counter():
-                if choice is Choice.OFFLOAD and self._stash is not None:
-                    return self._stash.pack(tensor)
-                return Resident(tensor)
+                return pack(tensor)
 
         may_draw = torch.Tag.nondeterministic_seeded in op.tags and self._preserve_rng_state
-        generators = RandomState(outputs) if may_draw else None
-        call = KeptCall(tree_map_only(Tensor, pack, outputs), sizes, generators)
+        set_generators = _random_state_behind(outputs) if may_draw else None
+        call = KeptCall(tree_map_only(Tensor, keep, outputs), sizes, set_generators)
         self._counts.add(call)
         return call
 
@@ -205,9 +190,9 @@ class KeptOutputs:
         """Recompute the outputs that ``op`` writes into. See NOTE [ Written in place ]."""
         for tensor in tree_leaves(_written_arguments(op, args, kwargs)):
             for storage in _storages(tensor) if isinstance(tensor, Tensor) else ():
-                for ref, kept_op, number in self._calls_by_storage.pop(storage._cdata, ()):
+                for kept_op, number in self._calls_in.pop(storage, ()):
                     call = self._calls[kept_op][number]
-                    if ref() is storage and call is not None:
+                    if call is not None:
                         self._counts.add(call, -1)
                         self._counts.written_outputs += len(call.output_bytes)
                         self._calls[kept_op][number] = None
@@ -255,8 +240,8 @@ class _Recomputation(TorchDispatchMode):
             self._counts.recomputed_ops += func not in SAC_IGNORED_OPS
             return func(*args, **(kwargs or {}))
         outputs = tree_map_only(Packed, _unpack, call.outputs)
-        if call.generators is not None:
-            call.generators.set()
+        if call.set_generators is not None:
+            call.set_generators()
         return outputs
 
     def _next_call(self, op: OpOverload) -> KeptCall | None:
@@ -271,24 +256,19 @@ class _Recomputation(TorchDispatchMode):
         return calls[number]
 
 
-class RandomState:
-    """The state of the generators behind an operator that may have drawn from them.
+def _random_state_behind(outputs: Any) -> Callable[[], None]:
+    """A function that has the generators go on as now, behind the operator of ``outputs``."""
+    first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    device_type = first.device.type
+    host_state = torch.get_rng_state()
+    indices, states = get_device_states(first)  # none for the host
 
-    Args:
-        outputs: Of the operator.
-    """
+    def set_generators() -> None:
+        torch.set_rng_state(host_state)
+        if indices:
+            set_device_states(indices, states, device_type=device_type)
 
-    def __init__(self, outputs: Any) -> None:
-        first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-        self._host = torch.get_rng_state()
-        self._device_type = first.device.type
-        self._indices, self._states = get_device_states(first)  # none for the host
-
-    def set(self) -> None:
-        """Have the generators go on from this state."""
-        torch.set_rng_state(self._host)
-        if self._indices:
-            set_device_states(self._indices, self._states, device_type=self._device_type)
+    return set_generators
 
 
 def _unpack(packed: Packed) -> Tensor:
@@ -304,7 +284,7 @@ def _same_version_counter() -> Any:
     return SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
 
 
-def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+def _storages(tensor: Tensor) -> list[UntypedStorage]:
     return [plain.untyped_storage() for plain in plain_tensors(tensor) if has_storage(plain)]
 
 

@@ -20,7 +20,7 @@ from pp_offload.backends import Backend
 
 
 class CheckpointedModule(CheckpointWrapper):
-    """A module that is computed again in backward. :func:`checkpoint_wrapper` makes one."""
+    """A module that backward computes again. :func:`checkpoint_wrapper` makes these."""
 
     @property
     def recompute(self) -> SharedRecompute:
