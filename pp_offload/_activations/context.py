@@ -4,13 +4,13 @@
         loss = model(x).mean()
     loss.backward()
 
-What autograd saves inside joins a stash on the device; a stash that is full goes to the host as a
-group, and comes back, in reverse order, ahead of its backward. The last stash of a forward stays,
-for its backward comes next; if another forward begins instead, it goes as well. Each entering is a
+What autograd saves inside joins a stash on the device; a full stash goes to the host as a group,
+and comes back, in reverse order, ahead of its backward. The last stash of a forward stays, for its
+backward comes next; if another forward begins instead, it goes as well. Each entering is a
 microbatch of its own, so any number may be in flight.
 
 A decoder's output head is best left out: what it saves is large, and needed at once. See
-:func:`pp_offload._activations.output_head.get_lora_act_offloading_ctx_manager`.
+:func:`get_lora_act_offloading_ctx_manager`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_by_name(sizes: tuple[object, ...]) -> None:
-    """Refuse sizes without a name.
+    """Refuse sizes without a name: torchtune and TRL have them in a different order.
 
     Raises:
         TypeError: There are some.
@@ -65,23 +65,19 @@ def check_by_name(sizes: tuple[object, ...]) -> None:
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     """Offload what autograd saves inside.
 
-    The two sizes are given by name: torchtune and TRL have them in a different order.
-
     Args:
         use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
-        use_streams: Let them run beside it; otherwise compute waits for every copy, and nothing is
-            prefetched, whatever ``config`` says.
+        use_streams: Copies run beside compute. Otherwise compute waits for every copy, and nothing
+            is prefetched, whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_fwd_stash_size: How many tensors gather on the device before they leave together, when
             the next operator saves one.
-        config: Which tiers, and how much of them. Of the options about groups only
-            ``device_limit_bytes`` has an effect.
+        config: Which tiers, and how much of them; ``device_limit_bytes`` limits the device.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
-        ValueError: ``max_fwd_stash_size`` is below 1, or ``min_offload_size`` below 0; or one is no
-            integer, or a flag neither True nor False.
-        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend; or sizes were
+        ValueError: A size is too small or no integer, or a flag neither True nor False.
+        TypeError: ``config`` is no :class:`OffloadConfig`, ``backend`` no backend, or sizes were
             given without their names.
 
     Source: torchtune and TRL ``OffloadActivations``.
@@ -116,7 +112,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             has_limit=True,
             backend=backend,
         )
-        self._say_if_nothing_leaves(config)
+        self._warn_if_nothing_leaves(config)
         self._use_pin_memory, self._use_streams = use_pin_memory, use_streams
         self._knows_model = False
         self._here = _OfThread()
@@ -137,10 +133,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         """Smaller tensors stay on the device. In bytes."""
         return self.stash.min_offload_size
 
-    @property
-    def min_tensor_size_bytes(self) -> int:
-        """:attr:`min_offload_size`, as TRL and torchtune name it."""
-        return self.stash.min_offload_size
+    min_tensor_size_bytes = min_offload_size
+    """:attr:`min_offload_size`, as TRL and torchtune name it."""
 
     @property
     def max_fwd_stash_size(self) -> int:
@@ -148,14 +142,14 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         assert self.stash.max_tensors is not None
         return self.stash.max_tensors
 
-    has_said_that_it_copies = False
+    has_warned_of_copies = False
 
-    def _say_if_nothing_leaves(self, config: OffloadConfig) -> None:
+    def _warn_if_nothing_leaves(self, config: OffloadConfig) -> None:
         """Warn, once in a process: it may be a comparison, or an accelerator that is not seen."""
         backend = self.stash.backend
         is_of_use = not backend.is_host or "disk" in config.tiers
-        if not is_of_use and not OffloadActivations.has_said_that_it_copies:
-            OffloadActivations.has_said_that_it_copies = True
+        if not is_of_use and not OffloadActivations.has_warned_of_copies:
+            OffloadActivations.has_warned_of_copies = True
             logger.warning(
                 "OffloadActivations on %s, where the device is the host: tensors are copied from "
                 "host memory to host memory, which takes time and frees none; use it on an "
@@ -165,7 +159,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
-        while self._here.entered and self._here.entered[-1].is_over:
+        while self._here.entered and self._here.entered[-1].scope.is_over:
             self._leave()
         entered = Entered(HookScope())
         self._here.entered.append(entered)  # first, or an interrupt would have it forgotten
@@ -205,7 +199,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.stash.send_if_full()
 
     def _leave(self, failure: BaseException | None = None) -> None:
-        self._here.entered[-1].leave(failure)
+        entered = self._here.entered[-1]
+        if entered.met is not None:
+            entered.met.end()
+        entered.scope.leave(failure)  # last: behind an interrupt, nothing else says that it is over
         self._here.entered.pop()
 
     def keep_module(self, model: Module) -> None:
@@ -235,30 +232,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 self.stash.keep(buffer)
 
 
+@dataclass
 class Entered:
-    """What one ``with`` has put in place.
+    """What one ``with`` has put in place: hooks for saved tensors, and for modules that run."""
 
-    Args:
-        scope: Hooks for saved tensors.
-
-    Attributes:
-        met: Sees each module whose forward runs.
-    """
-
-    def __init__(self, scope: HookScope) -> None:
-        self.scope = scope
-        self.met: MetModules | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether an interrupt came between a ``with`` and its end."""
-        return self.scope.is_over
-
-    def leave(self, failure: BaseException | None) -> None:
-        """Take it away, after the ``with`` raised ``failure``. Twice is fine."""
-        if self.met is not None:
-            self.met.end()
-        self.scope.leave(failure)  # last: behind an interrupt, nobody would know that it is over
+    scope: HookScope
+    met: MetModules | None = None
 
 
 class _OfThread(threading.local):
@@ -279,8 +258,7 @@ def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Pac
 class NoOpManager(saved_tensors_hooks, ContextDecorator):
     """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`.
 
-    A checkpoint around it keeps what is saved inside, too. For a module that may be in one, there
-    is :func:`pp_offload._activations.exclusions.exclude`.
+    A checkpoint around it keeps what is saved inside, too.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,7 @@
 """Modules whose saved tensors stay on the device, such as a model's output head.
 
-Their forward sets a mark, and a pack hook asks for it. Saved-tensor hooks of their own would do
-harm inside a checkpoint: they would take the place of its hooks, and keep what it is to drop.
-
-    exclude(module)  # once
-    is_excluded()    # in a pack hook: does such a module's forward run?
+Their forward sets a mark, and the pack hook of a context asks for it. Saved-tensor hooks in its
+place would take tensors away from a checkpoint around the module.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ _running = _Running()
 def exclude(module: Module) -> None:
     """From now on, OffloadActivations leave what ``module`` saves in its forward on the device.
 
-    Checkpoints and groups do not ask for the mark. In a compiled region it does nothing. Twice is
-    fine.
+    Checkpoints and groups do not ask for the mark. In a compiled region it does nothing.
     """
     check_kind("module", module, Module, "an nn.Module")
     if _enter not in module._forward_pre_hooks.values():
@@ -55,12 +51,10 @@ def _enter(module: Module, _: object) -> None:
 
 
 def _leave(module: Module, *_: object) -> None:
-    """Take the mark away, and those of modules inside that never ended.
-
-    The mark is not there if another hook raised before :func:`_enter` ran.
+    """Take the mark away, and those of modules inside that never ended. There is none if another
+    hook raised before :func:`_enter` ran.
     """
-    if torch.compiler.is_compiling():
-        return
     running = _running.modules
-    while id(module) in running and running.pop() != id(module):
-        pass
+    while not torch.compiler.is_compiling() and id(module) in running:
+        if running.pop() == id(module):
+            return

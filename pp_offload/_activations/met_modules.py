@@ -1,14 +1,10 @@
-"""Finds modules as their forwards begin, for contexts that nobody has told the model.
-
-    met = MetModules(see)
-    met.begin()   # from now on see(module) for each whose forward begins, on any thread
-    met.end()
+"""Modules whose forwards begin, for contexts that were not given the model.
 
 NOTE [ One hook, in one place ]
     A compiler traces the hooks of all modules with each forward, and its code is for the places
-    that they have in PyTorch's dict. PyTorch gives each registration a new place: code compiled in
-    one forward would fit no other, and be made anew until the compiler gives up. So there is one
-    hook for all contexts, always in one place; and it does nothing while it is traced.
+    that they have in PyTorch's dict. PyTorch gives each registration a new place, so code compiled
+    in one forward would fit no other. So there is one hook for all contexts, always in one place;
+    and it does nothing while it is traced.
 """
 
 from __future__ import annotations
@@ -21,23 +17,19 @@ from torch.nn import Module
 
 from pp_offload._common.torch_private import forward_pre_hooks
 
-See = Callable[[Module], None]
-
 _PLACE = -1
 """PyTorch counts from zero."""
 
-_seeing: dict[MetModules, See] = {}
+_seeing: dict[MetModules, Callable[[Module], None]] = {}
 _lock = threading.Lock()
 
 
 class MetModules:
-    """Sees modules between :meth:`begin` and :meth:`end`, except in compiled code.
-
-    Args:
-        see: Is given each.
+    """Calls ``see`` with each module whose forward begins, on any thread, between :meth:`begin` and
+    :meth:`end`. Modules in compiled code are not seen.
     """
 
-    def __init__(self, see: See) -> None:
+    def __init__(self, see: Callable[[Module], None]) -> None:
         self._see = see
 
     def begin(self) -> None:
@@ -55,7 +47,6 @@ class MetModules:
 
 
 def _meet(module: Module, _: object) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for see in list(_seeing.values()):  # other threads begin and end
-        see(module)
+    if not torch.compiler.is_compiling():
+        for see in list(_seeing.values()):  # other threads begin and end
+            see(module)

@@ -8,7 +8,6 @@ loss.backward()
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -16,7 +15,7 @@ from torch.nn import Module
 
 from pp_offload._activations.context import NoOpManager, OffloadActivations, check_by_name
 from pp_offload._activations.exclusions import exclude
-from pp_offload._common.checks import check_flag, check_kind, near, said
+from pp_offload._common.checks import check_flag, check_kind, near
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -57,19 +56,16 @@ def get_act_offloading_ctx_manager(
         options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
 
     Raises:
-        TypeError: There is no such option; and as there.
-        ValueError: As there.
+        TypeError: There is no such option.
 
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
     check_flag("enable_activation_offloading", enable_activation_offloading)
-    _, *taken = signature(get_lora_act_offloading_ctx_manager).parameters.values()
-    names = [one.name for one in taken if one.kind is not one.VAR_POSITIONAL]
-    if unknown := [
-        f"{one}={said(options[one])}{near(one, names)}" for one in {*options} - {*names}
-    ]:
+    _, *parameters = signature(get_lora_act_offloading_ctx_manager).parameters.values()
+    names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
         raise TypeError(
-            f"get_act_offloading_ctx_manager() got {', '.join(sorted(unknown))}; expected some of "
+            f"get_act_offloading_ctx_manager() got {', '.join(unknown)}; expected some of "
             f"{', '.join(names)}"
         )
     if not enable_activation_offloading:
@@ -93,15 +89,11 @@ def get_lora_act_offloading_ctx_manager(
 
     Args:
         model: Its parameters and buffers stay on the device, and what its output head saves.
-        use_pin_memory: See :class:`pp_offload._activations.context.OffloadActivations`.
-        use_streams: Likewise.
-        min_offload_size: Likewise.
-        max_fwd_stash_size: Likewise.
+        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size, config, backend: See
+            :class:`OffloadActivations`.
         warn_if_no_head: Warn if no output head is found.
         head: The output head, or its name in the model; found by :data:`HEADS` when None, or as
             the model says by its ``get_output_embeddings``.
-        config: See :class:`pp_offload._activations.context.OffloadActivations`.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
         ValueError: ``head`` names no module of the model, or a number or flag cannot be right.
@@ -114,7 +106,7 @@ def get_lora_act_offloading_ctx_manager(
     check_flag("warn_if_no_head", warn_if_no_head)
     if head is not None:
         check_kind("head", head, (Module, str), "an nn.Module of the model, or its name")
-    found = find_head(model) if head is None else _chosen(model, head)
+    output_head = find_head(model) if head is None else _chosen(model, head)
     offload = OffloadActivations(
         use_pin_memory,
         use_streams,
@@ -124,8 +116,8 @@ def get_lora_act_offloading_ctx_manager(
         backend=backend,
     )
     offload.keep_module(model)
-    if found is not None:
-        exclude(found)
+    if output_head is not None:
+        exclude(output_head)
     elif warn_if_no_head:
         warnings.warn(
             f"no output head found in {type(model).__name__}: none of {', '.join(HEADS)}; what it "
@@ -133,8 +125,9 @@ def get_lora_act_offloading_ctx_manager(
             "warn_if_no_head=False",
             stacklevel=2,
         )
-    for module in liger_modules(model):
-        exclude(module)
+    for name, module in model.named_modules():
+        if "liger" in name.lower():  # such as a fused loss, which needs what it saves at once
+            exclude(module)
     return offload
 
 
@@ -160,37 +153,26 @@ def find_head(model: Module) -> Module | None:
     """The output head, by its usual names, or as the model says."""
     inner = unwrapped(model)
     for name in HEADS:
-        found: object = inner
+        value: object = inner
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, Module):
-            return found
+            value = getattr(value, part, None)
+        if isinstance(value, Module):
+            return value
     ask = getattr(inner, "get_output_embeddings", None)
-    said = ask() if callable(ask) else None
-    return said if isinstance(said, Module) else None
-
-
-def liger_modules(model: Module) -> Iterator[Module]:
-    """Modules named after Liger, such as its fused losses, which need what they save at once."""
-    for name, module in model.named_modules():
-        if "liger" in name.lower():
-            yield module
+    head = ask() if callable(ask) else None
+    return head if isinstance(head, Module) else None
 
 
 def _chosen(model: Module, head: Module | str) -> Module:
-    found = _named(model, head) if isinstance(head, str) else head
-    if found is model or found is unwrapped(model):
+    named = dict(unwrapped(model).named_modules()) | dict(model.named_modules())
+    if isinstance(head, str) and (not head or head not in named):
+        raise ValueError(
+            f"head is {head!r}, but the model has no module of that name; expected one of "
+            "model.named_modules()"
+        )
+    module = named[head] if isinstance(head, str) else head
+    if module is model or module is unwrapped(model):
         raise ValueError(
             "head is the model itself, so nothing would be offloaded; expected a module inside it"
         )
-    return found
-
-
-def _named(model: Module, name: str) -> Module:
-    for one in (model, unwrapped(model)):
-        if name and name in dict(one.named_modules()):
-            return one.get_submodule(name)
-    raise ValueError(
-        f"head is {name!r}, but the model has no module of that name; expected one of "
-        "model.named_modules()"
-    )
+    return module

@@ -1,8 +1,7 @@
 """Saved tensors of forwards in which nobody marks groups: they gather, and leave together.
 
 Saved tensors join the open group. It leaves in :meth:`ActivationStash.send`, or when it has
-``max_tensors``. Groups come back in reverse order, ahead of their backward. Every forward is a
-microbatch of its own, so any number may be in flight.
+``max_tensors``. Groups come back in reverse order, ahead of their backward.
 
     stash.begin()                # the forward of a microbatch
     packed = stash.pack(tensor)  # as a pack hook
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 OPTIONS = OffloadConfig()
-"""For plans, in which only a limit has groups stay."""
+"""Of plans, in which only a limit has groups stay."""
 
 
 class _Forward(threading.local):
@@ -163,8 +162,7 @@ class ActivationStash:
     @property
     def is_over(self) -> bool:
         """Whether no forward has begun, or the last one's backward has, or its graph is gone.
-
-        Else a chunk would grow with graphs that are dropped, where nobody says that one begins.
+        Without this, a chunk would grow with graphs that are dropped.
         """
         chunk = self._forward.chunk
         if chunk is None or not chunk.groups:
