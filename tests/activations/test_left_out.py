@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -59,40 +57,15 @@ def make_x(device: torch.device | str = "cpu") -> Tensor:
 
 
 def test_inside_its_forward_and_nowhere_else() -> None:
+    """Also in a copy, and where it raises."""
     model = make_model()
     exclude(model[1])
     exclude(model[1])
-    model(make_x())
-    assert [layer[1].seen for layer in model] == [[False], [True], [False]]
-
-
-def test_one_inside_the_other() -> None:
-    model = make_model()
-    exclude(model)
-    exclude(model[0])
-    model(make_x())
-    assert [layer[1].seen for layer in model] == [[True]] * 3
-
-
-def test_other_threads_are_others() -> None:
-    model, seen = make_model(), []
-    exclude(model)
-
-    def ask(*_: object) -> None:
-        thread = threading.Thread(target=lambda: seen.append(is_excluded()))
-        thread.start()
-        thread.join()
-
-    model[0].register_forward_hook(ask)
-    model(make_x())
-    assert seen == [False]
-
-
-def test_an_error_in_its_forward() -> None:
-    model = make_model()
-    exclude(model)
-    exclude(model[0])
-    model[0][1].error = ValueError("in the forward")
+    copied = copy.deepcopy(model)
+    for same in (model, copied):
+        same(make_x())
+        assert [layer[1].seen for layer in same] == [[False], [True], [False]]
+    model[1][1].error = ValueError("in the forward")
     with pytest.raises(ValueError, match="in the forward"):
         model(make_x())
 
@@ -135,30 +108,6 @@ def test_an_interrupt_is_over_when_a_forward_begins() -> None:
     forget_excluded()
 
 
-def test_a_copy_is_left_out_too() -> None:
-    model = make_model()
-    exclude(model[1])
-    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        exclude(same[1])
-        same(make_x())
-        assert [layer[1].seen for layer in same] == [[False], [True], [False]]
-
-
-def test_a_compiled_model_is_one_graph() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    exclude(model[1])
-    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    runs = []
-    for run in (compiled, model):
-        x = make_x()
-        with offload:
-            y = run(x * 1)
-        y.sum().backward()
-        runs.append([y.detach(), x.grad])
-    assert same_bits(*runs)
-
-
 KINDS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
 
 
@@ -177,7 +126,7 @@ def gradients(model: nn.Module, x: Tensor, offload: OffloadActivations | None) -
 
 
 @pytest.mark.parametrize("impl", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("order", ["late", "eager", "random"])
+@pytest.mark.parametrize("order", ["late", "eager"])
 def test_in_a_checkpoint_it_keeps_nothing(impl: CheckpointImpl, order: str) -> None:
     """After a forward the device has the same bytes, with left-out modules inside or without."""
     held = []
