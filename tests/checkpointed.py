@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pp_offload import OffloadConfig
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.backends import Backend
 from pp_offload.checkpointing import (
@@ -28,6 +29,16 @@ WAYS: dict[str, tuple[ActivationCheckpointingVariants, Any]] = {
     "reentrant, offload": (
         FULL,
         FullACParams(use_reentrant=True, offload_inputs=True, min_offload_size=1),
+    ),
+    "full, disk, unchecked": (
+        FULL,
+        FullACParams(
+            offload_inputs=True,
+            min_offload_size=1,
+            config=OffloadConfig(tiers=("disk",)),
+            determinism_check="none",
+            early_stop=False,
+        ),
     ),
     "every second layer, offload": (
         EVERY_FEW,

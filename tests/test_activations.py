@@ -198,19 +198,6 @@ def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
     assert came_ahead > 4 * statistics.on_demand_reloads
 
 
-@pytest.mark.parametrize("stash", [1, 2, 5, 100])
-def test_the_stash_is_what_stays(stash: int) -> None:
-    """After a forward of 9 saved tensors: as many as fit into full stashes have left."""
-    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=stash)
-    x = torch.linspace(-1, 1, 300, requires_grad=True)
-    with offload:
-        y = x * 1
-        for _ in range(9):
-            y = y.sin()
-    assert offload.statistics().live_tensors == 9 // stash * stash
-    with offload:
-        pass
-    assert offload.statistics().live_tensors == 9, "another forward has begun"
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])

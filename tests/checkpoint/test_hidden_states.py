@@ -81,12 +81,12 @@ def make(device: torch.device, how: str = "flag", *, use_reentrant: bool = False
     return model.to(device)
 
 
-def step(model: Model, device: torch.device, context: Any = None) -> list[Tensor]:
-    """The losses and gradients of two microbatches, both forwards first."""
+def step(model: Model, device: torch.device, context: Any = None, num: int = 2) -> list[Tensor]:
+    """The losses and gradients of some microbatches, all forwards first."""
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(8)
     losses = []
-    for _ in range(2):
+    for _ in range(num):
         draw = [torch.randn(ROWS, WIDTH, generator=generator).to(device) for _ in range(2)]
         with context or torch.enable_grad():
             losses.append(model(*draw))
@@ -117,70 +117,61 @@ def test_so_many_bytes_and_no_bit_changes(backend, how: str, use_reentrant: bool
         assert statistics.live_tensors == statistics.host_bytes_in_use == 0
 
 
-def test_a_stash_that_is_not_full_stays() -> None:
-    """Its backward comes next, as for all activations."""
-    backend = CpuBackend()
-    model = make(backend.device)
-    offload = OffloadHiddenStates(
-        model, min_offload_size=1, max_fwd_stash_size=LAYERS - 1, backend=backend
-    )
-    with offload:
-        loss = model(torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH))
-    loss.backward()
-    assert offload.statistics().bytes_offloaded == (LAYERS - 1) * HIDDEN_BYTES
+class ByKeyword(Layer):
+    """A layer whose hidden states a checkpoint keeps itself, where no hook sees them."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self._gradient_checkpointing_func(partial(self.compute, x=x, mask=mask))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_what_is_given_by_keyword_stays(how: str) -> None:
-    """The checkpoint keeps it itself, where no hook sees it."""
-
-    class ByKeyword(nn.Module):
-        def __init__(self, model: Model) -> None:
-            super().__init__()
-            self.layers = model.layers
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x=x, mask=mask)
-            return x.square().mean()
-
-    class ByKeywordLayer(Layer):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            run = partial(self.compute, x=x, mask=mask)
-            return self._gradient_checkpointing_func(run)
-
-    backend = CpuBackend()
-    plain, model = (ByKeyword(make(backend.device, how)) for _ in range(2))
-    if how == "flag":
-        for layer in (*plain.layers, *model.layers):
-            layer.__class__ = ByKeywordLayer
-    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-    expected = step(plain, backend.device)
-    assert same_bits(step(model, backend.device, offload), expected)
-    assert offload.statistics().bytes_offloaded == 0
+def nothing(model: Model) -> None:
+    pass
 
 
-def test_layers_without_a_checkpoint_keep_all() -> None:
-    backend = CpuBackend()
-    model = make(backend.device)
-    model.layers[1].gradient_checkpointing = False
-    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-    step(model, backend.device, offload)
-    assert offload.statistics().bytes_offloaded == 2 * (LAYERS - 1) * HIDDEN_BYTES
+def by_keyword(model: Model) -> None:
+    for layer in model.layers:
+        layer.__class__ = ByKeyword
+
+
+def in_evaluation(model: Model) -> None:
     model.eval()
-    step(model, backend.device, offload)
-    assert offload.statistics().bytes_offloaded == 2 * (LAYERS - 1) * HIDDEN_BYTES
 
 
-def test_checkpoints_may_be_enabled_anew() -> None:
-    """As a trainer does that trains again."""
+def compiled(model: Model) -> None:
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def first_alone(model: Model) -> None:
+    for layer in model.layers[1:]:
+        layer.gradient_checkpointing = False
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "num_left"),
+    [
+        (nothing, LAYERS - 1, LAYERS - 1),
+        (by_keyword, 1, 0),
+        (in_evaluation, 1, 0),
+        (compiled, 1, 0),
+        (first_alone, 1, 1),
+    ],
+)
+def test_what_stays(change: Callable[[Model], None], size: int, num_left: int) -> None:
+    """An unfinished stash, and layers whose hidden states a checkpoint does not save by itself."""
     backend = CpuBackend()
-    model = make(backend.device)
-    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-    for _ in range(2):
-        by_flag(model, use_reentrant=False)
-        step(model, backend.device, offload)
-    assert offload.statistics().bytes_offloaded == 2 * 2 * LAYERS * HIDDEN_BYTES
+    plain, model = make(backend.device), make(backend.device)
+    change(plain)
+    change(model)
+    offload = OffloadHiddenStates(
+        model, min_offload_size=1, max_fwd_stash_size=size, backend=backend
+    )
+    expected = step(plain, backend.device, num=1)
+    assert same_bits(step(model, backend.device, offload, num=1), expected)
+    assert offload.statistics().bytes_offloaded == num_left * HIDDEN_BYTES
+    step(model, backend.device)
+    assert offload.statistics().bytes_offloaded == num_left * HIDDEN_BYTES, "outside"
 
 
 def test_checkpoints_of_this_package_are_left_alone() -> None:
@@ -197,31 +188,6 @@ def test_checkpoints_of_this_package_are_left_alone() -> None:
     assert offload.statistics().bytes_offloaded == 0
 
 
-def test_outside_of_the_context_nothing_leaves() -> None:
-    backend = CpuBackend()
-    model = make(backend.device)
-    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-    expected = step(model, backend.device, offload)
-    before = offload.statistics().bytes_offloaded
-    assert same_bits(step(model, backend.device), expected)
-    assert offload.statistics().bytes_offloaded == before
-
-
-def test_checkpoints_keep_their_options() -> None:
-    given: list[dict[str, Any]] = []
-
-    def function(run: Callable[..., Tensor], *args: Tensor, **options: Any) -> Tensor:
-        given.append(options)
-        return torch_checkpoint(run, *args, **options)
-
-    model = make(torch.device("cpu"))
-    options = {"use_reentrant": False, "determinism_check": "none", "early_stop": False}
-    for layer in model.layers:
-        layer._gradient_checkpointing_func = partial(function, **options)
-    step(model, torch.device("cpu"), OffloadHiddenStates(model, backend=CpuBackend()))
-    assert given == [options] * 2 * LAYERS
-
-
 def test_a_model_that_was_in_one_can_be_pickled() -> None:
     backend = CpuBackend()
     model = make(backend.device)
@@ -232,28 +198,11 @@ def test_a_model_that_was_in_one_can_be_pickled() -> None:
     assert offload.statistics().bytes_offloaded == 2 * LAYERS * HIDDEN_BYTES
 
 
-def test_compiled_layers_are_left_alone() -> None:
-    torch._dynamo.reset()
-    backend = CpuBackend()
-    plain, model = make(backend.device), make(backend.device)
-    for one in (plain, model):
-        for layer in one.layers:
-            layer.compile(backend="aot_eager")
-    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-    expected = step(plain, backend.device)
-    assert same_bits(step(model, backend.device, offload), expected)
-
-
-def test_bad_input() -> None:
-    with pytest.raises(TypeError, match="model is 3, expected an nn.Module"):
-        OffloadHiddenStates(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_fwd_stash_size is 0"):
-        OffloadHiddenStates(nn.Linear(2, 2), max_fwd_stash_size=0)
-
-
 def test_where_no_layer_is_checkpointed_one_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    with pytest.raises(TypeError, match="model is 3, expected an nn.Module"):
+        OffloadHiddenStates(3)  # type: ignore[arg-type]
     model, x, mask = Model(), torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
     context = OffloadHiddenStates(model, min_offload_size=1, backend=CpuBackend())
     with caplog.at_level("WARNING"):
@@ -262,10 +211,9 @@ def test_where_no_layer_is_checkpointed_one_warning_says_so(
                 loss = model(x, mask)
             loss.backward()
     assert context.statistics().bytes_offloaded == 0
-    told = [one for one in caplog.records if "no layer of Model is checkpointed" in one.message]
-    assert len(told) == 1
+    assert caplog.text.count("no layer of Model is checkpointed") == 1
     caplog.clear()
     by_flag(model, use_reentrant=False)
     with caplog.at_level("WARNING"), OffloadHiddenStates(model, backend=CpuBackend()):
         model(x, mask).backward()
-    assert not [one for one in caplog.records if "is checkpointed" in one.message]
+    assert "is checkpointed" not in caplog.text

@@ -64,13 +64,6 @@ class Registers(Remembers):
         self.register_buffer("state", state)
 
 
-class EveryOther(Remembers):
-    """Forgets it in the next forward."""
-
-    def keep(self, state: Tensor) -> None:
-        self.state = state if self.state is None else None
-
-
 class Deletes(Registers):
     """Deletes it in the next forward, and puts another behind those that are there."""
 
@@ -86,16 +79,6 @@ class Deletes(Registers):
             self.register_buffer("last", state)
         else:
             super().keep(state)
-
-
-class Numbers(Registers):
-    """Registers one more in each forward, and reads the sum of all."""
-
-    def scale(self) -> Tensor | float:
-        return 1.0 + sum(self._buffers.values())
-
-    def keep(self, state: Tensor) -> None:
-        self.register_buffer(f"state{len(self._buffers)}", state)
 
 
 class Table(Remembers):
@@ -155,7 +138,7 @@ class Shares(Remembers):
         self.last = state
 
 
-KINDS = [Remembers, Registers, EveryOther, Deletes, Numbers, Table, Builds, Shares]
+KINDS = [Remembers, Registers, Deletes, Table, Builds, Shares]
 
 
 class Model(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from toy import make_model, same_bits
 
-from pp_offload import checkpoint_wrapper, offload_modules, recompute_layers
+from pp_offload import checkpoint_wrapper, recompute_layers
 from pp_offload.backends import Backend, CpuBackend
 
 OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
@@ -57,36 +56,15 @@ def test_equal_bit_for_bit(backend, options) -> None:
             assert statistics.live_tensors == statistics.host_bytes_in_use == 0
 
 
-def test_layers_with_equal_options_share_one_engine() -> None:
-    model = wrapped(CpuBackend(), **OFFLOAD)
-    assert model[0].recompute is model[1].recompute is model[2].recompute
-
-
 def test_names_in_the_state_dict_are_those_of_the_module() -> None:
     plain, model = make_model(groups=()), wrapped(None)
     assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(plain.state_dict())
     plain.load_state_dict(model.state_dict())
     layer = checkpoint_wrapper(nn.Linear(2, 2))
+    assert isinstance(layer, CheckpointWrapper) and layer.out_features == 2
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     assert list(layer.state_dict()) == ["weight", "bias"]
-
-
-def test_it_is_what_other_libraries_look_for() -> None:
-    assert all(isinstance(layer, CheckpointWrapper) for layer in wrapped(None))
-
-
-def test_attributes_and_items_are_found_through_it() -> None:
-    inner = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    assert checkpoint_wrapper(inner)[1].out_features == 4
-    assert checkpoint_wrapper(nn.Linear(2, 3)).out_features == 3
-    assert isinstance(checkpoint_wrapper(nn.Linear(2, 3)).weight, nn.Parameter)
-
-
-@pytest.mark.parametrize("pattern", ["*.up", "*._checkpoint_wrapped_module.up"])
-def test_patterns_see_through_it(pattern: str) -> None:
-    with offload_modules(wrapped(None), {"up": pattern}) as handle:
-        assert handle.modules == {"up": [f"{n}._checkpoint_wrapped_module.up" for n in range(3)]}
 
 
 def test_it_says_what_it_does() -> None:
@@ -108,14 +86,7 @@ def pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
 def test_a_copy_trains_alike(make_copy) -> None:
     model = wrapped(None, **OFFLOAD)
     other = make_copy(model)
