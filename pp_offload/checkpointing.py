@@ -17,13 +17,11 @@ Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dic
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
 from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from pp_offload._checkpoint.functional import checkpoint
 from pp_offload._checkpoint.options import (
     SAVE_DICT,
     ActivationCheckpointedModelConfig,
@@ -35,8 +33,13 @@ from pp_offload._checkpoint.options import (
 )
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute_layers
-from pp_offload._checkpoint.shared import SharedRecompute, checkpoint_function
-from pp_offload._checkpoint.wrapped_module import CheckpointedModule, checkpoint_wrapper
+from pp_offload._checkpoint.shared import (
+    CheckpointedModule,
+    SharedRecompute,
+    checkpoint,
+    checkpoint_function,
+    checkpoint_wrapper,
+)
 from pp_offload._common.checks import check_kind, said
 from pp_offload._common.torch_private import (
     CheckpointWrapper,
@@ -81,8 +84,8 @@ class ActivationCheckpointing:
             anything is offloaded, ``stash.statistics()``.
 
         Raises:
-            ValueError: The variant is unknown, the parameters are not for it, the layers are not
-                there or no container, or they are checkpointed already. The model is as before.
+            ValueError: The variant, the parameters or the layers cannot be right, or the layers are
+                checkpointed already. The model is as before.
             TypeError: ``model`` is no module, ``layers_fqn`` no name, or ``backend`` no backend.
         """
         params = params_for(ac_variant, ac_fun_params)
@@ -143,28 +146,23 @@ def apply_activation_checkpointing_fsdp1_inplace(
         )
     if any(isinstance(module, CheckpointWrapper) for module in model.modules()):
         raise ValueError("the model has checkpoints already; expected to be applied once")
-    found: defaultdict[str, set[type]] = defaultdict(set)
-    for module in model.modules():
-        found[type(module).__name__].add(type(module))
-    missing = sorted(set(activation_checkpointing_modules) - set(found))
+    classes = {type(module) for module in model.modules()}
+    wanted = [kind for kind in classes if kind.__name__ in names]
+    missing = sorted(set(names) - {kind.__name__ for kind in wanted})
     if missing:
         raise ValueError(
             f"the model has no module of class {', '.join(missing)}; expected some of "
-            f"{', '.join(sorted(found))}"
+            f"{', '.join(sorted({kind.__name__ for kind in classes}))}"
         )
-    wanted = [kind for name in activation_checkpointing_modules for kind in found[name]]
-    variants = ActivationCheckpointingVariants
-    variant = variants.FULL_ACTIVATION_CHECKPOINTING
+    variant = ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING
     if isinstance(ac_fun_params, SelectiveOpACParams):
-        variant = variants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING
+        variant = ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING
     params = params_for(variant, FullACParams() if ac_fun_params is None else ac_fun_params)
     recompute = SharedRecompute(params, backend)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=partial(CheckpointWrapper, checkpoint_fn=recompute),
-        check_fn=partial(
-            is_module_to_apply_activation_checkpointing, activation_checkpointing_modules=wanted
-        ),
+        check_fn=lambda module: is_module_to_apply_activation_checkpointing(module, wanted),
     )
     _follow(model, recompute)
     return recompute
@@ -186,9 +184,9 @@ def _container(model: Module, layers_fqn: str) -> Module:
     try:
         layers = model.get_submodule(layers_fqn)
     except AttributeError as error:
-        known = [name for name, module in model.named_modules() if isinstance(module, CONTAINERS)]
+        names = [name for name, module in model.named_modules() if isinstance(module, CONTAINERS)]
         raise ValueError(
-            f"layers_fqn is {layers_fqn!r}, but {error}; containers of this model: {known}"
+            f"layers_fqn is {layers_fqn!r}, but {error}; containers of this model: {names}"
         ) from error
     if not isinstance(layers, CONTAINERS):
         raise ValueError(
@@ -204,10 +202,9 @@ def _container(model: Module, layers_fqn: str) -> Module:
 
 def _follow(model: Module, recompute: Recompute) -> None:
     """Make each forward of ``model`` a microbatch; keep its parameters and buffers in place."""
-    if recompute.stash is None:
-        return
-    recompute.stash.keep_module(model)
-    model.register_forward_pre_hook(partial(_begin, recompute))
+    if recompute.stash is not None:
+        recompute.stash.keep_module(model)
+        model.register_forward_pre_hook(partial(_begin, recompute))
 
 
 def _begin(recompute: Recompute, module: Module, inputs: Any) -> None:

@@ -198,8 +198,6 @@ def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
     assert came_ahead > 4 * statistics.on_demand_reloads
 
 
-
-
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("stash", [1, 2, 3, 5])
 @pytest.mark.parametrize("order", ["eager", "late"])

@@ -42,10 +42,9 @@ class OffloadHiddenStates(OffloadActivations):
     """Offload the hidden states that checkpointed layers are given, and nothing else.
 
     Layers are those of Hugging Face with gradient checkpointing, reentrant or not, and those in
-    PyTorch's ``CheckpointWrapper``. Checkpoints of this package are left alone: they have
-    ``offload_inputs``. In a compiled region nothing leaves, and nothing of a layer whose hidden
-    states are a keyword argument: a checkpoint keeps those itself, and saves only what it is given
-    by position.
+    PyTorch's ``CheckpointWrapper``. Checkpoints of this package have ``offload_inputs`` instead.
+    Nothing leaves in a compiled region, or of a layer whose hidden states are a keyword argument: a
+    checkpoint keeps those itself.
 
     Args:
         model: Its checkpoints may be enabled later. Its parameters and buffers stay on the device.
@@ -53,11 +52,6 @@ class OffloadHiddenStates(OffloadActivations):
             when its layer begins, if 1; those of an unfinished stash stay.
         use_pin_memory, use_streams, min_offload_size, config, backend: See
             :class:`pp_offload._activations.context.OffloadActivations`.
-
-    Raises:
-        ValueError: A number or flag cannot be right.
-        TypeError: ``model`` is no module, ``config`` no :class:`OffloadConfig`, or ``backend`` no
-            backend.
 
     Source: axolotl ``activation_offloading: hidden_states``.
     """

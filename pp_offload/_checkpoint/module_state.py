@@ -116,11 +116,7 @@ class ModuleState:
 
 
 class _Copies:
-    """Copies of tensors; those that share memory share it in their copies, too.
-
-    Args:
-        tensors: All that may be asked for.
-    """
+    """Copies of ``tensors``; those that share memory share it in their copies, too."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}

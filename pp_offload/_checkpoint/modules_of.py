@@ -1,10 +1,7 @@
 """Modules that a function computes with, as far as one can see before it runs.
 
-    modules_of(partial(layer.forward, mask=mask))   # [layer]
-    modules_of(lambda x: layer(x), *args)           # and modules among its arguments
-
-Modules are looked for in what a function is bound to, in its closure, defaults and globals, in the
-attributes of a callable object, and in containers of these; in no other objects.
+modules_of(partial(layer.forward, mask=mask))   # [layer]
+modules_of(lambda x: layer(x), *args)           # and modules among its arguments
 """
 
 from __future__ import annotations
@@ -48,9 +45,10 @@ def _parts(value: object) -> Iterable[object]:
         return _used_by(value)
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, dict | list | tuple):
-        entries = value.values() if isinstance(value, dict) else value
-        return entries if len(entries) <= MOST_ENTRIES else ()
+    if isinstance(value, dict):
+        return _parts(list(value.values()))
+    if isinstance(value, list | tuple):
+        return value if len(value) <= MOST_ENTRIES else ()
     if callable(value) and not isinstance(value, type):
         return _modules_among(getattr(value, "__dict__", {}).values())
     return ()

@@ -43,13 +43,11 @@ class Recompute:
         stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
         policy: Which operators' outputs are not recomputed; None recomputes all.
         offload_inputs: Whether inputs go to the stash.
-        use_reentrant, preserve_rng_state, determinism_check, early_stop: See
-            :class:`FullACParams`.
         warns_of_groups: Whether a warning says that groups inside do nothing.
+        use_reentrant, preserve_rng_state, determinism_check, early_stop: PyTorch's options.
 
     Attributes:
         counts: What was done so far.
-        stash, warns_of_groups: See above.
     """
 
     def __init__(

@@ -19,12 +19,8 @@ from pp_offload._common.torch_private import CheckpointWrapper
 class RecomputedLayers:
     """Undoes :func:`recompute_layers`.
 
-    Args:
-        recompute: The object that runs the layers.
-        layers: By name: the module that has the layer, and the layer.
-
     Attributes:
-        recompute: See above; its ``counts`` say what was done so far.
+        recompute: The object that runs the layers; its ``counts`` say what was done so far.
         names: Names of the layers.
     """
 
@@ -66,7 +62,7 @@ def recompute_layers(
         A handle to undo it; also a context manager.
 
     Raises:
-        TypeError: ``model`` is no module, ``names`` no names, or the flag neither True nor False.
+        TypeError: ``model`` is no module, or ``names`` no names.
         ValueError: There is no such module, it is named twice or is a part of another one, or there
             are checkpoints already. The model is as before.
     """

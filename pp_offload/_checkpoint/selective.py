@@ -127,14 +127,7 @@ class KeptCall:
 
 
 class KeptOutputs:
-    """The kept outputs of one checkpointed forward.
-
-    Args:
-        policy: Chooses the outputs.
-        stash: Offloads outputs; needed only where the policy offloads.
-        counts: Counts the outputs.
-        preserve_rng_state: Draw the same random numbers again.
-    """
+    """The kept outputs of one checkpointed forward."""
 
     def __init__(
         self,
@@ -217,12 +210,7 @@ class _Forward(TorchDispatchMode):
 
 
 class _Recomputation(TorchDispatchMode):
-    """Answers calls with kept outputs, and runs all others.
-
-    Args:
-        calls: The calls of the forward, by operator; None for a call that is recomputed.
-        counts: Counts the operators that run.
-    """
+    """Answers the calls of the forward with kept outputs, and runs all others."""
 
     supports_higher_order_operators = True
 

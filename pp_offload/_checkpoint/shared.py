@@ -1,24 +1,31 @@
-"""Checkpoints that belong to no model: calls with equal options share one engine.
+"""Checkpoints of single calls and modules: those with equal options share one engine.
+
+    y = checkpoint(layer, x, mask=mask, offload_inputs=True)
+    block = checkpoint_wrapper(block, offload_inputs=True)
+    run = checkpoint_function(offload_inputs=True)  # the engine of both
+    y = run(layer, x, mask=mask)
 
 A function that is called per layer has nowhere to keep streams and host memory, and the inputs of
 layers that are wrapped separately shall come back ahead of each other's backward. So the engine for
 some options stays for the process, and is found by these options.
-
-    recompute = checkpoint_function(offload_inputs=True)
-    assert recompute is checkpoint_function(offload_inputs=True)
-    y = recompute(layer, x, mask=mask)
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
+
+from torch.nn import Module
 
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload.backends import Backend, check_backend
+from pp_offload.config import OffloadConfig
 
 ATTRIBUTE = "_pp_offload_checkpoints"
 """Of a backend: its engines. An engine holds its backend, so a table of ours would keep both for
@@ -29,26 +36,21 @@ OP_OPTIONS = {option.name for option in fields(SelectiveOpACParams)} - {
     option.name for option in fields(FullACParams)
 }
 
+INSTEAD = {
+    "context_fn": "name operators in checkpoint_function(offload_ops_keys=[...])",
+    "debug": "call torch.utils.checkpoint.checkpoint to look for the operator that differs",
+}
+"""Arguments of PyTorch's that would reach the function, and what to do."""
+
 _lock = threading.Lock()
 _of_default: list[SharedRecompute] = []
-"""Engines of the default backend. Few, so a search costs less than a key: options may hold
-mappings.
+"""Engines of the default backend: few, so a search costs little. Options may hold mappings, which
+are no keys.
 """
 
 
 class SharedRecompute(Recompute):
-    """The object that runs functions under a checkpoint with some options.
-
-    Args:
-        params: The options.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
-
-    Attributes:
-        params: See above.
-
-    Raises:
-        TypeError: ``backend`` is no backend.
-    """
+    """Runs functions under a checkpoint with the options of ``params``."""
 
     def __init__(self, params: FullACParams, backend: Backend | None = None) -> None:
         if backend is not None:
@@ -94,8 +96,7 @@ def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Sh
         so far, and, where anything is offloaded, ``stash.statistics()``.
 
     Raises:
-        ValueError: A value cannot be right, or an option does not exist; the message names near
-            ones.
+        ValueError: An option cannot be right or does not exist; the message names near ones.
         TypeError: ``backend`` is no backend.
     """
     kind = SelectiveOpACParams if OP_OPTIONS & options.keys() else FullACParams
@@ -114,3 +115,107 @@ def _shared_for(params: FullACParams, backend: Backend | None = None) -> SharedR
                 return engine
         engines.append(SharedRecompute(params, backend))
         return engines[-1]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    offload_inputs: bool = False,
+    min_offload_size: int = 1024,
+    config: OffloadConfig | None = None,
+    backend: Backend | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function``, keep its inputs only, and have backward run it again.
+
+    Args:
+        function: A module, or any function of tensors. Without grad it is only called.
+        args, kwargs: For ``function``. Tensors are found wherever they stand, in containers too.
+        use_reentrant, preserve_rng_state, determinism_check, early_stop: PyTorch's options.
+        offload_inputs, min_offload_size, config: See :class:`FullACParams`.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
+        TypeError: ``function`` cannot be called, or ``config`` or ``backend`` is none.
+
+    Source: PyTorch ``torch.utils.checkpoint.checkpoint``.
+    """
+    if not callable(function):
+        raise TypeError(f"function is {said(function)}, expected a module or another callable")
+    for name in INSTEAD.keys() & kwargs.keys():
+        raise ValueError(f"checkpoint has no {name}, expected none; {INSTEAD[name]}")
+    run = checkpoint_function(
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        offload_inputs=offload_inputs,
+        min_offload_size=min_offload_size,
+        config=OffloadConfig() if config is None else config,
+        backend=backend,
+    )
+    return run(function, *args, **kwargs)
+
+
+class CheckpointedModule(CheckpointWrapper):
+    """A module that backward computes again. :func:`checkpoint_wrapper` makes these."""
+
+    @property
+    def recompute(self) -> SharedRecompute:
+        """The engine: it has ``params``, ``counts`` and, with offload, ``stash.statistics()``."""
+        return cast(SharedRecompute, cast(Any, self.checkpoint_fn).func)  # of a partial
+
+    def extra_repr(self) -> str:
+        params = self.recompute.params
+        names = [name for name in ("offload_inputs", "use_reentrant") if getattr(params, name)]
+        return ", ".join(f"{name}=True" for name in names)
+
+
+def checkpoint_wrapper(
+    module: Module,
+    offload_to_cpu: bool = False,
+    *,
+    backend: Backend | None = None,
+    **options: Any,
+) -> CheckpointedModule:
+    """Have backward compute ``module`` again, and its inputs leave the device if so wanted.
+
+    Names in the state dict do not change. Attributes are found through the wrapper, which may be
+    copied and, without a ``backend``, pickled.
+
+    Args:
+        module: Not changed. Without grad it is only called.
+        offload_to_cpu: ``offload_inputs`` by fairscale's name.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+        options: Those of :func:`checkpoint_function`.
+
+    Returns:
+        The wrapper, which goes in the place of ``module``.
+
+    Raises:
+        ValueError: ``module`` is wrapped already, or an option cannot be right or does not exist.
+        TypeError: ``module`` is no module, or ``backend`` no backend.
+
+    Source: fairscale ``checkpoint_wrapper``; PyTorch ``checkpoint_wrapper``.
+    """
+    check_kind("module", module, Module, "an nn.Module")
+    check_flag("offload_to_cpu", offload_to_cpu)
+    if isinstance(module, CheckpointWrapper):
+        raise ValueError(
+            f"module is a {type(module).__name__}, which is computed again already; expected a "
+            "module without, for twice would cost time and free nothing"
+        )
+    if offload_to_cpu:
+        options = {"offload_inputs": True, **options}
+    recompute = checkpoint_function(backend=backend, **options)
+    if recompute.stash is not None:
+        recompute.stash.keep_module(module)
+    return CheckpointedModule(module, checkpoint_fn=recompute)
