@@ -56,10 +56,10 @@ def gradients(model: nn.Module, leaves: list[Tensor]) -> list[Tensor]:
 Program = Callable[[nn.Module, list[Tensor], OffloadActivations | None], list[Tensor]]
 
 
-def forward(model: nn.Module, x: Tensor, offload: OffloadActivations | None) -> Tensor:
-    if offload is None:
-        return model(x).square().mean()
-    with offload:
+def forward(
+    model: Callable[[Tensor], Tensor], x: Tensor, offload: OffloadActivations | None
+) -> Tensor:
+    with offload or nullcontext():
         return model(x).square().mean()
 
 
@@ -89,23 +89,6 @@ def together(model, leaves, offload):
     return gradients(model, leaves)
 
 
-def twice(model, leaves, offload):
-    losses = [forward(model, x, offload) for x in leaves]
-    for loss in losses:
-        loss.backward(retain_graph=True)
-    for loss in reversed(losses):
-        loss.backward()
-    return gradients(model, leaves)
-
-
-def of_gradients(model, leaves, offload):
-    for x in leaves:
-        loss = forward(model, x, offload)
-        (first,) = torch.autograd.grad(loss, x, create_graph=True)
-        first.square().sum().backward()
-    return gradients(model, leaves)
-
-
 def some_dropped(model, leaves, offload):
     losses = [forward(model, x, offload) for x in leaves]
     del losses[1]
@@ -116,11 +99,8 @@ def some_dropped(model, leaves, offload):
 def inside(model, leaves, offload):
     """Backward inside the context, as an eager trainer may do."""
     for x in leaves:
-        if offload is None:
+        with offload or nullcontext():
             model(x).square().mean().backward()
-        else:
-            with offload:
-                model(x).square().mean().backward()
     return gradients(model, leaves)
 
 
@@ -130,14 +110,7 @@ def recomputed(model, leaves, offload):
             x = checkpoint(layer, x, use_reentrant=False)
         return x
 
-    losses = []
-    for x in leaves:
-        if offload is None:
-            losses.append(run(x).square().mean())
-        else:
-            with offload:
-                losses.append(run(x).square().mean())
-    for loss in losses:
+    for loss in [forward(run, x, offload) for x in leaves]:
         loss.backward()
     return gradients(model, leaves)
 
@@ -147,8 +120,6 @@ PROGRAMS = [
     first_in_first_out,
     last_in_first_out,
     together,
-    twice,
-    of_gradients,
     some_dropped,
     inside,
     recomputed,

@@ -18,7 +18,6 @@ from toy import same_bits
 from pp_offload import (
     OffloadModel,
     checkpoint,
-    checkpoint_wrapper,
     offload_layers,
     recompute_layers,
 )
@@ -164,14 +163,6 @@ def called(model: Model, backend: Backend, options: dict[str, Any]) -> Callable[
     return lambda x: checkpoint(model, x, backend=backend, **options)
 
 
-def wrapped(model: Model, backend: Backend) -> nn.Module:
-    for number, layer in enumerate(model.layers):
-        model.layers[number] = checkpoint_wrapper(
-            layer, offload_inputs=True, min_offload_size=1, backend=backend
-        )
-    return model
-
-
 def recomputed(model: Model, backend: Backend) -> nn.Module:
     recompute_layers(model, ["layers.0", "layers.1"])
     return model
@@ -188,17 +179,11 @@ def in_slices(model: Model, backend: Backend) -> nn.Module:
     )
 
 
-INSIDE: dict[str, dict[str, Any]] = {
-    "call": {},
-    "call, offload": {"offload_inputs": True, "min_offload_size": 1},
-    "call, whole": {"early_stop": False},
-    "call, reentrant": {"use_reentrant": True},
-}
 PRODUCTS: dict[str, Product] = {
-    **{name: partial(called, options=options) for name, options in INSIDE.items()},
-    "full, offload": partial(with_ways, "full, offload"),
-    "all, offload": partial(with_ways, "all, offload"),
-    "wrapper": wrapped,
+    "call": partial(called, options={}),
+    "call, offload": partial(called, options={"offload_inputs": True, "min_offload_size": 1}),
+    "call, reentrant": partial(called, options={"use_reentrant": True}),
+    "by operator": partial(with_ways, "all, offload"),
     "recomputed layers": recomputed,
     "recomputed layers on the host": streamed,
     "slices": in_slices,
