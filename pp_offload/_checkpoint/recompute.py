@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload._checkpoint.modules_of import modules_of
+from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
 from pp_offload._common.torch_private import (
     is_transformed,
@@ -44,9 +45,10 @@ class Recompute:
         policy: Which operators' outputs are not recomputed; None recomputes all.
         offload_inputs: Whether inputs go to the stash.
         warns_of_groups: Whether a warning says that groups inside do nothing.
-        use_reentrant, preserve_rng_state, determinism_check, early_stop: PyTorch's options.
+        options: PyTorch's, as in :class:`FullACParams`.
 
     Attributes:
+        params: The options.
         counts: What was done so far.
     """
 
@@ -56,23 +58,16 @@ class Recompute:
         *,
         policy: OpPolicy | None = None,
         offload_inputs: bool = True,
-        use_reentrant: bool = False,
-        preserve_rng_state: bool = True,
-        determinism_check: str = "default",
-        early_stop: bool = True,
         warns_of_groups: bool = True,
+        **options: Any,
     ) -> None:
-        self.warns_of_groups = warns_of_groups
+        self.params = FullACParams(**options)
         self.counts = CheckpointCounts()
         self.stash = stash
+        self.warns_of_groups = warns_of_groups
         self._policy = policy
         self._inputs = stash if offload_inputs else None
-        self._use_reentrant = use_reentrant
-        self._preserve_rng_state = preserve_rng_state
-        self._determinism_check = determinism_check
-        self._early_stop = early_stop
-        self._is_checked = False
-        self._has_warned_of_cache = False
+        self._is_checked = self._has_warned_of_cache = False
 
     def __deepcopy__(self, memo: object) -> Recompute:
         """A copy of a model shares what moves its tensors."""
@@ -143,7 +138,7 @@ class Recompute:
         before = ModuleState(call.modules)
         kept = None
         if self._policy is not None and self._policy.kept:
-            preserve = self._preserve_rng_state
+            preserve = self.params.preserve_rng_state
             kept = KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
         def run(*tensors: Tensor) -> Any:
@@ -159,11 +154,11 @@ class Recompute:
                     contexts.enter_context(kept.again() if call.has_run else kept.forward())
                 return call(*tensors)
 
-        options: dict[str, Any] = {"preserve_rng_state": self._preserve_rng_state}
-        if self._use_reentrant:
+        options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}
+        if self.params.use_reentrant:
             return _run_reentrant(run, call, tensors, options)
-        options["determinism_check"] = self._determinism_check
-        options["early_stop"] = self._early_stop and not before.draws_after_saving
+        options["determinism_check"] = self.params.determinism_check
+        options["early_stop"] = self.params.early_stop and not before.draws_after_saving
         return checkpoint(run, *tensors, use_reentrant=False, **options)
 
     def _pack(self) -> PackHook | None:

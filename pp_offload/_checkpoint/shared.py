@@ -55,7 +55,6 @@ class SharedRecompute(Recompute):
     def __init__(self, params: FullACParams, backend: Backend | None = None) -> None:
         if backend is not None:
             check_backend(backend)
-        self.params = params
         policy = params.policy()
         stash = None
         if params.offload_inputs or (policy is not None and policy.offload):
@@ -63,15 +62,8 @@ class SharedRecompute(Recompute):
             stash = ActivationStash(
                 "checkpoints", params.config, min_offload_size=size, backend=backend
             )
-        super().__init__(
-            stash,
-            policy=policy,
-            offload_inputs=params.offload_inputs,
-            use_reentrant=params.use_reentrant,
-            preserve_rng_state=params.preserve_rng_state,
-            determinism_check=params.determinism_check,
-            early_stop=params.early_stop,
-        )
+        super().__init__(stash, policy=policy, offload_inputs=params.offload_inputs)
+        self.params = params
 
     def __reduce__(self) -> Any:
         if self not in _of_default:  # it is a model's, or has a backend of its own
