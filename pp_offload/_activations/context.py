@@ -48,20 +48,6 @@ from pp_offload.errors import OffloadError
 logger = logging.getLogger(__name__)
 
 
-def check_by_name(sizes: tuple[object, ...]) -> None:
-    """Refuse sizes without a name: torchtune and TRL have them in a different order.
-
-    Raises:
-        TypeError: There are some.
-    """
-    if sizes:
-        raise TypeError(
-            f"found {', '.join(map(said, sizes))} behind use_streams; expected sizes by name, for "
-            "torchtune and TRL have them in a different order: min_offload_size=1024, "
-            "max_fwd_stash_size=5"
-        )
-
-
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     """Offload what autograd saves inside.
 
@@ -93,7 +79,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         config: OffloadConfig | None = None,
         backend: Backend | None = None,
     ) -> None:
-        check_by_name(sizes)
+        if sizes:
+            raise TypeError(
+                f"found {', '.join(map(said, sizes))} behind use_streams; expected sizes by name, "
+                "for torchtune and TRL have them in a different order: min_offload_size=1024, "
+                "max_fwd_stash_size=5"
+            )
         check_all(
             flag_problem("use_pin_memory", use_pin_memory),
             flag_problem("use_streams", use_streams),
@@ -130,16 +121,14 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     @property
     def min_offload_size(self) -> int:
-        """Smaller tensors stay on the device. In bytes."""
+        """Smaller tensors stay on the device. In bytes. TRL's name is min_tensor_size_bytes."""
         return self.stash.min_offload_size
 
     min_tensor_size_bytes = min_offload_size
-    """:attr:`min_offload_size`, as TRL and torchtune name it."""
 
     @property
-    def max_fwd_stash_size(self) -> int:
+    def max_fwd_stash_size(self) -> int | None:
         """How many tensors may be on the device before they leave together."""
-        assert self.stash.max_tensors is not None
         return self.stash.max_tensors
 
     has_warned_of_copies = False

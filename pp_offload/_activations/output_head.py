@@ -13,27 +13,16 @@ from typing import Any, NoReturn
 
 from torch.nn import Module
 
-from pp_offload._activations.context import NoOpManager, OffloadActivations, check_by_name
+from pp_offload._activations.context import NoOpManager, OffloadActivations
 from pp_offload._activations.exclusions import exclude
 from pp_offload._common.checks import check_flag, check_kind, near
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
 HEADS = (
-    "output.linear",
-    "output",
-    "lm_head",
-    "decoder.output",
-    "decoder.lm_head",
-    "final_layer_norm",
-    "ln_f",
-    "norm",
-    "head",
-    "score",
-    "classifier",
-    "qa_outputs",
-    "v_head",
-)
+    "output.linear output lm_head decoder.output decoder.lm_head final_layer_norm ln_f norm head "
+    "score classifier qa_outputs v_head"
+).split()
 """Where models have their output head, or what comes last; the first that is there is taken.
 
 The last four are those of classifiers and value models. Where a model has both a norm and a
@@ -50,13 +39,10 @@ def get_act_offloading_ctx_manager(
     """A context for the forward of ``model``.
 
     Args:
-        model: Its parameters and buffers stay on the device, and what its output head saves.
+        model: See :func:`get_lora_act_offloading_ctx_manager`.
         enable_activation_offloading: False for a context in which nothing is offloaded, not even
             by other saved-tensor hooks.
         options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
-
-    Raises:
-        TypeError: There is no such option.
 
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
@@ -101,7 +87,6 @@ def get_lora_act_offloading_ctx_manager(
 
     Source: axolotl ``get_lora_act_offloading_ctx_manager``.
     """
-    check_by_name(sizes)
     check_kind("model", model, Module, "an nn.Module")
     check_flag("warn_if_no_head", warn_if_no_head)
     if head is not None:
@@ -110,6 +95,7 @@ def get_lora_act_offloading_ctx_manager(
     offload = OffloadActivations(
         use_pin_memory,
         use_streams,
+        *sizes,
         min_offload_size=min_offload_size,
         max_fwd_stash_size=max_fwd_stash_size,
         config=config,
@@ -139,14 +125,12 @@ def unwrapped(model: Module) -> Module:
 
 
 def _inside(model: Module) -> Module | None:
-    for name in WRAPPERS:
-        inner = getattr(model, name, None)
-        if isinstance(inner, Module) and inner is not model:
-            return inner
+    inside = [getattr(model, name, None) for name in WRAPPERS]
     # Models that take adapters themselves have the configuration, but no base to get.
     base = getattr(model, "get_base_model", None)
-    inner = base() if callable(base) and hasattr(model, "peft_config") else None
-    return inner if isinstance(inner, Module) and inner is not model else None
+    if callable(base) and hasattr(model, "peft_config"):
+        inside.append(base())
+    return next((m for m in inside if isinstance(m, Module) and m is not model), None)
 
 
 def find_head(model: Module) -> Module | None:

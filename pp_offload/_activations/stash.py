@@ -58,16 +58,12 @@ class ActivationStash:
 
     Args:
         name: Of its groups, for messages.
-        config: Which tiers, and how much of them. Of the options about groups only
-            ``device_limit_bytes`` has an effect, with ``has_limit``.
+        config: Which tiers, and how much of them.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_tensors: So many leave together without a :meth:`send`; None for no limit.
         use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
         has_limit: Whether groups stay while ``config.device_limit_bytes`` has room for them.
         backend: Device to work on; the accelerator where there is one, else the CPU.
-
-    Attributes:
-        backend: That device.
     """
 
     def __init__(
