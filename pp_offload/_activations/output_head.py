@@ -48,7 +48,7 @@ def get_act_offloading_ctx_manager(
     """
     check_flag("enable_activation_offloading", enable_activation_offloading)
     _, *parameters = signature(get_lora_act_offloading_ctx_manager).parameters.values()
-    names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    names = [option.name for option in parameters if option.name != "sizes"]
     if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
         raise TypeError(
             f"get_act_offloading_ctx_manager() got {', '.join(unknown)}; expected some of "

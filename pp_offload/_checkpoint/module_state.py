@@ -155,7 +155,7 @@ def _attributes(module: Module) -> Any:
     plain = {name: value for name, value in vars(module).items() if type(value) in PLAIN}
     plain.pop("training", None)
     tables: tuple[Any, ...] = module._parameters, module._modules
-    return plain, [[name for name, one in t.items() if one is not None] for t in tables]
+    return plain, [[name for name, part in t.items() if part is not None] for t in tables]
 
 
 def _put(module: Module, is_training: bool, buffers: Buffers) -> None:

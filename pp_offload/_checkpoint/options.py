@@ -243,8 +243,8 @@ def _params_type(variant: object) -> type[FullACParams]:
     for member, kind in PARAMS.items():
         if member.value in spellings or (is_member and member.name in spellings):
             return kind
-    known = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
-    raise ValueError(f"unknown variant {said(variant)}; expected one of {known}")
+    names = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
+    raise ValueError(f"unknown variant {said(variant)}; expected one of {names}")
 
 
 def operator(key: str) -> OpOverload:

@@ -121,8 +121,8 @@ class Recompute:
     def _warn_of_cache(self, call: _Call) -> None:
         """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
         cache = next(filter(_is_cache, call.others), None)
-        may_get_one = (getattr(one, "_can_checkpoint_with_cache", False) for one in call.modules)
-        if cache is None or any(may_get_one):
+        mark = "_can_checkpoint_with_cache"
+        if cache is None or any(getattr(module, mark, False) for module in call.modules):
             return
         self._has_warned_of_cache = True
         warnings.warn(
@@ -229,8 +229,7 @@ def _run_reentrant(
     """
     trees: list[Any] = []
     has_parameters = any(p.requires_grad for module in call.modules for p in module.parameters())
-    needs_input = has_parameters and not any(tensor.requires_grad for tensor in tensors)
-    if needs_input:
+    if has_parameters and not any(tensor.requires_grad for tensor in tensors):
         tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
 
     def run_flat(*tensors: Tensor) -> tuple[Any, ...]:
@@ -252,12 +251,8 @@ def _check_outputs(leaves: list[Any], call: _Call) -> None:
     """
     for leaf in leaves:
         names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else []
-        tensors = [
-            one
-            for one in tree_leaves([getattr(leaf, name) for name in names])
-            if isinstance(one, Tensor) and one.is_floating_point()
-        ]
-        if tensors:
+        values = tree_leaves([getattr(leaf, name) for name in names])
+        if any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
             raise TypeError(
                 f"{call.subject} under a reentrant checkpoint returns a {type(leaf).__name__} with "
                 "tensors, which would get no gradient; expected tensors, or tuples, lists and "

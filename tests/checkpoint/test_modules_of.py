@@ -100,7 +100,8 @@ def test_buffers_change_once(made: Callable[..., Any], needs_grad: bool) -> None
         losses = [run(x).square().sum() for x in inputs]
         for loss in losses[::-1]:
             loss.backward()
-        gradients = [one.grad for one in (*inputs, *layer.parameters()) if one.grad is not None]
+        leaves = (*inputs, *layer.parameters())
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         results.append([*gradients, *layer.buffers()])
     assert same_bits(*results)
 
