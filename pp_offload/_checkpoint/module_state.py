@@ -17,7 +17,8 @@ NOTE [ Other attributes ]
     Plain attributes are not restored. They may say what is in a buffer, such as the length of a
     table that grows, so a module whose attributes, parameters or parts are others than before the
     first run keeps its present buffers in the second run, as under PyTorch's checkpoints. That run
-    gets copies of them, so that they change once.
+    gets copies of them, so that they change once. A lazy module that the first run initializes is
+    one of these.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, RReLU
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from pp_offload._memory.storages import has_storage
 from pp_offload.errors import OffloadError
@@ -140,6 +142,8 @@ class _Copies:
 
 
 def _state(part: Module, copies: _Copies) -> PartState:
+    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+        return PartState(part, part.training, None, {}, {})  # see NOTE [ Other attributes ]
     buffers = dict(part._buffers.items())
     versions = {
         name: _version(buffer)

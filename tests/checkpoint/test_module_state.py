@@ -271,11 +271,15 @@ def test_a_large_buffer_stays_or_is_an_error_where_it_changes() -> None:
         y.sum().backward()
 
 
-def test_a_lazy_module_is_to_be_initialized_before() -> None:
-    layer, x = nn.LazyBatchNorm1d(), torch.randn(6, WIDTH, requires_grad=True)
-    with pytest.raises(ValueError, match="dummy batch to initialize"):
-        checkpoint(layer, x)
-    with torch.no_grad():
-        layer(x)
-    checkpoint(layer, x).sum().backward()
-    assert layer.num_batches_tracked == 2
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_lazy_norm_is_initialized_and_counts_once(use_reentrant: bool) -> None:
+    results = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(momentum=None))
+        for _ in range(2):
+            x = torch.randn(6, WIDTH, requires_grad=True)
+            y = checkpoint(layer, x, use_reentrant=use_reentrant) if is_on else layer(x)
+            y.square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
+    assert same_bits(*results)
