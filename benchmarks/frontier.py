@@ -1,73 +1,133 @@
-"""The time of a step over its peak memory: ours below limits, beside fractions and recompute.
+"""The time of a step over its peak memory: this engine below limits, beside other ways.
 
 The cases of on_card.py with more layers, on a virtual H100 with rates that were measured on a real
-one. Of our own engine the last of some steps counts, when it has chosen what stays.
+one. Of this engine the last of several steps counts, after it has chosen what stays.
 
-    python benchmarks/frontier.py --json frontier.json --picture frontier.svg
+    python benchmarks/frontier.py --json frontier.json --picture docs/frontier.png
 
 Ways
-    limit F       device_limit_bytes, as a part of the peak without offload
-    fraction F    activation_offload_fraction, which a user has to try
-    recompute K   of the layers K are checkpointed, the others are not
+    limit F        device_limit_bytes, as a part of the peak without offload
+    fraction F     activation_offload_fraction, which a user has to try
+    recompute K    K of the layers are checkpointed, the others are not
+    save_on_cpu K  K of the layers run in torch.autograd.graph.save_on_cpu(pin_memory=True)
+    megatron K     Megatron-Core's own module, where installed, with attention and MLP of K layers
+                   as groups; "attn" or "mlp": these groups alone, of all layers
+    waiting K      the same, where the host waits for the device after each forward and each
+                   backward, as Megatron-Core's schedules do by default around messages; without
+                   that nothing bounds how many copied bytes are not free yet
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from on_card import CASES, LARGE, Case, Stage
 from rematerialize import GIB, MEASURED
+from torch import Tensor, nn
+from virtual_megatron import megatron_on, why_not
 
 from pp_offload import OffloadConfig, use_backend
-from pp_offload._common.pictures import BLACK, BLUE, GREEN, ORANGE, new_figure, save
+from pp_offload._common.pictures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    VERMILION,
+    new_figure,
+    save,
+)
 from pp_offload.simulate import VirtualBackend
 
 LIMITS = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25, 0.1)
+GROUPS = ("attn", "mlp")
 SETTLED = 8
 """Steps until all is chosen, and one more."""
 
 
-def point(case: Case, way: str, num_recomputed: int = 0, **options: Any) -> dict[str, Any]:
-    """Milliseconds, peak and bytes of a step."""
+def point(
+    case: Case, way: str, num_layers: int, groups: Sequence[str] = GROUPS, **options: Any
+) -> dict[str, Any]:
+    """Milliseconds, peak and bytes of a step.
+
+    Args:
+        case: What is run.
+        way: One of on_card.py, ``save_on_cpu``, ``megatron`` or ``waiting``.
+        num_layers: How many layers go that way.
+        groups: Which of their parts are groups.
+        options: Of ``OffloadConfig``.
+    """
     backend = VirtualBackend(MEASURED)
     config = OffloadConfig(min_offloaded_tensor_size=case.min_numel, **options)
-    with use_backend(backend, config=config) as manager:
+    with ExitStack() as entered:
+        manager = entered.enter_context(use_backend(backend, config=config))
         stage = Stage(case, backend.device)
-        stage.num_recomputed = num_recomputed
+        stage.num_chosen, stage.groups = num_layers, groups
+        if way == "save_on_cpu":
+            for layer in stage.layers[:num_layers]:
+                layer.forward = saved_on_cpu(layer.forward)
+        if way in ("megatron", "waiting"):
+            modules = nn.ModuleList(stage.layers)
+            stage.interface = entered.enter_context(megatron_on(backend, modules))
+            stage.wait = backend.synchronize if way == "waiting" else stage.wait
+            way = "ours"
         for _ in range(SETTLED if way == "ours" else 2):
-            begin_s, before = backend.seconds, manager.statistics()
+            begin_s, copied = backend.seconds, backend.link.bytes_to_host
+            again = manager.statistics().bytes_computed_again
             backend.memory.take_peak()
             stage.step(way, nullcontext)
             stage.clear()
             backend.synchronize()
-        moved = manager.statistics().since(before)
     return {
         "step_ms": (backend.seconds - begin_s) * 1e3,
         "peak_gib": backend.memory.peak_bytes / GIB,
-        "copied_gib": moved.bytes_offloaded / GIB,
-        "again_gib": moved.bytes_computed_again / GIB,
+        "copied_gib": (backend.link.bytes_to_host - copied) / GIB,
+        "again_gib": (manager.statistics().bytes_computed_again - again) / GIB,
     }
+
+
+def saved_on_cpu(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same forward, whose saved tensors are on the host until backward."""
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return forward(x)
+
+    return run
 
 
 def points(case: Case, *, quick: bool) -> list[dict[str, Any]]:
     """All of a case, the one without offload first."""
-    none = point(case, "none", device_limit_bytes=None)
+    all_layers = case.layers
+    numbers = (all_layers,) if quick else range(1, all_layers + 1)
+    none = point(case, "none", 0, device_limit_bytes=None)
     rows = [{"way": "none", **none}]
     for part in LIMITS[-1:] if quick else LIMITS:
         limit = int(part * none["peak_gib"] * GIB)
-        rows.append({"way": f"limit {part:g}", **point(case, "ours", device_limit_bytes=limit)})
+        row = point(case, "ours", all_layers, device_limit_bytes=limit)
+        rows.append({"way": f"limit {part:g}", **row})
     for fraction in () if quick else FRACTIONS:
-        row = point(case, "ours", activation_offload_fraction=fraction)
+        row = point(case, "ours", all_layers, activation_offload_fraction=fraction)
         rows.append({"way": f"fraction {fraction:g}", **row})
-    for num in (case.layers,) if quick else range(1, case.layers + 1):
-        row = point(case, "recompute", num, device_limit_bytes=None)
-        rows.append({"way": f"recompute {num}", **row})
+    for way in ("recompute", "save_on_cpu"):
+        for num in numbers:
+            row = point(case, way, num, device_limit_bytes=None)
+            rows.append({"way": f"{way} {num}", **row})
+    for way in () if why_not() else ("megatron", "waiting"):
+        for name in GROUPS:
+            row = point(case, way, all_layers, [name], device_limit_bytes=None)
+            rows.append({"way": f"{way} {name}", **row})
+        for num in numbers:
+            row = point(case, way, num, device_limit_bytes=None)
+            rows.append({"way": f"{way} {num}", **row})
     for row in rows:
         row["ratio"] = row["step_ms"] / none["step_ms"]
         row["of_peak"] = row["peak_gib"] / none["peak_gib"]
@@ -86,27 +146,39 @@ def table(by_case: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+SERIES = (
+    ("limit", "this engine, below a limit", BLUE, "o-"),
+    ("fraction", "this engine, a fraction by hand", GREEN, "^-"),
+    ("recompute", "some layers recomputed", ORANGE, "D-"),
+    ("save_on_cpu", "some layers in save_on_cpu", VERMILION, "s-"),
+    ("waiting", "Megatron-Core's module, the host waits", PURPLE, "v-"),
+    ("megatron", "Megatron-Core's module, the host runs ahead", PURPLE, "v:"),
+)
+"""Way, what the legend says, colour and line."""
+
+
 def draw(by_case: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """A panel for each case."""
-    figure = new_figure(3.8, layout="constrained")
+    """A panel for each case: how much longer a step takes, over the peak."""
+    figure = new_figure(4.2, layout="constrained")
     panels = figure.subplots(1, len(by_case), sharey=True, squeeze=False)[0]
     for axes, (case, rows) in zip(panels, by_case.items(), strict=True):
-        for kind, name, colour, marker in (
-            ("limit", "below a limit, as the engine chooses", BLUE, "o"),
-            ("fraction", "a fraction by hand", GREEN, "^"),
-            ("recompute", "some layers recomputed, nothing leaves", ORANGE, "D"),
-        ):
-            line = sorted((r["peak_gib"], r["ratio"]) for r in rows if r["way"].startswith(kind))
-            axes.plot(*zip(*line, strict=True), color=colour, marker=marker, ms=4, label=name)
-        axes.plot([rows[0]["peak_gib"]], [1], "s", color=BLACK, ms=5, label="without offload")
+        for way, label, colour, line in SERIES:
+            found = [row for row in rows if row["way"].startswith(f"{way} ")]
+            found = [row for row in found if row["way"].split()[1] not in GROUPS]
+            if found:
+                points = sorted((row["peak_gib"], 100 * (row["ratio"] - 1)) for row in found)
+                axes.plot(*zip(*points, strict=True), line, color=colour, ms=4, label=label)
+        axes.axvline(rows[0]["peak_gib"], color=BLACK, lw=1, ls="--", label="peak without offload")
+        axes.set(yscale="log", xlabel="peak of the device, GiB")
         axes.set_xlim(left=0)
-        axes.set_xlabel("peak of the device, GiB")
         axes.set_title(case, fontsize=9, loc="left")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("step, to one without offload")
-    named = panels[0].get_legend_handles_labels()
-    figure.legend(*named, fontsize=8, loc="outside lower center", ncols=2)
-    figure.suptitle("virtual, with the rates of a measured H100", fontsize=9)
+        axes.yaxis.set_major_formatter("{x:g} %")
+    panels[0].set_ylabel("step longer than without offload")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=2
+    )
+    figure.suptitle("virtual, with the rates of a measured H100; lower left is better", fontsize=9)
     save(figure, path)
 
 
@@ -114,15 +186,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []])
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--draw", type=Path, help="draw the figures of this file, and run nothing")
     parser.add_argument("--quick", action="store_true", help="two points of two layers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     num_layers = 2 if options.quick else options.layers
-    by_case = {
-        name: points(replace(CASES[name], layers=num_layers), quick=options.quick)
-        for name in options.cases or LARGE
-    }
+    by_case = (
+        json.loads(options.draw.read_text())
+        if options.draw
+        else {
+            name: points(replace(CASES[name], layers=num_layers), quick=options.quick)
+            for name in options.cases or LARGE
+        }
+    )
     print(table(by_case))
     if options.json:
         options.json.write_text(json.dumps(by_case, indent=1) + "\n")

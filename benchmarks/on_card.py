@@ -24,7 +24,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -103,11 +103,13 @@ OTHERS = ("none", "recompute", "activations", "save_on_cpu", "trl", "torchtune")
 
 
 class Layer(nn.Module):
-    """Attention and MLP with their norms, no biases; two groups if ``is_grouped``."""
+    """Attention and MLP with their norms, no biases; those named in ``groups`` are groups."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.case, self.is_grouped = case, False
+        self.case = case
+        self.groups: Collection[str] = ()
+        self.interface: Any = off_interface
         head = case.width // case.heads
         sizes = [(case.width, case.width), (case.width, case.width)]
         sizes += [(case.kv_heads * head, case.width)] * 2
@@ -144,15 +146,23 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for name, part in (("attn", self.attention), ("mlp", self.mlp)):
-            with off_interface(self.is_grouped, x, name) as x:
+            is_group = name in self.groups
+            with self.interface(is_group, x, name) as x:
                 x = part(x)
-            if self.is_grouped:
-                x = off_interface.group_commit(x, name=name)
+            if is_group:
+                x = self.interface.group_commit(x, name=name)
         return x
 
 
 class Stage:
-    """The layers, and a step of them."""
+    """The layers, and a step of them.
+
+    Attributes:
+        num_chosen: How many layers, from the first on, have groups or are recomputed.
+        groups: Names of the parts of such a layer that are groups.
+        interface: Marks the groups: this engine's, or that of another module with the same names.
+        wait: Called after each forward and each backward.
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -163,12 +173,17 @@ class Stage:
             shape = 1, case.length, case.width
             self.inputs = [torch.randn(shape, dtype=dtype) for _ in range(case.microbatches)]
         self.losses: list[Tensor] = []
-        self.num_recomputed = case.layers
+        self.num_chosen = case.layers
+        self.groups: Collection[str] = ("attn", "mlp")
+        self.interface: Any = off_interface
+        self.wait: Callable[[], object] = lambda: None
 
     def forward(self, x: Tensor, way: str) -> Tensor:
         for number, layer in enumerate(self.layers):
-            layer.is_grouped = way in WAYS
-            is_run_again = way == "recompute" and number < self.num_recomputed
+            is_chosen = number < self.num_chosen
+            layer.interface = self.interface
+            layer.groups = self.groups if is_chosen and way in WAYS else ()
+            is_run_again = is_chosen and way == "recompute"
             x = checkpoint(layer, x, use_reentrant=False) if is_run_again else layer(x)
         return x.float().square().mean()
 
@@ -176,17 +191,20 @@ class Stage:
         waiting: list[Tensor] = []
         self.losses = []
         if way in WAYS:
-            off_interface.reset()
+            self.interface.reset()
         for x in self.inputs:
             if way in WAYS:
-                off_interface.init_chunk_handler(None, None, self.case.min_numel)
+                self.interface.init_chunk_handler(None, None, self.case.min_numel)
             with context():
                 waiting.append(self.forward(x, way))
+            self.wait()
             self.losses.append(waiting[-1].detach())
             if len(waiting) >= self.case.in_flight:
                 waiting.pop(0).backward()
+                self.wait()
         while waiting:
             waiting.pop(0).backward()
+            self.wait()
 
     def same(self, *ways: Any) -> bool:
         """Whether steps in two ways, each with its context, give the same bits.

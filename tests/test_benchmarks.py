@@ -67,11 +67,16 @@ def test_virtual_step_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_frontier_writes_its_figures(tmp_path: Path) -> None:
-    """All with room stays; recompute takes longer."""
-    (none, all_stay, recompute) = run_quick("frontier.py", tmp_path)["gpt4096"]
-    assert none["ratio"] == 1 <= all_stay["ratio"] < recompute["ratio"]
+    """All groups stay where there is room; recompute and ``save_on_cpu`` take longer."""
+    rows = {row["way"]: row for row in run_quick("frontier.py", tmp_path)["gpt4096"]}
+    none, all_stay = rows["none"], rows["limit 1"]
+    recompute, on_cpu = rows["recompute 2"], rows["save_on_cpu 2"]
+    assert none["ratio"] == 1 <= all_stay["ratio"] < recompute["ratio"] < on_cpu["ratio"]
     assert recompute["peak_gib"] < all_stay["peak_gib"] <= none["peak_gib"]
     assert all_stay["copied_gib"] == 0 < all_stay["again_gib"]
+    if "megatron 2" in rows:
+        assert rows["waiting 2"]["peak_gib"] < none["peak_gib"] < rows["megatron 2"]["peak_gib"]
+        assert rows["waiting 2"]["step_ms"] > rows["megatron 2"]["step_ms"] > none["step_ms"]
 
 
 def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
