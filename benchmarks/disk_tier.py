@@ -23,10 +23,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +38,14 @@ MIB = 2**20
 SIZES_MIB = (1, 4, 16, 64)
 TARGET = 0.9
 
-Log = Callable[[str], None]
-
 
 class Plain:
-    """What nobody can do without."""
+    """Bare system calls."""
 
     def __init__(self, directory: Path, nbytes: list[int]) -> None:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)
         self._threads = ThreadPoolExecutor(NUM_THREADS)
-        ends = [sum(nbytes[: i + 1]) for i in range(len(nbytes))]
-        self._offsets = [0, *ends[:-1]]
+        self._offsets = [sum(nbytes[:i]) for i in range(len(nbytes))]
 
     def write(self, buffers: list[Tensor]) -> None:
         self._run(os.pwrite, buffers)
@@ -59,20 +54,13 @@ class Plain:
         self._run(lambda fd, data, at: os.preadv(fd, [data], at), buffers)
 
     def _run(self, step: Callable[[int, memoryview, int], int], buffers: list[Tensor]) -> None:
-        fd = self._file.fileno()
-
         def run(data: memoryview, at: int) -> None:
             while data:
-                done = step(fd, data, at)
+                done = step(self.fd, data, at)
                 data, at = data[done:], at + done
 
         views = [buffer.numpy().data for buffer in buffers]
-        jobs = [self._threads.submit(run, *job) for job in zip(views, self._offsets, strict=True)]
-        for job in jobs:
-            job.result()
-
-    def clear(self) -> None:
-        pass
+        list(self._threads.map(run, views, self._offsets))
 
     @property
     def fd(self) -> int:
@@ -80,13 +68,14 @@ class Plain:
 
 
 class Tier:
-    """Ours."""
+    """The engine's disk tier."""
 
     def __init__(self, directory: Path) -> None:
         self._file = DiskFile(directory)
         self._writes: list[DiskWrite] = []
 
     def write(self, buffers: list[Tensor]) -> None:
+        self._writes.clear()
         self._writes = [self._file.write([data]) for data in buffers]
         for write in self._writes:
             write.synchronize()
@@ -96,9 +85,6 @@ class Tier:
         pairs = zip(self._writes, buffers, strict=True)
         for event in [self._file.read_into(write, [data]) for write, data in pairs]:
             event.synchronize()
-
-    def clear(self) -> None:
-        self._writes.clear()
 
     @property
     def fd(self) -> int:
@@ -111,67 +97,57 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def write_and_sync(way: Plain | Tier, buffers: list[Tensor]) -> None:
-    way.write(buffers)
-    os.fdatasync(way.fd)
+def write_and_read(
+    way: Plain | Tier, sources: list[Tensor], targets: list[Tensor], *, is_synced: bool
+) -> tuple[float, float]:
+    """Seconds of both."""
+
+    def write() -> None:
+        way.write(sources)
+        if is_synced:
+            os.fdatasync(way.fd)
+
+    written_s = seconds_of(write)
+    if is_synced:
+        os.posix_fadvise(way.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    read_s = seconds_of(lambda: way.read(targets))
+    assert all(map(torch.equal, targets, sources))
+    return written_s, read_s
 
 
-def measure(directory: Path, total_mib: int, rounds: int, log: Log) -> dict[str, Any]:
+def measure(directory: Path, total_mib: int, rounds: int) -> dict[str, Any]:
+    """All figures, printed as they come."""
     nbytes: list[int] = []
     while sum(nbytes) < total_mib * MIB:
         nbytes.append(SIZES_MIB[len(nbytes) % len(SIZES_MIB)] * MIB)
     sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in nbytes]
-    ways = {"plain": Plain(directory, nbytes), "tier": Tier(directory)}
-    log(f"{sum(nbytes) / MIB:.0f} MiB in buffers of {SIZES_MIB} MiB, {NUM_THREADS} threads")
-    figures = {}
-    for key, title, is_synced in (
-        ("throughput_ratio", "on the disk", True),
-        ("cached_ratio", "in the system's cache", False),
-    ):
-        taken = measure_ways(ways, sources, rounds, is_synced)
-        log(f"\n  {title + ', median MiB/s':32}{'write':>10}{'read':>10}{'both':>10}")
-        for name in ways:
-            rates = (
-                factor * sum(nbytes) / MIB / statistics.median(taken[name, what])
-                for what, factor in (("write", 1), ("read", 1), ("both", 2))
-            )
-            log(f"  {name:32}" + "".join(f"{rate:10.0f}" for rate in rates))
-        ratios = {
-            what: statistics.median(
-                a / b for a, b in zip(taken["plain", what], taken["tier", what], strict=True)
-            )
-            for what in ("write", "read", "both")
-        }
-        log(f"  {'ratio':32}" + "".join(f"{ratio:10.3f}" for ratio in ratios.values()))
-        figures[key] = ratios["both"]
-    log(f"  target on the disk{TARGET:44.3f}")
-    summed = seconds_of(lambda: deque((checksum(s.numpy()) for s in sources), maxlen=0))
-    figures["checksum_mib_per_s"] = sum(nbytes) / MIB / summed
-    log(f"\n  checksum alone, one thread, MiB/s {figures['checksum_mib_per_s']:8.0f}")
-    return figures
-
-
-def measure_ways(
-    ways: dict[str, Plain | Tier], sources: list[Tensor], rounds: int, is_synced: bool
-) -> dict[tuple[str, str], list[float]]:
-    """Seconds of every round, by way and by what was done."""
     targets = [torch.zeros_like(source) for source in sources]
-    taken: dict[tuple[str, str], list[float]] = {}
-    for number in range(rounds + 1):
-        for name in sorted(ways, reverse=number % 2 == 1):
-            way = ways[name]
-            way.clear()
-            write = write_and_sync if is_synced else type(way).write
-            written = seconds_of(partial(write, way, sources))
-            if is_synced:
-                os.posix_fadvise(way.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            read = seconds_of(partial(way.read, targets))
-            assert all(map(torch.equal, targets, sources))
-            if number:  # the first round makes the files
-                taken.setdefault((name, "write"), []).append(written)
-                taken.setdefault((name, "read"), []).append(read)
-                taken.setdefault((name, "both"), []).append(written + read)
-    return taken
+    ways = {"plain": Plain(directory, nbytes), "tier": Tier(directory)}
+    mib, figures = sum(nbytes) / MIB, {}
+    print(f"{mib:.0f} MiB in buffers of {SIZES_MIB} MiB, {NUM_THREADS} threads")
+    for key, title in (("throughput_ratio", "on the disk"), ("cached_ratio", "in the cache")):
+        taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+        for number in range(rounds + 1):
+            for name in sorted(ways, reverse=number % 2 == 1):
+                is_synced = key == "throughput_ratio"
+                both = write_and_read(ways[name], sources, targets, is_synced=is_synced)
+                taken[name].append((*both, sum(both)))
+        print(f"\n  {title + ', median MiB/s':32}{'write':>10}{'read':>10}{'both':>10}")
+        columns = {name: [*zip(*rows[1:], strict=True)] for name, rows in taken.items()}
+        for name, (write, read, whole) in columns.items():  # the first round makes the files
+            rates = [mib / statistics.median(column) for column in (write, read, whole)]
+            print(f"  {name:32}{rates[0]:10.0f}{rates[1]:10.0f}{2 * rates[2]:10.0f}")
+        ratios = [
+            statistics.median(a / b for a, b in zip(plain, tier, strict=True))
+            for plain, tier in zip(columns["plain"], columns["tier"], strict=True)
+        ]
+        print(f"  {'ratio':32}" + "".join(f"{ratio:10.3f}" for ratio in ratios))
+        figures[key] = ratios[2]
+    print(f"  target on the disk{TARGET:44.3f}")
+    summed_s = seconds_of(lambda: [checksum(source.numpy()) for source in sources])
+    figures["checksum_mib_per_s"] = mib / summed_s
+    print(f"\n  checksum alone, one thread, MiB/s {figures['checksum_mib_per_s']:8.0f}")
+    return figures
 
 
 def main() -> None:
@@ -183,7 +159,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     total_mib, rounds = (64, 1) if options.quick else (options.mib, options.rounds)
-    figures = measure(options.dir, total_mib, rounds, print)
+    figures = measure(options.dir, total_mib, rounds)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

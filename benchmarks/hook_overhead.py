@@ -1,11 +1,11 @@
-"""What the engine costs per saved tensor and per group, beside what nobody can avoid.
+"""Cost of the engine per saved tensor and per group, beside what nothing can avoid.
 
 On the CPU with copies done inline, so that no thread hand-off is counted. All variants run the same
 graph in one process, in turns; a figure is the least of many rounds. The cost of a variant is its
 time minus that of plain autograd. The floor is hooks that do ``empty`` and ``copy_`` both ways.
 ``save_on_cpu`` copies nothing here, since the tensors are on the CPU already.
 
-Ours is measured twice: *inline*, where each copy is done at once, and *lagging*, where the engine
+The engine is measured twice: *inline*, where each copy is done at once, and *lagging*, where it
 sees a copy as done three copies later, as it does on an accelerator.
 
     python benchmarks/hook_overhead.py --json overhead.json
@@ -13,8 +13,6 @@ sees a copy as done three copies later, as it does on an accelerator.
 Figures
     ratio_to_floor          cost of an offloaded tensor / the floor's, by tensors per group
     ratio_to_floor_lagging  the same, lagging
-    frames_per_tensor       Python functions called for an offloaded tensor, 100 per group
-    group_fixed_us          cost of a group that saves something, beyond that of its tensors
     passthrough_ratio       cost of a tensor too small to move / that of identity hooks
     passthrough_leaf_ratio  the same for a parameter
     disabled_us             cost of a tensor in a group while offload is disabled
@@ -28,7 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -37,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lagging import LaggingBackend
 from peers import installed_peers
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -63,23 +59,78 @@ BEHIND = 3
 """How many copies a lagging backend is behind: one for each of so many groups."""
 
 
+class LaggingEvent:
+    """Has passed when its stream was given ``behind`` more copies, or after a wait for it."""
+
+    __slots__ = ("_number", "_stream")
+
+    def __init__(self, stream: LaggingStream, number: int) -> None:
+        self._stream = stream
+        self._number = number
+
+    def query(self) -> bool:
+        return self._number <= self._stream.num_passed
+
+    def synchronize(self) -> None:
+        self._stream.num_passed = max(self._stream.num_passed, self._number)
+
+
+class LaggingStream:
+    """Counts copies, which are done when they are queued."""
+
+    def __init__(self, behind: int) -> None:
+        self.num_passed = 0
+        self._num_queued = 0
+        self._behind = behind
+
+    def queued(self) -> None:
+        self._num_queued += 1
+        self.num_passed = max(self.num_passed, self._num_queued - self._behind)
+
+    def wait_event(self, event: LaggingEvent) -> None:
+        """Nothing to wait for: all that was queued anywhere has been done."""
+
+    def record_event(self) -> LaggingEvent:
+        return LaggingEvent(self, self._num_queued)
+
+
+class LaggingBackend(CpuBackend):
+    """A CPU whose copies are done at once and seen as done when ``behind`` more have followed."""
+
+    def __init__(self, *, behind: int) -> None:
+        super().__init__()
+        self.name = f"cpu, {behind} copies behind"
+        self.d2h = LaggingStream(behind)
+        self.h2d = LaggingStream(behind)
+
+    def copy(
+        self, stream: LaggingStream, targets: list[Tensor], sources: list[Tensor], label: str
+    ) -> None:
+        torch._foreach_copy_(targets, sources)
+        stream.queued()
+
+    def synchronize(self) -> None:
+        for stream in (self.d2h, self.h2d):
+            stream.record_event().synchronize()
+
+
 Run = Callable[[Tensor], Tensor]
 """Operations of a group."""
 
 
 class Variant:
-    """A way to save tensors; this one is plain autograd. Others change what they must."""
+    """A way to save tensors; this one is plain autograd."""
 
     name = "plain autograd"
 
     def install(self) -> None:
-        """Before the clock starts."""
+        """Called before the clock starts."""
 
     def begin_step(self) -> None:
-        """Before the first microbatch."""
+        """Called before the first microbatch."""
 
     def begin_microbatch(self) -> None:
-        """Before the forward of each microbatch."""
+        """Called before the forward of each microbatch."""
 
     def group(self, x: Tensor, run: Run) -> Tensor:
         """Operations that save tensors."""
@@ -99,9 +150,7 @@ class Hooked(Variant):
 
 
 class Engine(Variant):
-    """Ours, as a layer uses it. Tensors of fewer than ``min_numel`` elements are passed through.
-
-    Each has a manager of its own, which learns the plan of one load.
+    """This engine, as a layer uses it, with a manager of its own that learns the plan of one load.
 
     Args:
         name: In the table.
@@ -126,7 +175,7 @@ class Engine(Variant):
         PipelineOffloadManager.OFFLOAD_MGR = self._manager
 
     def check_all_offloaded(self, load: Load) -> None:
-        """A figure for tensors that stayed on the device would say nothing."""
+        """Raise an error if tensors stay, for then a figure would say nothing."""
         values = torch.ones(NUMEL)
         expected = load.num_tensors * values.nbytes
         for _ in range(3):
@@ -149,7 +198,7 @@ class Engine(Variant):
 
 
 class Markers(Engine):
-    """Ours with the functions for start and commit, and no hooks."""
+    """The functions for start and commit, and no hooks."""
 
     def group(self, x: Tensor, run: Run) -> Tensor:
         y = run(fine_grained_offloading_group_start(x, "group"))
@@ -251,7 +300,6 @@ def sample_ns(variant: Variant, load: Load, values: Tensor) -> int:
 
 
 Case = tuple[Variant, Load]
-Log = Callable[[str], None]
 
 
 def least_ns(cases: Iterable[Case], seconds: float, min_rounds: int) -> dict[Case, int]:
@@ -279,136 +327,82 @@ def cost_ns(least: dict[Case, int], variant: Variant, load: Load) -> float:
 
 
 def ours_for(load: Load, *, behind: int = 0) -> Engine:
-    """Ours, checked to offload every tensor of ``load``."""
+    """This engine, checked to offload every tensor of ``load``."""
     engine = Engine("ours, lagging" if behind else "ours", 1, behind=behind)
     engine.check_all_offloaded(load)
     return engine
 
 
-def measure(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
-    """All figures; each of the parts takes about ``seconds``."""
+def measure(seconds: float, min_rounds: int) -> dict[str, Any]:
+    """All figures, printed as they come; each of the parts takes about ``seconds``."""
     figures: dict[str, Any] = {"torch": torch.__version__, "seconds": seconds}
-    # Calls first: peers import a compiler, and where there is one, hooks make more of them.
-    parts = measure_frames, measure_tensors, measure_passthrough, measure_slope, measure_groups
     try:
-        for part in parts:
-            figures |= part(seconds, min_rounds, log)
+        for part in (measure_tensors, measure_passthrough, measure_slope, measure_groups):
+            figures |= part(seconds, min_rounds)
     finally:
         PipelineOffloadManager.reset_instance()
     return figures
 
 
-def measure_tensors(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
-    """The cost of an offloaded tensor, and of a group that has some."""
+def measure_tensors(seconds: float, min_rounds: int) -> dict[str, Any]:
+    """L8: the cost of an offloaded tensor."""
     loads = {n: Load(1, 1, max(2, 100 // n), n) for n in TENSORS_PER_GROUP}
     peers = [Hooked(name, context) for name, context in installed_peers(NUMEL)]
-    ours = {n: ours_for(load) for n, load in loads.items()}
-    lagging = {n: ours_for(load, behind=BEHIND) for n, load in loads.items()}
-    variants = [IDENTITY, FLOOR, SAVE_ON_CPU, *peers]
-    cases = [
-        (v, load) for n, load in loads.items() for v in (PLAIN, *variants, ours[n], lagging[n])
-    ]
+    variants = {
+        variant.name: dict.fromkeys(loads, variant)
+        for variant in (PLAIN, IDENTITY, FLOOR, SAVE_ON_CPU, *peers)
+    }
+    for name, behind in (("ours", 0), ("ours, lagging", BEHIND)):
+        variants[name] = {n: ours_for(load, behind=behind) for n, load in loads.items()}
+    cases = [(variants[name][n], load) for n, load in loads.items() for name in variants]
     least = least_ns(cases, 2 * seconds, min_rounds)
-    costs = {v.name: {n: cost_ns(least, v, load) for n, load in loads.items()} for v in variants}
-    for by_size in (ours, lagging):
-        name = by_size[TENSORS_PER_GROUP[0]].name
-        costs[name] = {n: cost_ns(least, by_size[n], load) for n, load in loads.items()}
+    costs = {
+        name: {n: cost_ns(least, by_size[n], load) for n, load in loads.items()}
+        for name, by_size in variants.items()
+        if name != PLAIN.name
+    }
     floor = costs[FLOOR.name]
-    log("\ncost per saved tensor of 4 KiB beyond plain autograd, in us, and over the copying floor")
-    log(f"  {'tensors per group':24}" + "".join(f"{n:>17}" for n in loads))
-    for name, found in costs.items():
-        cells = (f"{ns / 1e3:9.2f} ({ns / floor[n]:5.2f})" for n, ns in found.items())
-        log(f"  {name:24}" + "".join(cells))
-    log(f"  {'target for ours':24}" + "".join(f"{'(':>11}{TARGETS[n]:5.2f})" for n in loads))
-    fixed = {name: fixed_us(costs[name]) for name in ("ours", "ours, lagging")}
-    log("  a group that saves, beyond its tensors, in us (target 12):")
-    log("".join(f"  {name:24}{us:9.2f}\n" for name, us in fixed.items()).rstrip())
-
-    def ratios(name: str) -> dict[str, float]:
-        return {str(n): costs[name][n] / floor[n] for n in loads}
-
+    print("\ncost per saved tensor of 4 KiB beyond plain autograd, in us, and over the floor")
+    print(f"  {'tensors per group':24}" + "".join(f"{n:>17}" for n in loads))
+    for name, by_size in costs.items():
+        cells = (f"{ns / 1e3:9.2f} ({ns / floor[n]:5.2f})" for n, ns in by_size.items())
+        print(f"  {name:24}" + "".join(cells))
+    print(f"  {'target for ours':24}" + "".join(f"{'(':>11}{TARGETS[n]:5.2f})" for n in loads))
+    ratios = {
+        name: {str(n): costs[name][n] / floor[n] for n in loads}
+        for name in ("ours", "ours, lagging")
+    }
     return {
-        "ratio_to_floor": ratios("ours"),
-        "ratio_to_floor_lagging": ratios("ours, lagging"),
+        "ratio_to_floor": ratios["ours"],
+        "ratio_to_floor_lagging": ratios["ours, lagging"],
         "cost_ns": costs,
-        "group_fixed_us": fixed["ours"],
-        "group_fixed_us_lagging": fixed["ours, lagging"],
     }
 
 
-def fixed_us(costs: dict[int, float]) -> float:
-    """What a group costs beside its tensors: from the fewest and the most tensors per group."""
-    few, many = min(costs), max(costs)
-    return (costs[few] - costs[many]) / (1 / few - 1 / many) / 1e3
-
-
-def measure_frames(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
-    """A count, which is the same in each round."""
-    many = max(TENSORS_PER_GROUP)
-    load = Load(1, 1, 2, many)
-    found = {
-        name: (num_frames(ours_for(load, behind=behind), load) - num_frames(PLAIN, load))
-        for name, behind in (("ours", 0), ("ours, lagging", BEHIND))
-    }
-    per_tensor = {name: num / load.num_tensors for name, num in found.items()}
-    log(f"\nPython functions called for a saved tensor, {many} per group (target 8)")
-    for name, num in per_tensor.items():
-        log(f"  {name:24}{num:9.2f}")
-    return {
-        "frames_per_tensor": per_tensor["ours"],
-        "frames_per_tensor_lagging": per_tensor["ours, lagging"],
-    }
-
-
-def num_frames(variant: Variant, load: Load) -> int:
-    """How many Python functions one run of ``load`` calls."""
-    num = 0
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal num
-        num += event == "call"
-
-    values = torch.ones(NUMEL)
-    sys.setprofile(count)
-    try:
-        sample_ns(variant, load, values)
-    finally:
-        sys.setprofile(None)
-    return num
-
-
-def measure_passthrough(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
-    """A tensor that is not offloaded: an activation, a parameter, or any while nothing is."""
-    load, empty = Load(1, 1, 2, 100), Load(1, 1, 2, 0)
+def measure_passthrough(seconds: float, min_rounds: int) -> dict[str, Any]:
+    """L11: a tensor that stays: an activation, a parameter, or any while offload is disabled."""
+    load = Load(1, 1, 2, 100)
+    leaf = replace(load, run=added)
     ours = Engine("ours, passed through", MAX_NUMEL)
     disabled = Engine("ours, disabled", 1, is_enabled=False)
-    leaf = replace(load, run=added)
-    cases = [(v, one) for one in (load, empty) for v in (PLAIN, IDENTITY, ours)]
-    least = least_ns(
-        [*cases, (disabled, load), *((v, leaf) for v in (PLAIN, IDENTITY, ours))],
-        seconds,
-        min_rounds,
-    )
-    costs = {v: cost_ns(least, v, load) for v in (IDENTITY, ours, disabled)}
-    of_leaf = {v: cost_ns(least, v, leaf) for v in (IDENTITY, ours)}
-    in_groups = {v: least[v, load] - least[v, empty] for v in (PLAIN, IDENTITY, ours)}
-    marginal = (in_groups[ours] - in_groups[PLAIN]) / (in_groups[IDENTITY] - in_groups[PLAIN])
-    log("\ntensor that stays, 100 per group, beyond plain autograd, in us")
+    cases = [(variant, one) for one in (load, leaf) for variant in (PLAIN, IDENTITY, ours)]
+    least = least_ns([*cases, (disabled, load)], seconds, min_rounds)
+    costs = {variant: cost_ns(least, variant, load) for variant in (IDENTITY, ours, disabled)}
+    ratio = costs[ours] / costs[IDENTITY]
+    leaf_ratio = cost_ns(least, ours, leaf) / cost_ns(least, IDENTITY, leaf)
+    print("\ntensor that stays, 100 per group, beyond plain autograd, in us")
     for variant, ns in costs.items():
-        log(f"  {variant.name:24}{ns / 1e3:9.2f} us")
-    log(f"  activation / identity hooks {costs[ours] / costs[IDENTITY]:.2f} (target 2.30)")
-    log(f"  parameter / identity hooks  {of_leaf[ours] / of_leaf[IDENTITY]:.2f} (target 1.60)")
-    log(f"  activation, without the step's and the groups' own cost {marginal:.2f}")
-    log(f"  disabled, in us {costs[disabled] / 1e3:.2f} (target 0.30)")
+        print(f"  {variant.name:24}{ns / 1e3:9.2f} us")
+    print(f"  activation / identity hooks {ratio:.2f} (target 2.30)")
+    print(f"  parameter / identity hooks  {leaf_ratio:.2f} (target 1.60)")
     return {
-        "passthrough_ratio": costs[ours] / costs[IDENTITY],
-        "passthrough_leaf_ratio": of_leaf[ours] / of_leaf[IDENTITY],
-        "passthrough_marginal_ratio": marginal,
+        "passthrough_ratio": ratio,
+        "passthrough_leaf_ratio": leaf_ratio,
         "disabled_us": costs[disabled] / 1e3,
     }
 
 
-def measure_slope(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
+def measure_slope(seconds: float, min_rounds: int) -> dict[str, Any]:
     """L2: the cost with few and with many buffers live. Every sample saves 4096 tensors."""
     loads = {32 * m: Load(128 // m, m, 4, 8) for m in (1, 2, 16, 128)}
     engines = {n: ours_for(load) for n, load in loads.items()}
@@ -416,29 +410,28 @@ def measure_slope(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
     least = least_ns(cases, 2 * seconds, min_rounds)
     ours = {n: cost_ns(least, engines[n], load) for n, load in loads.items()}
     floor = {n: cost_ns(least, FLOOR, load) for n, load in loads.items()}
-    log("\ncost per saved tensor by live buffers (microbatches of 4 groups of 8 tensors), in us")
-    log(f"  {'live buffers':24}" + "".join(f"{n:>9}" for n in loads))
-    log(f"  {'microbatches in flight':24}" + "".join(f"{n // 32:>9}" for n in loads))
+    print("\ncost per saved tensor by live buffers (microbatches of 4 groups of 8 tensors), in us")
+    print(f"  {'live buffers':24}" + "".join(f"{n:>9}" for n in loads))
     for name, costs in ((FLOOR.name, floor), ("ours", ours)):
-        log(f"  {name:24}" + "".join(f"{ns / 1e3:9.2f}" for ns in costs.values()))
+        print(f"  {name:24}" + "".join(f"{ns / 1e3:9.2f}" for ns in costs.values()))
     slope, floor_slope = ours[4096] / ours[64], floor[4096] / floor[64]
-    log(f"  slope from 64 to 4096: {slope:.3f} (target 1.050); of the floor: {floor_slope:.3f}")
+    print(f"  slope from 64 to 4096: {slope:.3f} (target 1.050); of the floor: {floor_slope:.3f}")
     return {"slope": slope, "slope_floor": floor_slope, "cost_ns_by_live_buffers": ours}
 
 
-def measure_groups(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
+def measure_groups(seconds: float, min_rounds: int) -> dict[str, Any]:
     """L3: the cost of a group with nothing in it."""
     load = Load(1, 1, 32, 0, has_margin=False)
     markers, two = Markers("start and commit", 1), TwoIdentities()
     engine = Engine("with hooks, and commit", 1)
-    least = least_ns([(v, load) for v in (PLAIN, two, markers, engine)], seconds / 2, min_rounds)
-    plain_ns = least[PLAIN, load]
-    per_group = {v: (least[v, load] - plain_ns) / load.groups for v in (two, markers, engine)}
+    variants = (two, markers, engine)
+    least = least_ns([(v, load) for v in (PLAIN, *variants)], seconds / 2, min_rounds)
+    per_group = {v: (least[v, load] - least[PLAIN, load]) / load.groups for v in variants}
     ratio = per_group[markers] / per_group[two]
-    log("\ngroup that saves nothing, forward and backward, beyond plain autograd")
+    print("\ngroup that saves nothing, forward and backward, beyond plain autograd")
     for variant, ns in per_group.items():
-        log(f"  {variant.name:24}{ns / 1e3:9.2f} us ({ns / per_group[two]:5.2f})")
-    log(f"  ratio {ratio:.2f} (target 1.60)")
+        print(f"  {variant.name:24}{ns / 1e3:9.2f} us ({ns / per_group[two]:5.2f})")
+    print(f"  ratio {ratio:.2f} (target 1.60)")
     return {"group_ratio": ratio, "group_ratio_with_hooks": per_group[engine] / per_group[two]}
 
 
@@ -450,7 +443,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     seconds, min_rounds = (0.0, 1) if options.quick else (options.seconds, 5)
-    figures = measure(seconds, min_rounds, print)
+    figures = measure(seconds, min_rounds)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

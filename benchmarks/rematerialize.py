@@ -47,10 +47,13 @@ from pp_offload.simulate.huggingface import model_from_config
 VOCABULARY = 512
 SHAPE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
-GPT2 = {"n_embd": 256, "n_layer": 3, "n_head": 8, "resid_pdrop": 0, "embd_pdrop": 0}
-
+GPT2 = {"n_embd": 256, "n_layer": 3, "n_head": 8}
+GPT2 |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 T5 = {"d_model": 256, "d_kv": 32, "d_ff": 688, "num_layers": 3, "num_heads": 8, "dropout_rate": 0}
+T5 |= {"decoder_start_token_id": 0}
 VIT = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
+VIT |= {"num_attention_heads": 8, "image_size": 256}
+LAYERS = ["model.layers.*"]
 CAUSAL = transformers.AutoModelForCausalLM
 
 
@@ -101,33 +104,16 @@ def of_texts(config: Any, auto: Any = CAUSAL) -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "Llama": (
-        lambda: of_texts(transformers.LlamaConfig(**SHAPE, **HEADS)),
-        ["model.layers.*"],
-    ),
-    "Qwen3": (
-        lambda: of_texts(transformers.Qwen3Config(**SHAPE, **HEADS, head_dim=32)),
-        ["model.layers.*"],
-    ),
-    "Gemma": (
-        lambda: of_texts(transformers.GemmaConfig(**SHAPE, **HEADS, head_dim=32)),
-        ["model.layers.*"],
-    ),
-    "GPT-2": (
-        lambda: of_texts(transformers.GPT2Config(**GPT2, attn_pdrop=0)),
-        ["transformer.h.*"],
-    ),
+    "Llama": (lambda: of_texts(transformers.LlamaConfig(**SHAPE, **HEADS)), LAYERS),
+    "Qwen3": (lambda: of_texts(transformers.Qwen3Config(**SHAPE, **HEADS, head_dim=32)), LAYERS),
+    "Gemma": (lambda: of_texts(transformers.GemmaConfig(**SHAPE, **HEADS, head_dim=32)), LAYERS),
+    "GPT-2": (lambda: of_texts(transformers.GPT2Config(**GPT2)), ["transformer.h.*"]),
     "T5": (
-        lambda: of_texts(
-            transformers.T5Config(**T5, decoder_start_token_id=0),
-            transformers.AutoModelForSeq2SeqLM,
-        ),
+        lambda: of_texts(transformers.T5Config(**T5), transformers.AutoModelForSeq2SeqLM),
         ["encoder.block.*", "decoder.block.*"],
     ),
     "ViT": (
-        lambda: transformers.ViTForImageClassification(
-            transformers.ViTConfig(**VIT, num_attention_heads=8, image_size=256)
-        ),
+        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VIT)),
         ["vit.layers.*"],
     ),
     "UNet": (UNet, ["down.*", "up.*"]),
@@ -186,14 +172,37 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
     return row | {"ratio": row["cheap_bytes"] / row["none_bytes"]}
 
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 MEASURED = Hardware.from_file(Path(__file__).parent / "results/h100.json")
 """An H100 80GB behind PCIe 5 (2026-11-27)."""
 
 
-def virtual_step(case: str, way: str, choice: str, num_steps: int = 4) -> dict[str, Any]:
-    """The last of some steps of a rank: ``none``, ``recompute`` or ``ours``."""
+def virtual_row(backend: VirtualBackend, owner: Any, step: Callable[[], object]) -> dict[str, Any]:
+    """The last of four steps.
+
+    Args:
+        backend: Must be active.
+        owner: Has the statistics of the engine.
+        step: Runs a step.
+    """
+    for _ in range(4):
+        begin_s, busy_s, before = backend.seconds, backend.compute.busy_s, owner.statistics()
+        backend.memory.take_peak()
+        step()
+        backend.synchronize()
+    moved = owner.statistics().since(before)
+    return {
+        "step_ms": (backend.seconds - begin_s) * 1e3,
+        "busy_ms": (backend.compute.busy_s - busy_s) * 1e3,
+        "peak_gib": backend.memory.peak_bytes / GIB,
+        "copied_gib": moved.bytes_offloaded / GIB,
+        "again_gib": moved.bytes_computed_again / GIB,
+    }
+
+
+def virtual_stage(case: str, way: str, choice: str) -> dict[str, Any]:
+    """A rank of 1F1B: ``none``, ``recompute`` or ``ours``."""
     backend = VirtualBackend(MEASURED)
     config = OffloadConfig(
         device_limit_bytes=None,
@@ -202,19 +211,16 @@ def virtual_step(case: str, way: str, choice: str, num_steps: int = 4) -> dict[s
     )
     with use_backend(backend, config=config) as manager:
         stage = Stage(CASES[case], backend.device)
-        for _ in range(num_steps):
-            begin = backend.seconds, backend.compute.busy_s
-            before = manager.statistics()
-            backend.memory.take_peak()
+
+        def run() -> None:
             stage.step(way, nullcontext)
             stage.clear()
-            backend.synchronize()
-        moved = manager.statistics().since(before)
-        return _row(backend, begin, moved) | {"case": case}
+
+        return virtual_row(backend, manager, run)
 
 
 def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
-    """The fourth step of a Llama of Hugging Face, which pins nothing; None without offload."""
+    """A Llama of Hugging Face in ``OffloadActivations``; None without offload."""
     backend = VirtualBackend(MEASURED)
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -224,38 +230,27 @@ def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
         ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
         options = OffloadConfig(rematerialize=choice or "none", device_limit_bytes=None)
         offload = OffloadActivations(config=options, backend=backend)
-        for _ in range(4):
-            begin, before = (backend.seconds, backend.compute.busy_s), offload.statistics()
-            backend.memory.take_peak()
+
+        def run() -> None:
             with nullcontext() if choice is None else offload:
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             model.zero_grad()
-            backend.synchronize()
-        moved = offload.statistics().since(before)
-        return _row(backend, begin, moved) | {"case": "OffloadActivations"}
 
-
-def _row(backend: VirtualBackend, begin: tuple[float, float], moved: Any) -> dict[str, Any]:
-    return {
-        "step_ms": (backend.seconds - begin[0]) * 1e3,
-        "busy_ms": (backend.compute.busy_s - begin[1]) * 1e3,
-        "peak_gib": backend.memory.peak_bytes / GIB,
-        "copied_gib": moved.bytes_offloaded / GIB,
-        "again_gib": moved.bytes_computed_again / GIB,
-    }
+        return virtual_row(backend, offload, run)
 
 
 def virtual_rows(*, quick: bool) -> list[dict[str, Any]]:
     """A row for each case and way, beside that without offload."""
     rows = []
     for case in ["tiny"] if quick else ["gpt4096", "llama8b"]:
-        rows.append(virtual_step(case, "none", "none") | {"way": "none"})
-        rows.append(virtual_step(case, "recompute", "none") | {"way": "recompute"})
-        for choice in ("none", "cheap"):
-            rows.append(virtual_step(case, "ours", choice) | {"way": f"ours, {choice}"})
+        for way, choice in (("none", ""), ("recompute", ""), ("ours", "none"), ("ours", "cheap")):
+            name = f"{way}, {choice}" if choice else way
+            row = virtual_stage(case, way, choice or "none")
+            rows.append({"case": case, "way": name, **row})
     for choice in (None, "none", "cheap"):
         name = "none" if choice is None else f"ours, {choice}"
-        rows.append(virtual_activations(choice, 1 if quick else 6) | {"way": name})
+        row = virtual_activations(choice, 1 if quick else 6)
+        rows.append({"case": "OffloadActivations", "way": name, **row})
     plain = {row["case"]: row for row in rows if row["way"] == "none"}
     copied = {row["case"]: row["copied_gib"] for row in rows if row["way"] == "ours, none"}
     for row in rows:
@@ -275,20 +270,21 @@ def main() -> None:
     rows = [measured(name, 32 if options.quick else 256) for name in MODELS]
     print("model     copied without, MiB   copied, MiB   again, MiB   ratio   equal bits")
     for row in rows:
-        without, copied, again = (row[f"{k}_bytes"] / 2**20 for k in ("none", "cheap", "again"))
-        equal = row["none_equal"] and row["cheap_equal"]
-        print(f"{row['model']:<8}{without:>22.2f}{copied:>14.2f}{again:>13.2f}", end="")
-        print(f"{row['ratio']:>8.3f}   {'yes' if equal else 'NO'}")
-    print(
-        f"\n{'virtual, ' + MEASURED.name:<34}step ms  ratio  compute  peak GiB  copied GiB  bytes"
-    )
+        without, copied, again = (row[f"{k}_bytes"] / MIB for k in ("none", "cheap", "again"))
+        equal = "yes" if row["none_equal"] and row["cheap_equal"] else "NO"
+        print(
+            f"{row['model']:<8}{without:>22.2f}{copied:>14.2f}{again:>13.2f}{row['ratio']:>8.3f}"
+            f"   {equal}"
+        )
+    title = f"virtual, {MEASURED.name}"
+    print(f"\n{title:<34}step ms  ratio  compute  peak GiB  copied GiB  bytes")
     virtual = virtual_rows(quick=options.quick)
     for row in virtual:
         print(
-            f"{row['case']:<20}{row['way']:<14}{row['step_ms']:>7.1f}{row['ratio']:>7.3f}", end=""
+            f"{row['case']:<20}{row['way']:<14}{row['step_ms']:>7.1f}{row['ratio']:>7.3f}"
+            f"{row['compute']:>9.3f}{row['peak_gib']:>10.2f}{row['copied_gib']:>12.2f}"
+            f"{row['bytes']:>7.3f}"
         )
-        print(f"{row['compute']:>9.3f}{row['peak_gib']:>10.2f}{row['copied_gib']:>12.2f}", end="")
-        print(f"{row['bytes']:>7.3f}")
     if options.json:
         options.json.write_text(json.dumps({"models": rows, "virtual": virtual}, indent=1))
 

@@ -1,4 +1,4 @@
-"""What a step costs beside its copies: its begin, what is attached to it, and offload switched off.
+"""Cost of a step beside its copies: its begin, and what is attached to it.
 
 On the CPU with small copies done inline. ``reset`` is timed by itself, behind a step of 10,000
 groups that saved a tensor each and have all run backward. The begin of an attached step is timed
@@ -11,11 +11,8 @@ Figures; of each the least and the median
     reset_ms_per_10000_groups      of a step like the one before, by its chunks; most groups go
                                    while backward runs, one chunk behind it
     reset_ms_changed               of a step whose tensors have other sizes than any before
-    drop_ms_per_10000_groups       to drop such groups, and nothing else
     attach_us_per_1000_parameters  the begin of a step, where no parameter changed
     attach_us_changed              the same, where one did
-    disabled_us                    of a saved tensor, beyond plain autograd, with offload disabled
-    offload_false_us               the same, in a group entered with ``offload=False``
 """
 
 from __future__ import annotations
@@ -32,16 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hook_overhead import (
-    MAX_NUMEL,
-    PLAIN,
-    Engine,
-    Load,
-    Run,
-    Variant,
-    chain,
-    sample_ns,
-)
+from hook_overhead import MAX_NUMEL, chain
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -79,9 +67,6 @@ def no_garbage() -> Iterator[None]:
         gc.enable()
 
 
-# Resets
-
-
 @contextmanager
 def resets() -> Iterator[PipelineOffloadManager]:
     """A manager of its own."""
@@ -90,8 +75,8 @@ def resets() -> Iterator[PipelineOffloadManager]:
         yield manager
 
 
-def run_step(num_chunks: int, num_groups: int, numel: int, held: list[Any] | None = None) -> None:
-    """All forwards, then all backwards in the same order; the groups are added to ``held``."""
+def run_step(num_chunks: int, num_groups: int, numel: int) -> None:
+    """All forwards, then all backwards in the same order."""
     values, outputs = torch.ones(numel), []
     for _ in range(num_chunks):
         off_interface.init_chunk_handler(None, None, 1)
@@ -101,9 +86,6 @@ def run_step(num_chunks: int, num_groups: int, numel: int, held: list[Any] | Non
                 y = chain(x, 1)
             x = off_interface.group_commit(y, name="group")
         outputs.append(x)
-        chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
-        if held is not None and chunk is not None:
-            held += chunk.groups
     for output in outputs:
         output.backward(torch.ones_like(output))
 
@@ -116,21 +98,6 @@ def reset_ms(num_chunks: int, num_groups: int, rounds: int, *, changes: bool) ->
             run_step(num_chunks, num_groups, 16 + number if changes else 16)
             times.append(elapsed_ns(manager.reset) / 1e6)
     return figure(times[4:])
-
-
-def drop_ms(num_chunks: int, num_groups: int, rounds: int) -> Figure:
-    """To drop the groups of a step, and nothing else."""
-    times = []
-    with resets() as manager:
-        for _ in range(1 + rounds):
-            groups: list[Any] = []
-            run_step(num_chunks, num_groups, 16, groups)
-            manager.reset()
-            times.append(elapsed_ns(groups.clear) / 1e6)
-    return figure(times[1:])
-
-
-# Attached schedules
 
 
 class Block(nn.Module):
@@ -167,38 +134,6 @@ def attach_us(rounds: int, *, changes: bool) -> Figure:
     return beyond(found, small)
 
 
-# Offload switched off
-
-
-class WithoutOffload(Variant):
-    """Groups entered with ``offload=False``, which need no manager."""
-
-    name = "offload=False"
-
-    def group(self, x: Tensor, run: Run) -> Tensor:
-        with off_interface(False, x, "group") as x:
-            return run(x)
-
-
-def off_us(rounds: int) -> dict[str, Figure]:
-    """Per saved tensor, of which a group has 100."""
-    load, values = Load(1, 1, 2, 100), torch.ones(1024)
-    variants = {
-        "plain": PLAIN,
-        "disabled_us": Engine("disabled", 1, is_enabled=False),
-        "offload_false_us": WithoutOffload(),
-    }
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    with no_garbage():
-        for _ in range(2 + rounds):
-            for name, variant in variants.items():
-                times[name].append(sample_ns(variant, load, values) / 1e3 / load.num_tensors)
-    PipelineOffloadManager.reset_instance()
-    found = {name: figure(per_tensor[2:]) for name, per_tensor in times.items()}
-    plain = found.pop("plain")
-    return {name: beyond(one, plain) for name, one in found.items()}
-
-
 def measure(rounds: int, num_groups: int) -> dict[str, Any]:
     """All figures, with ``num_groups`` in a step."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -213,9 +148,7 @@ def measure(rounds: int, num_groups: int) -> dict[str, Any]:
     return {
         "reset_ms_per_10000_groups": {n: reset_ms(*s, changes=False) for n, s in sizes.items()},
         "reset_ms_changed": {n: reset_ms(*s, changes=True) for n, s in sizes.items()},
-        "drop_ms_per_10000_groups": {n: drop_ms(*s) for n, s in sizes.items()},
         **attaching,
-        **off_us(20 * rounds),
     }
 
 

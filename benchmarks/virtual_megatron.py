@@ -1,7 +1,8 @@
 """Megatron-Core's own module for activation offload, on a virtual device.
 
-It runs as it is, where it is installed. What it asks of ``torch.cuda`` is answered by
-``virtual_cuda.py``; what is replaced of its own is below, with the reason.
+The module runs as it is, where it is installed. Streams, events, pinned memory and
+``record_stream`` of ``torch.cuda`` are the virtual device's inside ``virtual_cuda``; what else is
+replaced is in ``megatron_on``, with the reasons.
 
     with megatron_on(backend, stage) as off_interface:   # Megatron's own
         off_interface.init_chunk_handler(None, None, 2**20)
@@ -21,18 +22,84 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
-from virtual_cuda import virtual_cuda
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload.simulate import VirtualBackend
+from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 
 
+class CudaEvent(VirtualEvent):
+    """An event that is made first and recorded later. Until then it has passed, as on CUDA.
+
+    Args:
+        backend: Its current stream records where no other is given.
+    """
+
+    __slots__ = ("_backend",)
+
+    def __init__(self, backend: VirtualBackend) -> None:
+        super().__init__(backend.host, 0.0)
+        self._backend = backend
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        """Move it behind all that the stream has now. Earlier waits for it do not change."""
+        self.time_s = (stream or self._backend.current_stream()).record_event().time_s
+
+
+@contextmanager
+def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
+    """Inside, what the module asks of ``torch.cuda`` is answered by the virtual device."""
+    make_empty, pinned_tensors = torch.empty, WeakIdKeyDictionary()
+
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        tensor = make_empty(*size, **options)
+        if pin_memory:
+            pinned_tensors[tensor] = True
+        return tensor
+
+    def is_pinned(tensor: Tensor) -> bool:
+        return tensor in pinned_tensors
+
+    def record_stream(tensor: Tensor, stream: VirtualStream) -> None:
+        backend.memory.record_stream(tensor, stream)
+
+    stand_ins = [
+        # Each new stream is ordered with nothing, and has a clock.
+        (torch.cuda, "Stream", lambda: backend.new_stream()),
+        (torch.cuda, "Event", lambda: CudaEvent(backend)),
+        # Operators and copies take time on the current stream.
+        (torch.cuda, "current_stream", lambda: backend.current_stream()),
+        (torch.cuda, "stream", backend.stream),
+        (torch.cuda, "synchronize", backend.synchronize),
+        # Without CUDA they raise errors.
+        (torch.cuda.nvtx, "range_push", lambda *args: None),
+        (torch.cuda.nvtx, "range_pop", lambda *args: None),
+        # Without CUDA nothing can be pinned, and the host would wait for every copy back.
+        (torch, "empty", empty),
+        (Tensor, "is_pinned", is_pinned),
+        # It takes no stream that is not CUDA's. It decides when memory is free: see DeviceMemory.
+        (Tensor, "record_stream", record_stream),
+    ]
+    with _patched(stand_ins):
+        yield
+
+
+@contextmanager
+def _patched(stand_ins: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for owner, name, stand_in in stand_ins:
+            entered.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
 @cache
 def why_not() -> str | None:
-    """Why it cannot run here; None if it can. Asking imports it, which takes seconds."""
+    """Why the module cannot run here; None if it can. Asking imports it, which takes seconds."""
     try:
         _modules()
     except Exception as failure:  # what it imports may not go with this torch
@@ -48,32 +115,30 @@ def _modules() -> tuple[ModuleType, ModuleType]:
 
 @contextmanager
 def megatron_on(backend: VirtualBackend, model: nn.Module) -> Iterator[Any]:
-    """Its interface, with a new manager whose streams are those of the device.
+    """The module's interface, with a new manager whose streams are those of the device.
 
     Args:
-        backend: Has to be active.
+        backend: Must be active.
         model: Its parameters stay on the device, as a user's do.
     """
     module, engine = _modules()
     manager, chunk = module.PipelineOffloadManager, module.ChunkOffloadHandler
     wants = chunk.tensor_need_offloading_checker
-    parameters = {one.untyped_storage()._cdata for one in model.parameters()}
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     def wants_activation(self: Any, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata not in parameters and wants(self, tensor)
 
-    patches = [
+    stand_ins = [
         # Its users mark parameters as not to be offloaded, and their layers save these tensors.
-        # PyTorch's save views of them, which have no mark.
+        # PyTorch's layers save views of them, which have no mark.
         (chunk, "tensor_need_offloading_checker", wants_activation),
         # It refuses to work without Transformer Engine, and uses nothing but a flag of it.
         (engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False)),
         # It gathers the first step's bytes from all ranks, and prints them. There are no ranks.
         (module, "print_offload_summary_table", lambda total_offload_bytes: None),
-        # Its manager belongs to the process, and is made when first asked for.
+        # Its manager belongs to the process, and is made at the first use.
         (manager, "OFFLOAD_MGR", None),
     ]
-    with virtual_cuda(backend), ExitStack() as entered:
-        for owner, name, stand_in in patches:
-            entered.enter_context(patch.object(owner, name, stand_in))
+    with virtual_cuda(backend), _patched(stand_ins):
         yield module.FineGrainedActivationOffloadingInterface

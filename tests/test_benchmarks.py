@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -29,46 +28,38 @@ def run_quick(name: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.slow
-def test_hook_overhead_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("hook_overhead.py", tmp_path)
-    assert set(figures["ratio_to_floor"]) == {"4", "10", "100"}
-    for key in ("passthrough_ratio", "slope", "group_ratio"):
-        assert isinstance(figures[key], float)
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "positive"),
+    [
+        pytest.param("hook_overhead.py", "slope group_ratio", marks=slow),
+        pytest.param(
+            "host_memory.py",
+            "footprint_ratio footprint_ratio_powers_of_two free_slope",
+            marks=slow,
+        ),
+        ("disk_tier.py", "throughput_ratio cached_ratio checksum_mib_per_s"),
+    ],
+)
+def test_a_benchmark_writes_its_figures(name: str, positive: str, tmp_path: Path) -> None:
+    figures = run_quick(name, tmp_path)
+    assert all(figures[key] > 0 for key in positive.split())
 
 
 def test_steps_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("steps.py", tmp_path)
-    for key in ("reset_ms_per_10000_groups", "reset_ms_changed", "drop_ms_per_10000_groups"):
+    for key in ("reset_ms_per_10000_groups", "reset_ms_changed"):
         assert set(figures[key]) == {"100", "16"}
         assert all(one["median"] >= one["min"] > 0 for one in figures[key].values())
-    for key in (
-        "attach_us_per_1000_parameters",
-        "attach_us_changed",
-        "disabled_us",
-        "offload_false_us",
-    ):
+    for key in ("attach_us_per_1000_parameters", "attach_us_changed"):
         assert set(figures[key]) == {"min", "median"}, "a difference of times may have any sign"
-
-
-def test_virtual_step_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("virtual_step.py", tmp_path)
-    none, default, *others = (one for one in figures if one["bounds"] != "megatron")
-    names = [one["bounds"] for one in (none, default, *others)]
-    assert names[:5] == ["none", "default", "save_on_cpu", "recompute", "inputs"]
-    assert names[5] == "1/1" and len(names) > 6
-    assert none["ratio_to_none"] == 1 and none["need"] == 0
-    for one in (default, *others):
-        assert one["peak_gib"] < none["peak_gib"] or "/" in one["bounds"]
-        assert one["step_ms"] >= none["step_ms"] and one["stalled_ms"] >= 0
-        assert one["need"] > 0 or one["bounds"] == "recompute"
-    assert default["verdict"]
-    assert default["peak_to_best"] == default["peak_gib"] / default["best_gib"]
 
 
 def test_frontier_writes_its_figures(tmp_path: Path) -> None:
     """All groups stay where there is room; recompute and ``save_on_cpu`` take longer."""
-    rows = {row["way"]: row for row in run_quick("frontier.py", tmp_path)["gpt4096"]}
+    rows = {row["way"]: row for row in run_quick("frontier.py", tmp_path, "gpt4096")["gpt4096"]}
     none, all_stay = rows["none"], rows["limit 1"]
     recompute, on_cpu = rows["recompute 2"], rows["save_on_cpu 2"]
     assert none["ratio"] == 1 <= all_stay["ratio"] < recompute["ratio"] < on_cpu["ratio"]
@@ -95,7 +86,7 @@ def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
     assert all(row["same"] and row["ms"] > 0 for row in rows)
 
 
-@pytest.mark.slow
+@slow
 def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     """All but the tests that need one."""
     command = [sys.executable, str(ROOT / "tools/on_gpu.py"), "--out", str(tmp_path)]
@@ -109,65 +100,6 @@ def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     assert all(row["same"] for row in rows if "same" in row)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert all(outcome.startswith("ended") for outcome in outcomes.values())
-
-
-@pytest.mark.slow
-def test_host_memory_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("host_memory.py", tmp_path)
-    assert figures["footprint_ratio"] >= 1
-    assert figures["footprint_ratio_powers_of_two"] > 1
-    assert isinstance(figures["allocations_after_first_step"], int)
-    assert figures["free_slope"] > 0
-
-
-def test_random_sizes_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("random_sizes.py", tmp_path)
-    assert set(figures["us_per_take"]) == {"5", "10"}
-    assert figures["take_ratio"] > 0
-    assert all(set(one) == {"5", "10"} for one in figures["by_case"].values())
-
-
-def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("disk_tier.py", tmp_path)
-    assert figures["throughput_ratio"] > 0
-    assert figures["cached_ratio"] > 0
-    assert figures["checksum_mib_per_s"] > 0
-
-
-@pytest.mark.slow
-def test_activations_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("activations.py", tmp_path)
-    assert math.isfinite(figures["ratio_to_floor"]), "a difference of times may have any sign"
-    for key in ("step_ratio", "held_bytes"):
-        assert {"none", "ours", "ours, checkpoints", "checkpoints", "save_on_cpu"} <= set(
-            figures[key]
-        )
-    assert figures["held_bytes"]["ours, checkpoints"] < figures["held_bytes"]["none"]
-
-
-def check_in_flight_caps(figures: dict[str, Any]) -> None:
-    assert list(figures) == ["none", "0.025 MiB", "0.05 MiB", "0.2 MiB", "default"]
-    assert all(one["step_ms"] > 0 and one["bitwise_equal"] for one in figures.values())
-    assert figures.pop("none")["offloaded_bytes"] == 0
-    assert all(one["offloaded_bytes"] > 0 for one in figures.values())
-
-
-@pytest.mark.slow
-def test_in_flight_caps_writes_its_figures(tmp_path: Path) -> None:
-    check_in_flight_caps(run_quick("in_flight_caps.py", tmp_path))
-
-
-def check_disk_step(figures: dict[str, Any], trace: Path) -> None:
-    assert figures["step_ms"] > 0 and figures["step_ms_none"] > 0
-    assert 0 < figures["read_bytes"] <= figures["written_bytes"]
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"forward", "backward", "aten::mm"} <= names
-
-
-@pytest.mark.slow
-def test_disk_step_writes_its_figures_and_a_trace(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    check_disk_step(run_quick("disk_step.py", tmp_path, "--trace", str(trace)), trace)
 
 
 def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
-"""Layers of three kinds of models on ``meta``, with attention and MLP as groups, norms included.
+"""Layers of GPT and Llama on ``meta``, with attention and MLP as groups, norms included.
 
 GPT has layer norms, biases and a GELU of four widths. Llama has RMS norms, a quarter as many heads
-of keys as of queries, a SwiGLU of 3.5 widths and no bias. The third has eight such MLPs of half the
-width, of which each token goes to two, and all get as many. None has a rotary embedding: it would
+of keys as of queries, a SwiGLU of 3.5 widths and no bias. Neither has a rotary embedding: it would
 be one more pass over queries and keys.
 
     stage = Stage("llama", width=4096, length=4096, num_layers=2)
     y = stage(stage.microbatch(), offload=True)
-    stage.backward(y)
 """
 
 from __future__ import annotations
@@ -21,23 +19,22 @@ from torch import Tensor, nn
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
 HEAD_WIDTH = 128
-NUM_EXPERTS, NUM_CHOSEN = 8, 2
 KIND: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
 
 
 class Layer(nn.Module):
     """Two residual parts, each a group of its own name."""
 
-    attn: nn.Module
-    mlp: nn.Module
+    def __init__(self, model: str, width: int) -> None:
+        super().__init__()
+        attention, mlp = PARTS[model]
+        self.attn, self.mlp = attention(width), mlp(width)
 
-    def forward(
-        self, x: Tensor, *, offload: bool = False, interface: Any = off_interface
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
         for name, part in (("attn", self.attn), ("mlp", self.mlp)):
-            with interface(offload, x, name) as inner:  # ours gives back x itself, others mark it
-                y = part(inner)
-            x = x + (interface.group_commit(y, name=name) if offload else y)
+            with off_interface(offload, x, name):
+                y = part(x)
+            x = x + (off_interface.group_commit(y, name=name) if offload else y)
         return x
 
 
@@ -91,7 +88,7 @@ class LlamaAttention(nn.Module):
 class LlamaMlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        inner = rounded(3.5 * width)
+        inner = round(3.5 * width / 256) * 256
         self.norm = nn.RMSNorm(width, **KIND)
         self.gate = nn.Linear(width, inner, bias=False, **KIND)
         self.up = nn.Linear(width, inner, bias=False, **KIND)
@@ -102,40 +99,9 @@ class LlamaMlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class MoeMlp(nn.Module):
-    """Experts with equal loads, each token at two of them. The products of all are one operator."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        inner = rounded(1.75 * width)
-        self.norm = nn.RMSNorm(width, **KIND)
-        self.router = nn.Linear(width, NUM_EXPERTS, bias=False, **KIND)
-        self.gate = nn.Parameter(torch.empty(NUM_EXPERTS, width, inner, **KIND))
-        self.up = nn.Parameter(torch.empty(NUM_EXPERTS, width, inner, **KIND))
-        self.down = nn.Parameter(torch.empty(NUM_EXPERTS, inner, width, **KIND))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.norm(x).view(-1, x.shape[-1])
-        chances = F.softmax(self.router(tokens), dim=-1, dtype=torch.float32)
-        weights, experts = chances.topk(NUM_CHOSEN, dim=-1)
-        order = experts.view(-1).argsort()  # of the chosen pairs, by expert
-        taken = tokens.index_select(0, order // NUM_CHOSEN)
-        taken = taken.view(NUM_EXPERTS, -1, x.shape[-1])
-        inner = F.silu(torch.bmm(taken, self.gate)) * torch.bmm(taken, self.up)
-        found = torch.bmm(inner, self.down).view(-1, x.shape[-1])
-        found = found.index_select(0, order.argsort()).view(-1, NUM_CHOSEN, x.shape[-1])
-        return (found * weights.to(x.dtype).unsqueeze(-1)).sum(1).view(x.shape)
-
-
-def rounded(width: float) -> int:
-    """The nearest multiple of 256."""
-    return round(width / 256) * 256
-
-
 PARTS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "gpt": (GptAttention, GptMlp),
     "llama": (LlamaAttention, LlamaMlp),
-    "moe": (LlamaAttention, MoeMlp),
 }
 
 
@@ -144,36 +110,26 @@ class Stage(nn.Module):
 
     Args:
         model: A name of :data:`PARTS`.
-        width: Of its hidden states.
+        width: Size of its hidden states.
         length: Tokens of a microbatch.
         num_layers: How many it has.
-
-    ``forward`` takes an ``interface`` to groups: ours, or Megatron's own.
     """
 
     def __init__(self, model: str, width: int, length: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_layer(model, width) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Layer(model, width) for _ in range(num_layers))
         self._size = (1, length, width)
 
     def microbatch(self) -> Tensor:
         """An input that needs a gradient, as all stages but the first have."""
         return torch.empty(self._size, **KIND, requires_grad=True)
 
-    def forward(
-        self, x: Tensor, *, offload: bool = False, interface: Any = off_interface
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
         for layer in self.layers:
-            x = layer(x, offload=offload, interface=interface)
+            x = layer(x, offload=offload)
         return x
 
     @staticmethod
     def backward(y: Tensor) -> None:
-        """With the gradient that the next stage has sent."""
+        """Run backward with a gradient, as from the next stage."""
         y.backward(torch.empty_like(y))
-
-
-def _layer(model: str, width: int) -> Layer:
-    layer = Layer()
-    layer.attn, layer.mlp = (part(width) for part in PARTS[model])
-    return layer
