@@ -49,8 +49,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_arguments(parser)
     add = parser.add_argument
-    add("--fraction", type=float, default=1.0, help="of a stage's groups, that leaves; default: 1")
-    add("--gib", type=float, help="may be on its way in each direction; default: the engine's own")
+    add("--fraction", type=float, default=1.0, help="part of the groups that leaves; default: 1")
+    add("--gib", type=float, help="bound on bytes under way, each way; default: the engine's own")
     add("--host-gib", type=float, help="host memory of a rank; default: as much as it needs")
     add("--json", type=Path, help="write the figures here")
     add("--trace", type=Path, help="write the steps with offload here, for Perfetto: out.json.gz")
@@ -83,7 +83,7 @@ def config_of(options: argparse.Namespace) -> OffloadConfig:
 
 
 def bar(name: str) -> Callable[[int, int], None] | None:
-    """Shows how far a run is, where somebody looks."""
+    """A progress bar, where standard error is a terminal."""
     if not sys.stderr.isatty():
         return None
 
@@ -115,12 +115,12 @@ def main() -> None:
     """A row for each rank."""
     options = parse_arguments()
     print(f"{title_of(options)}\n")
-    found = simulate(options)
-    print(found.table(DEVICES[options.device].memory_bytes))
+    both = simulate(options)
+    print(both.table(DEVICES[options.device].memory_bytes))
     if options.picture:
         draw(read(options.trace), options.picture)
     if options.json:
-        options.json.write_text(json.dumps(found.figures(), indent=2) + "\n")
+        options.json.write_text(json.dumps(both.figures(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

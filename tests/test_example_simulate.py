@@ -34,16 +34,16 @@ def test_a_row_for_each_rank(schedule: str, in_flight: list[int], tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "", "no bar where nobody looks"
     assert f"Llama tiny on 2 virtual H100, {schedule}" in done.stdout
-    found = json.loads(out.read_text())
-    assert list(found) == ["without offload", "with offload"]
-    none, ours = (found[name]["ranks"] for name in found)
+    figures = json.loads(out.read_text())
+    assert list(figures) == ["without offload", "with offload"]
+    none, ours = (step["ranks"] for step in figures.values())
     for number, (without, with_it) in enumerate(zip(none, ours, strict=True)):
         assert set(without) == set(with_it) == set(FIELDS)
         assert without["num_in_flight"] == with_it["num_in_flight"] == in_flight[number]
         assert without["bytes_offloaded"] == without["host_peak_bytes"] == 0
         assert with_it["bytes_offloaded"] > 0 and with_it["host_peak_bytes"] > 0
         assert with_it["peak_bytes"] < without["peak_bytes"]
-    for name, step in found.items():
+    for name, step in figures.items():
         assert f"{name}: {step['seconds'] * 1e3:.1f} ms a step" in done.stdout
         assert max(rank["seconds"] for rank in step["ranks"]) == step["seconds"]
     timeline = read(trace)
@@ -99,8 +99,8 @@ def test_a_picture_of_its_trace(tmp_path: Path) -> None:
 def test_wrong_flags_are_explained() -> None:
     done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *WRONG])
     assert done.returncode == 0, done.stderr
-    for flags, (code, said) in json.loads(done.stdout).items():
-        assert code == 2 and WRONG[flags] in said, f"{flags}: {code}, {said}"
+    for flags, (code, message) in json.loads(done.stdout).items():
+        assert code == 2 and WRONG[flags] in message, f"{flags}: {code}, {message}"
 
 
 def test_help_is_true() -> None:

@@ -1,22 +1,19 @@
 """A step of a pipeline without offload and one with it: run, as a table, and as figures.
 
-found = compare(order, work, DEVICES["H100"], config=OffloadConfig())
-found.table(DEVICES["H100"].memory_bytes)
-json.dumps(found.figures())
+both = compare(order, work, DEVICES["H100"], config=OffloadConfig())
+both.table(DEVICES["H100"].memory_bytes)
+json.dumps(both.figures())
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.tables import format_table
-from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig
-from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
@@ -27,7 +24,7 @@ from pp_offload.simulate.stages import Modules, Work
 GIB, MIB = 2**30, 2**20
 
 WORTH_A_WORD = 0.02
-"""A step that is so much longer with offload, as a part of it."""
+"""Part by which a step must be longer with offload to be named."""
 
 HEAD = ("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with")
 HEAD_OF_STEP = ("busy", "stalled", "waited", "most for")
@@ -44,16 +41,16 @@ class Comparison:
     without: PipelineStep
     with_offload: PipelineStep
     limit_bytes: int | None = None
-    """Of the plan that was followed; None without one."""
+    """Limit of the plan that was followed; None without one."""
 
     caution: str = ""
-    """What the plan counts that is not there, or the other way round; empty if nothing."""
+    """State of an optimizer that the plan counts and the run lacks, or the other way round."""
 
     def table(self, memory_bytes: int) -> str:
         """As text: a row for each rank.
 
         Args:
-            memory_bytes: What a device has; peaks above it are marked.
+            memory_bytes: Memory of a device; peaks above it are marked.
         """
         ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
         rows = [_row(number, *both, memory_bytes) for number, both in enumerate(ranks)]
@@ -82,7 +79,7 @@ class Comparison:
 
     @property
     def above_the_limit(self) -> dict[int, int]:
-        """Bytes that ranks have above the limit of the plan, by rank; of those that have some."""
+        """Bytes above the limit of the plan, of each rank that is above it."""
         if self.limit_bytes is None:
             return {}
         above = {
@@ -93,7 +90,7 @@ class Comparison:
 
     @property
     def worse(self) -> list[str]:
-        """What is worse with offload than without, in words: a longer step, and higher peaks."""
+        """A longer step and higher peaks with offload than without, in words."""
         longer = self.with_offload.seconds / self.without.seconds - 1
         ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
         higher = [
@@ -121,9 +118,7 @@ class Comparison:
             name: {
                 "seconds": step.seconds,
                 "bubble": step.bubble,
-                "ranks": [
-                    _figures(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
-                ],
+                "ranks": list(map(_figures, step.ranks)),
             }
             for name, step in self._named.items()
         }
@@ -148,55 +143,29 @@ def compare(
     Args:
         order, work, hardware, peers: As for :func:`run_pipeline`.
         config: Of the run with offload.
-        progress: Gets the name of a run, and gives what is called after each of its actions.
+        progress: Given the name of a run, returns what is called after each of its actions.
         trace: Records the run with offload.
     """
 
-    def told(name: str) -> Progress | None:
+    def progress_of(name: str) -> Progress | None:
         return None if progress is None else progress(name)
 
-    # Without offload there is no plan, which the engine would derive from a first step. But an
-    # optimizer makes its state at the end of that.
+    # The engine derives its plan from a first step, which a run without offload does not need. But
+    # the state of an optimizer is there from the end of the first step on.
     num_steps = 2 if isinstance(work, Modules) and work.optimizer is not None else 1
+    name = "without offload"
     without = run_pipeline(
-        order, work, hardware, peers=peers, num_steps=num_steps, progress=told("without offload")
+        order, work, hardware, peers=peers, num_steps=num_steps, progress=progress_of(name)
     )
-    seen = _StateSeen(trace)
+    name = "with offload"
     with_offload = run_pipeline(
-        order,
-        work,
-        hardware,
-        peers=peers,
-        config=config,
-        progress=told("with offload"),
-        trace=seen,
+        order, work, hardware, peers=peers, config=config, progress=progress_of(name), trace=trace
     )
     plan = config.offload_plan
     if plan is None:
         return Comparison(without, with_offload)
-    caution = _caution(plan, has_state=seen.has_state)
+    caution = _caution(plan, has_state=with_offload.optimizer_bytes > 0)
     return Comparison(without, with_offload, plan.limit_bytes, caution)
-
-
-class _StateSeen:
-    """Sees whether optimizers have a state when a run ends. What records it does so all the same.
-
-    Args:
-        trace: What records it, if anything does.
-    """
-
-    def __init__(self, trace: Watcher | None) -> None:
-        self.has_state = False
-        self._trace = trace
-
-    @contextmanager
-    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
-        with nullcontext() if self._trace is None else self._trace.ranks(managers):
-            yield
-        backends = [manager.backend for manager in managers]
-        self.has_state = any(
-            isinstance(one, VirtualBackend) and one.memory.live["optimizer"] for one in backends
-        )
 
 
 def _caution(plan: OffloadPlan, *, has_state: bool) -> str:
@@ -224,16 +193,17 @@ def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tupl
         f"{ours.host_peak_bytes / GIB:.2f}",
         f"{ours.bytes_offloaded / GIB:.2f}",
         f"{none.seconds * 1e3:.1f}",
-        *(f"{one * 1e3:.1f}" for one in seconds),
+        *(f"{value * 1e3:.1f}" for value in seconds),
         "-" if peer is None else f"rank {peer}",
     )
-
-
-def _figures(rank: RankStep) -> dict[str, Any]:
-    """All but the bounds, which a rank was given."""
-    return {name: value for name, value in asdict(rank).items() if name != "bounds"}
 
 
 def _peak(rank: RankStep, memory_bytes: int) -> str:
     mark = " " if rank.peak_bytes <= memory_bytes else "*"
     return f"{rank.peak_bytes / GIB:.2f}{mark}"
+
+
+def _figures(rank: RankStep) -> dict[str, Any]:
+    """All fields but the bounds, which are options."""
+    figures = {name: value for name, value in asdict(rank).items() if name != "bounds"}
+    return figures | {"waits_most_for": rank.waits_most_for}

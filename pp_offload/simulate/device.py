@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
@@ -26,18 +26,18 @@ from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
-from pp_offload.simulate.costs import OperatorCosts, tensors_in
+from pp_offload.simulate.costs import OperatorCosts, OperatorSeconds, tensors_in
 from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.link import Link
-from pp_offload.simulate.measured import OperatorSeconds
 from pp_offload.simulate.memory import DeviceMemory
-from pp_offload.simulate.program_copies import COPIES, ProgramCopy, program_copy
 from pp_offload.simulate.repeated import RepeatedCalls
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Of Linux; Python knows its name from 3.12 on."""
+
+aten = torch.ops.aten
 
 
 class VirtualBackend(HasLiveStream[VirtualStream]):
@@ -47,10 +47,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     Args:
         hardware: What the device is like.
-        operator_seconds: How long operators take where that was measured: a table by operator, or a
-            function of the overload, its arguments, those by name and its outputs, which may return
-            None. Others take what the rates say.
-        is_blocking: Whether the host waits for each operator, as ``CUDA_LAUNCH_BLOCKING=1`` has it.
+        operator_seconds: Measured times of operators: a table by operator, or a function of the
+            overload, its arguments, those by name and its outputs, which may return None. Other
+            operators take what the rates say.
+        is_blocking: Whether the host waits for each operator, as with ``CUDA_LAUNCH_BLOCKING=1``.
             Then memory that was copied is free as soon as it can be, and peaks are lower than with
             a host that runs ahead.
 
@@ -61,8 +61,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     Attributes:
         host: The host's clock.
         compute: The compute stream that is current unless another is entered.
-        link: To the host, and what went over it.
-        disk: Of the disk tier.
+        link: The link to the host, and what went over it.
+        disk: The disk of the disk tier.
         memory: Device memory of the tensors seen.
     """
 
@@ -77,7 +77,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         is_blocking: bool = False,
     ) -> None:
         check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
-        self._calls = RepeatedCalls(OperatorCosts(hardware, operator_seconds))
+        self.calls = RepeatedCalls(OperatorCosts(hardware, operator_seconds))
         self.is_blocking = is_blocking
         self.name = f"virtual {hardware.name}"
         self.device = torch.device("meta")
@@ -94,11 +94,11 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     @property
     def seconds(self) -> float:
         """When all that was launched so far has ended."""
-        return max(self.host.now_s, *(one.free_at_s for one in self._streams))
+        return max(self.host.now_s, *(stream.free_at_s for stream in self._streams))
 
     @property
     def offload_s(self) -> float:
-        """How long the engine's copies to the host took so far, without what they waited for."""
+        """Time of the engine's copies to the host so far, without what they waited for."""
         assert isinstance(self.d2h, VirtualStream)
         return self.d2h.busy_s
 
@@ -108,17 +108,17 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         return self._streams[-1]
 
     def timed_event(self, stream: Stream) -> VirtualEvent:
-        """A new event, for all of them know their time."""
+        """A new event; all of them know their time."""
         assert isinstance(stream, VirtualStream)
         return stream.record_event()
 
     def memory_bytes(self) -> int | None:
-        """What the device has; None where it has no end."""
+        """Size of the device's memory; None where it has no end."""
         nbytes = self.hardware.memory_bytes
         return None if nbytes == inf else nbytes
 
     def allocated(self) -> Allocated:
-        """Of the tensors seen."""
+        """Bytes of the tensors seen."""
         return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualFile:
@@ -136,11 +136,11 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
             self.launch_copy(stream, target.nbytes, to_host=not target.is_meta)
 
     def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:
-        """Launch one over the link, to the host or from there."""
+        """Launch a copy over the link."""
         stream.launch_until(lambda begin_s: self.link.copy(begin_s, nbytes, to_host=to_host))
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Addresses without memory behind them, for nobody touches them. Pinning takes its time."""
+        """Addresses without memory behind them. Pinning takes its time."""
         if self.hardware.pin_bytes_per_s is not None:
             self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
@@ -156,7 +156,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         Raises:
             RuntimeError: Another virtual device is active.
         """
-        with accelerator_kernels(), _Clocked(self, self._calls):
+        with accelerator_kernels(), _Clocked(self):
             yield
 
     def synchronize(self) -> None:
@@ -165,16 +165,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
 
 class _Clocked(TorchDispatchMode):
-    """Sees every operator below autograd, in forward and backward alike.
+    """Gives every operator below autograd its time, in forward and backward alike."""
 
-    Args:
-        device: On whose current stream they take time.
-        calls: Runs them, and says how long they take.
-    """
-
-    def __init__(self, device: VirtualBackend, calls: RepeatedCalls) -> None:
+    def __init__(self, device: VirtualBackend) -> None:
         super().__init__()
-        self._calls = calls
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,14 +178,17 @@ class _Clocked(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if func in COPIES and (copy := program_copy(func, args, kwargs)) is not None:
-            return self._over_the_link(copy)
         schema, device = operator(func), self._device
+        if func in PROGRAM_COPIES:
+            output = self._copied(func, args, kwargs)
+            if output is not None:
+                return output
+        takes_time = not (schema.is_view or schema.is_allocation)
         try:
-            if schema.is_view or schema.is_allocation:
-                outputs, seconds = func(*args, **kwargs), None
+            if takes_time:
+                outputs, seconds = device.calls.run(func, args, kwargs)
             else:
-                outputs, seconds = self._calls.run(func, args, kwargs)
+                outputs = func(*args, **kwargs)
         except RuntimeError as failure:
             if not schema.may_depend_on_data:
                 raise
@@ -201,23 +198,51 @@ class _Clocked(TorchDispatchMode):
                 "leave the mask out, give every expert as many tokens, or compute it on the CPU"
             ) from failure
         operands = [value for value, _ in schema.operands(args, kwargs)]
-        touched = [one for one in tensors_in((operands, outputs)) if one.is_meta]
-        for one in touched:
-            if has_storage(one):
-                device.memory.see(one.untyped_storage())
-        if touched and seconds is not None:
+        touched = [tensor for tensor in tensors_in((operands, outputs)) if tensor.is_meta]
+        for tensor in touched:
+            if has_storage(tensor):
+                device.memory.see(tensor.untyped_storage())
+        if touched and takes_time:
             live = device.current_stream()
             live.launch_until(partial(device.link.compute, seconds=seconds))
             if device.is_blocking:
                 live.synchronize()
         return outputs
 
-    def _over_the_link(self, copy: ProgramCopy) -> Tensor:
+    def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """A copy that the program itself makes over the link, as ``x.cpu()`` does.
+
+        Such a copy runs on the compute stream. The host waits for it, unless it is
+        ``non_blocking``.
+
+        Returns:
+            What the operator returns, without data; None if both sides are on the device or both
+            on the host.
+        """
         device = self._device
-        if copy.output.is_meta:
-            device.memory.see(copy.output.untyped_storage())
+        if func is aten.copy_.default:
+            output, source = args[:2]
+            is_waited_for = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            is_over_link = output.is_meta != source.is_meta
+        else:
+            source, is_waited_for = args[0], not kwargs.get("non_blocking", False)
+            target = kwargs.get("device") or source.device
+            is_over_link = (target.type == "meta") != source.is_meta
+        if not is_over_link:
+            return None
+        if func is aten._to_copy.default:
+            output = func(source, **{**kwargs, "device": device.device})
+            if source.is_meta:  # memory of the host that is never touched
+                layout = output.size(), output.stride()
+                output = torch.empty_strided(*layout, dtype=output.dtype, device="cpu")
+        if output.is_meta:
+            device.memory.see(output.untyped_storage())
         live = device.current_stream()
-        device.launch_copy(live, copy.nbytes, to_host=copy.to_host)
-        if copy.is_waited_for:
+        device.launch_copy(live, source.nbytes, to_host=source.is_meta)
+        if is_waited_for:
             live.synchronize()
-        return copy.output
+        return output  # type: ignore[no-any-return]
+
+
+PROGRAM_COPIES = (aten._to_copy.default, aten.copy_.default)
+"""Operators that may go from host to device or back."""

@@ -1,4 +1,4 @@
-"""A disk with a clock: what goes there takes its time, and is not written.
+"""A disk with a clock: reads and writes take their time, and nothing is written.
 
     disk = DiskClock(host)
     begin_s, end_s = disk.run(may_begin_s, nbytes, writes=True)
@@ -8,9 +8,9 @@ to the host has ended; a read ends before the copy to the device is launched. So
 the disk where the real one would, by its own clock.
 
 NOTE [ One queue ]
-    What is queued first is served first, writes and reads alike, each at its rate. A real disk
-    serves several at a time, each more slowly: bytes of a time are the same, and so is the end of
-    what is queued last. A write that nobody needs any more is made all the same.
+    Work that is queued first is served first, writes and reads alike, each at its rate. A real disk
+    serves several at a time, each more slowly: bytes over time are the same, and so is the end of
+    the work queued last. A write that is no longer needed is made all the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from pp_offload.simulate.clocks import HostClock, VirtualEvent
 class DiskClock:
     """The time of one disk, which may have several files.
 
-    Args:
-        host: Gives it work, and has the hardware.
-
     Attributes:
         free_at_s: When all work so far has ended.
         busy_s: How long it worked.
@@ -42,12 +39,9 @@ class DiskClock:
         self.busy_s = 0.0
 
     def run(self, may_begin_s: float, nbytes: int, *, writes: bool) -> tuple[float, float]:
-        """Begin and end of work that is queued now. See NOTE [ One queue ].
+        """Begin and end of a write or a read that is queued now, and may begin at ``may_begin_s``.
 
-        Args:
-            may_begin_s: Not before.
-            nbytes: Of it.
-            writes: Else it reads.
+        See NOTE [ One queue ].
         """
         hardware = self.host.hardware
         rate = hardware.disk_write_bytes_per_s if writes else hardware.disk_read_bytes_per_s
@@ -59,36 +53,25 @@ class DiskClock:
 
 
 class ClockedWork:
-    """What was queued, as an event follows it.
+    """Queued work with its end, in place of the future of a thread."""
 
-    Args:
-        host: By whose clock it ends.
-        begin_s, end_s: When.
-    """
+    __slots__ = ("end_s", "host")
 
-    __slots__ = ("begin_s", "end_s", "host")
-
-    def __init__(self, host: HostClock, begin_s: float, end_s: float) -> None:
+    def __init__(self, host: HostClock, end_s: float) -> None:
         self.host = host
-        self.begin_s = begin_s
         self.end_s = end_s
 
     def done(self) -> bool:
-        """Whether the host's clock has come so far."""
+        """Whether the host's clock has reached the end."""
         return self.end_s <= self.host.now_s
 
     def result(self) -> None:
-        """Have the host wait until then."""
+        """Have the host wait until the end."""
         self.host.wait_until(self.end_s)
 
 
 class VirtualFile(DiskFile):
-    """A file whose reads and writes take the time of a disk, and move nothing.
-
-    Args:
-        clock: Of the disk.
-        directory: As for a file, which is made and stays empty.
-    """
+    """A file whose reads and writes take the time of a disk. The file is made and stays empty."""
 
     def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
         super().__init__(directory)
@@ -99,14 +82,11 @@ class VirtualFile(DiskFile):
         self._open_file()
         nbytes = sum([payload.numel() for payload in payloads])
         self.written_bytes += nbytes
-        piece = self._work("write", nbytes, after)
-        return self._in_use(DiskWrite(piece, self._extent(nbytes)))
+        work = self._work("write", nbytes, after)
+        return self._in_use(DiskWrite(work, self._extent(nbytes)))
 
     def read_into(
-        self,
-        write: DiskWrite,
-        payloads: Sequence[Tensor],
-        after: Sequence[Event] = (),
+        self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
         """Take the time of a read."""
         self._open_file()
@@ -118,11 +98,11 @@ class VirtualFile(DiskFile):
         begin_s, end_s = self._clock.run(may_begin_s, nbytes, writes=name == "write")
         for tell in self.listeners:
             tell(name, nbytes, begin_s, end_s)
-        return ClockedWork(self._clock.host, begin_s, end_s)
+        return ClockedWork(self._clock.host, end_s)
 
 
 def _end_s(event: Event) -> float:
-    """When it ends; before everything if it is of something without a time."""
+    """Time of an event; before everything if it has none."""
     if isinstance(event, DiskEvent) and isinstance(event.piece, ClockedWork):
         return event.piece.end_s
     return event.time_s if isinstance(event, VirtualEvent) else 0.0

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from pp_offload._common.checks import near, said
 
 GB = 10**9
 
-OPTIONAL = (
+MAY_BE_NONE = (
     *("h2d_bytes_per_s", "both_links_bytes_per_s", "host_bytes_per_s", "pin_bytes_per_s"),
     *("attention_fraction", "attention_backward_fraction"),
 )
@@ -47,75 +48,75 @@ class Hardware:
     """Peak of the device's own memory."""
 
     memory_bytes: int
-    """How much of it there is."""
+    """Size of that memory."""
 
     link_bytes_per_s: float
-    """To pinned memory of the host, while nothing comes from there."""
+    """Rate to pinned host memory, while nothing comes from there."""
 
     h2d_bytes_per_s: float | None = None
-    """From there, while nothing goes to it. None for as much as to the host."""
+    """Rate from there, while nothing goes to it. None for the rate to the host."""
 
     both_links_bytes_per_s: float | None = None
-    """What both directions at once reach together. None if neither is in the other's way."""
+    """Sum of the rates of both directions at once. None if neither slows the other."""
 
     host_bytes_per_s: float | None = None
-    """What copies of all devices of a host reach together, in both directions: its memory's rate.
-    Each device has an equal share of it, whatever the others do. None for more than they ask for.
+    """Sum of the rates of all devices of a host, in both directions: that of its memory.
+    Each device has an equal share of it, whatever the others do. None for no bound.
     """
 
     num_devices_per_host: int = 1
-    """That have a part of it."""
+    """Devices that share it."""
 
     disk_write_bytes_per_s: float = 4 * GB
-    """Of the disk that this device has for itself: what an NVMe drive of a server sustains."""
+    """Rate of the disk that this device has for itself: that of a server's NVMe drive."""
 
     disk_read_bytes_per_s: float = 6.5 * GB
     """The same for reads."""
 
     disk_latency_s: float = 100e-6
-    """Of a write or a read, beside its bytes."""
+    """Time of a write or a read, beside its bytes."""
 
     d2h_slowdown: float = 0.0
     """Part of compute's speed that is lost while copies to the host run."""
 
     h2d_slowdown: float = 0.0
-    """The same of copies from the host. What both take adds up."""
+    """The same of copies from the host. Both losses add up."""
 
     matmul_fraction: float = 0.6
-    """What matrix products reach of their peak."""
+    """Part of ``matmul_flops`` that matrix products reach."""
 
     attention_fraction: float | None = None
-    """What the forward of attention reaches of that peak. None for as much as products."""
+    """The same for attention's forward. None for as much as products."""
 
     attention_backward_fraction: float | None = None
-    """The same of its backward."""
+    """The same for its backward."""
 
     memory_fraction: float = 0.8
-    """What other operators reach of the memory's peak."""
+    """Part of ``memory_bytes_per_s`` that other operators reach."""
 
     launch_s: float = 5e-6
-    """The host's time to launch an operator or a copy."""
+    """Time of the host to launch an operator or a copy."""
 
     kernel_gap_s: float = 0.0
-    """How long the device is idle between an operator and the next, if that is launched already."""
+    """Idle time of the device between an operator and the next, if that is launched already."""
 
     copy_latency_s: float = 10e-6
-    """Of a copy to or from the host, beside its bytes."""
+    """Time of a copy to or from the host, beside its bytes."""
 
     num_queued_launches: int = 1024
     """How many launches the host may be ahead."""
 
     pin_bytes_per_s: float | None = None
-    """Host memory that is pinned, when it is first needed. None if that takes no time."""
+    """Rate at which host memory is pinned, when it is first needed. None if that takes no time."""
 
     workspace_bytes: int = 0
     """Device memory that libraries take for themselves, as that of matrix products does."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name != "name" and not (value is None and one.name in OPTIONAL):
-                _check(one.name, value)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not (value is None and field.name in MAY_BE_NONE):
+                _check(field.name, value)
         if self.d2h_slowdown + self.h2d_slowdown >= 1:
             raise ValueError(
                 f"d2h_slowdown and h2d_slowdown are {self.d2h_slowdown} and {self.h2d_slowdown}, "
@@ -170,10 +171,15 @@ class Hardware:
         return inf if rate is None else rate / self.num_devices_per_host
 
 
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float; ``True`` is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check(name: str, value: object) -> None:
     is_count, may_be_zero = name.startswith("num_"), name in MAY_BE_ZERO
-    is_number = isinstance(value, int if is_count else int | float) and not isinstance(value, bool)
-    if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
+    is_kind = is_number(value) and (isinstance(value, int) or not is_count)
+    if not is_kind or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
         least = "at least 0" if may_be_zero else "above 0"
         kind = ", an integer" if is_count else ""
         raise ValueError(f"{name} is {said(value)}, expected a number {least}{kind}")
@@ -181,73 +187,35 @@ def _check(name: str, value: object) -> None:
         raise ValueError(f"{name} is {said(value)}, expected at most 1")
 
 
+def _row(name: str, tflops: int, memory_gb_per_s: int, memory_gb: int, link_gb: int) -> Hardware:
+    return Hardware(
+        name=name,
+        matmul_flops=tflops * 1e12,
+        memory_bytes_per_s=memory_gb_per_s * GB,
+        memory_bytes=memory_gb * GB,
+        link_bytes_per_s=link_gb * GB,
+    )
+
+
+GH200 = replace(
+    _row("GH200", 990, 4000, 96, 170),
+    h2d_bytes_per_s=411 * GB,  # NVLink-C2C has 450 GB/s each way; copies were measured by others
+    host_bytes_per_s=512 * GB,  # of the data sheet of Grace's LPDDR5X
+)
+GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_host": 2}
+"""Of the data sheet: Grace's NVLink-C2C, 450 GB/s each way, and its memory serve two devices."""
+
 DEVICES: dict[str, Hardware] = {
-    one.name: one
-    for one in (
-        Hardware(
-            name="A100",
-            matmul_flops=312e12,
-            memory_bytes_per_s=2039 * GB,
-            memory_bytes=80 * GB,
-            link_bytes_per_s=25 * GB,
-        ),
-        Hardware(
-            name="H100",
-            matmul_flops=990e12,
-            memory_bytes_per_s=3350 * GB,
-            memory_bytes=80 * GB,
-            link_bytes_per_s=50 * GB,
-        ),
-        Hardware(
-            name="H200",
-            matmul_flops=990e12,
-            memory_bytes_per_s=4800 * GB,
-            memory_bytes=141 * GB,
-            link_bytes_per_s=50 * GB,
-        ),
-        Hardware(
-            name="GH200",
-            matmul_flops=990e12,
-            memory_bytes_per_s=4000 * GB,
-            memory_bytes=96 * GB,
-            # NVLink-C2C carries 450 GB/s each way; these are published measurements of copies.
-            link_bytes_per_s=170 * GB,
-            h2d_bytes_per_s=411 * GB,
-            host_bytes_per_s=512 * GB,  # the data sheet's, of Grace's LPDDR5X
-        ),
-        Hardware(
-            name="B200",
-            matmul_flops=2250e12,
-            memory_bytes_per_s=8000 * GB,
-            memory_bytes=180 * GB,
-            link_bytes_per_s=50 * GB,
-        ),
-        Hardware(
-            name="GB200",
-            matmul_flops=2500e12,
-            memory_bytes_per_s=8000 * GB,
-            memory_bytes=186 * GB,
-            # Of the data sheet: Grace's NVLink-C2C, 450 GB/s each way, and its memory serve two.
-            link_bytes_per_s=225 * GB,
-            host_bytes_per_s=512 * GB,
-            num_devices_per_host=2,
-        ),
-        Hardware(
-            name="GB300",
-            matmul_flops=2500e12,
-            memory_bytes_per_s=8000 * GB,
-            memory_bytes=288 * GB,
-            link_bytes_per_s=225 * GB,  # as GB200
-            host_bytes_per_s=512 * GB,
-            num_devices_per_host=2,
-        ),
-        Hardware(
-            name="MI300X",
-            matmul_flops=1307e12,
-            memory_bytes_per_s=5300 * GB,
-            memory_bytes=192 * GB,
-            link_bytes_per_s=50 * GB,
-        ),
+    device.name: device
+    for device in (
+        _row("A100", 312, 2039, 80, 25),
+        _row("H100", 990, 3350, 80, 50),
+        _row("H200", 990, 4800, 141, 50),
+        GH200,
+        _row("B200", 2250, 8000, 180, 50),
+        replace(_row("GB200", 2500, 8000, 186, 225), **GRACE_OF_TWO),
+        replace(_row("GB300", 2500, 8000, 288, 225), **GRACE_OF_TWO),
+        _row("MI300X", 1307, 5300, 192, 50),
     )
 }
 """By name. Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others."""

@@ -6,14 +6,14 @@
         ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-For a pipeline, ``stages_of(model, 4)`` are its layers in stages, and ``groups_of`` their parts.
+For a pipeline, ``stages_of(model, 4)`` cuts it into stages, and ``groups_of`` names their parts.
 
 NOTE [ What depends on data ]
-    Which tokens may see which is decided by the mask, and which expert takes a token by its router:
-    both are data, which a virtual device has not. So attention is causal and takes no mask, as the
-    flash kernel takes none; and all experts are one grouped product, which takes as long as if each
-    had as many tokens as the others. Attention that caps its scores, as that of Gemma2, has no such
-    kernel: it is computed from whole matrices with a mask, as Transformers does it.
+    The mask decides which tokens see which, and the router which expert takes a token: both are
+    data, which a virtual device does not have. So attention is causal and takes no mask, and all
+    experts are one grouped product, which takes as long as if each had as many tokens as the
+    others. Attention that caps its scores, as Gemma2's does, has no such kernel: it is computed
+    from whole matrices with a mask, as Transformers does it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = "causal_without_mask"
-"""The name by which Transformers knows the attention."""
+"""Name under which Transformers knows the attention."""
 
 EAGER = "eager"
-"""The one that has whole matrices of scores."""
+"""Attention with whole matrices of scores."""
+
+PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
+"""Modules of a decoder that can be cut into stages."""
 
 
 def model_from_config(
@@ -54,19 +57,13 @@ def model_from_config(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if any("experts" in name for name in config.to_dict()):
         options["experts_implementation"] = "grouped_mm"
+    config = type(config).from_dict(config.to_dict())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            type(config).from_dict(config.to_dict()), **options
-        )
-    return model.train()
+        return AutoModelForCausalLM.from_config(config, **options).train()
 
 
 def _caps_scores(config: PretrainedConfig) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
-"""What a decoder of Transformers is made of, where it can be cut into stages."""
 
 
 class DecoderStage(nn.Module):
@@ -76,13 +73,14 @@ class DecoderStage(nn.Module):
         super().__init__()
         decoder, num_layers = model.model, len(model.model.layers)
         first, last = (i * num_layers // num_stages for i in (index, index + 1))
+        is_last = index == num_stages - 1
         self.embed = decoder.embed_tokens if index == 0 else None
         self.layers = nn.ModuleList(list(decoder.layers)[first:last])
         self.rotary = copy.deepcopy(decoder.rotary_emb)
-        self.norm = decoder.norm if index == num_stages - 1 else None
-        self.head = model.lm_head if index == num_stages - 1 else None
-        if self.head is not None and index > 0:
-            # It may be the embedding's, which another rank has: each has one of its own.
+        self.norm = decoder.norm if is_last else None
+        self.head = model.lm_head if is_last else None
+        if is_last and index > 0:
+            # The head may share the embedding's weight, which is on another rank.
             self.head = copy.deepcopy(self.head)
         self.takes_mask = _caps_scores(model.config)
         self.cap = getattr(model.config, "final_logit_softcapping", None)
@@ -102,13 +100,13 @@ class DecoderStage(nn.Module):
 
 
 def _causal_mask(x: Tensor) -> Tensor:
-    """What is added to scores, so that no token sees those behind it."""
+    """Numbers added to scores, so that no token sees those behind it."""
     length, least = x.shape[1], torch.finfo(x.dtype).min
     return torch.full((length, length), least, dtype=x.dtype, device=x.device).triu(1)[None, None]
 
 
 def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
-    """A causal language model in stages of a pipeline, with as many layers each as possible.
+    """A causal language model in stages of a pipeline, as equal as possible.
 
     Args:
         model: Of Transformers, such as Llama, Qwen2 or Mixtral. Its modules are used as they are.

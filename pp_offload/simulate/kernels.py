@@ -1,9 +1,9 @@
-"""Has tensors without data take the kernels that an accelerator would take.
+"""Makes tensors without data take the kernels that an accelerator would take.
 
 On ``meta`` PyTorch computes attention from matrix products, which saves the scores, saves the mask
-of a dropout as numbers, and an RMS norm's input in float32. Accelerators do neither. So while this
-is entered, attention takes the flash kernel there or the memory-efficient one, where they can
-compute it, dropout the fused one, and an RMS norm what a layer norm takes; in recomputations, too.
+of a dropout as numbers, and an RMS norm's input in float32. Accelerators do none of that. So inside
+``accelerator_kernels()`` attention takes the flash kernel there or the memory-efficient one, where
+they can compute it, dropout the fused one, and an RMS norm what a layer norm takes.
 
 NOTE [ Below functions ]
     A mode for functions is not active while autograd recomputes a checkpoint. So the operators
@@ -65,45 +65,40 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if attn_mask is None and _is_for_flash(query, key, value, enable_gqa=enable_gqa):
-        found = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
+    qkv = query, key, value
+    has_rows = attn_mask is None and all(tensor.dim() == 4 for tensor in qkv)
+    if has_rows and _is_for_flash(*qkv, enable_gqa=enable_gqa):
+        outputs = aten._scaled_dot_product_flash_attention(
+            *qkv, dropout_p, is_causal, False, scale=scale
         )
-    elif attn_mask is None and _is_for_efficient(query, key, value, enable_gqa=enable_gqa):
-        is_needed = torch.is_grad_enabled() and any(
-            one.requires_grad for one in (query, key, value)
-        )
-        found = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, is_needed, dropout_p, is_causal, scale=scale
+    elif has_rows and not enable_gqa and _is_for_efficient(*qkv):
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in qkv)
+        outputs = aten._scaled_dot_product_efficient_attention(
+            *qkv, None, needs_grad, dropout_p, is_causal, scale=scale
         )
     else:
-        found = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        outputs = aten._scaled_dot_product_attention_math(
+            *qkv, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return found[0]  # type: ignore[no-any-return]
+    return outputs[0]  # type: ignore[no-any-return]
 
 
 def _is_for_flash(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
     """What CUDA's kernel asks for, as far as sizes and dtypes say."""
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return False
-    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] > MAX_HEAD_WIDTH:
-        return False
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_heads = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
-    return has_heads and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    width = query.shape[-1]
+    return is_half and has_heads and width == key.shape[-1] == value.shape[-1] <= MAX_HEAD_WIDTH
 
 
-def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """The same of CUDA's memory-efficient kernel, which takes float32, too."""
-    if not query.dim() == key.dim() == value.dim() == 4 or enable_gqa:
-        return False
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    has_widths = query.shape[-1] == key.shape[-1]
-    is_aligned = all(
-        one.shape[-1] * one.element_size() % ALIGNMENT_BYTES == 0 for one in (query, value)
-    )
-    return has_widths and is_aligned and query.shape[1] == key.shape[1] == value.shape[1]
+    has_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    widths_bytes = [tensor.shape[-1] * tensor.element_size() for tensor in (query, value)]
+    is_aligned = all(nbytes % ALIGNMENT_BYTES == 0 for nbytes in widths_bytes)
+    return has_heads and is_aligned and query.shape[-1] == key.shape[-1]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -118,6 +113,6 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Of a layer norm: one pass each way, and the input is saved as it is, with statistics."""
-    found = aten.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
-    return found[0]  # type: ignore[no-any-return]
+    """As a layer norm: one pass each way, and the input is saved as it is, with statistics."""
+    outputs = aten.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
+    return outputs[0]  # type: ignore[no-any-return]

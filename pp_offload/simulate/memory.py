@@ -27,7 +27,7 @@ from pp_offload._groups.manager import Manager
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512
-"""Device allocators round what is asked for up to this."""
+"""Device allocators round sizes up to a multiple."""
 
 OTHER = "other"
 CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "reloaded", OTHER)
@@ -35,27 +35,17 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "relo
 
 
 class _Allocation(weakref.ref[UntypedStorage]):
-    """A storage, held weakly, and what is known of it when it is gone."""
+    """A storage, held weakly, with its size and category."""
 
-    __slots__ = ("category", "key", "nbytes")
+    __slots__ = ("category", "key", "nbytes", "streams")
     key: int
     nbytes: int
     category: str
-
-
-class _Shared(_Allocation):
-    """One that other streams use; see :meth:`DeviceMemory.record_stream`."""
-
-    __slots__ = ("streams",)
     streams: set[VirtualStream]
 
 
 class DeviceMemory:
-    """Counts the bytes of storages that were seen and are alive.
-
-    Args:
-        taken_bytes: That are in use all the time.
-    """
+    """Counts the bytes of storages that were seen and are alive, and always ``taken_bytes``."""
 
     def __init__(self, taken_bytes: int = 0) -> None:
         self._live: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
@@ -63,17 +53,17 @@ class DeviceMemory:
         self._at_peak = dict(self._live)
         self._alive: dict[int, _Allocation] = {}
         self._gone: deque[_Allocation] = deque()
-        self._in_use: list[tuple[float, int, VirtualEvent, _Shared]] = []
+        self._in_use: list[tuple[float, int, VirtualEvent, _Allocation]] = []
 
     @property
     def live_bytes(self) -> int:
-        """Of the storages alive."""
+        """Bytes of the storages alive."""
         self._forget_gone()
         return self._live_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at a time."""
+        """The most bytes alive at a time."""
         self._forget_gone()
         return self._peak_bytes
 
@@ -85,31 +75,32 @@ class DeviceMemory:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The same for :attr:`peak_bytes`, as it was known then."""
+        """The same for :attr:`peak_bytes`, by the names given until then."""
         return dict(self._at_peak)
 
     def take_peak(self) -> int:
-        """The most since this was last called."""
+        """The peak since the last call, or since the beginning."""
         self._forget_gone()
         peak, self._peak_bytes = self._peak_bytes, self._live_bytes
         self._at_peak = dict(self._live)
         return peak
 
     def see(self, storage: UntypedStorage) -> None:
-        """A storage on the device: count it, unless it is known and has the same size."""
+        """Count a storage on the device, unless it is counted already with the same size."""
         self._seen(storage)
 
     def _seen(self, storage: UntypedStorage) -> _Allocation:
         self._forget_gone()
         key, nbytes = storage._cdata, -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
-        one = self._alive.get(key)
-        if one is None or one() is not storage:
-            one = self._alive[key] = _Allocation(storage, self._gone.append)
-            one.key, one.nbytes, one.category = key, 0, OTHER
-        if one.nbytes != nbytes:  # it is new, or was resized
-            self._add(one.category, nbytes - one.nbytes)
-            one.nbytes = nbytes
-        return one
+        allocation = self._alive.get(key)
+        if allocation is None or allocation() is not storage:
+            allocation = self._alive[key] = _Allocation(storage, self._dies)
+            allocation.key, allocation.nbytes, allocation.category = key, 0, OTHER
+            allocation.streams = set()
+        if allocation.nbytes != nbytes:  # it is new, or was resized
+            self._add(allocation.category, nbytes - allocation.nbytes)
+            allocation.nbytes = nbytes
+        return allocation
 
     def _add(self, category: str, nbytes: int) -> None:
         self._live[category] += nbytes
@@ -119,35 +110,31 @@ class DeviceMemory:
             self._at_peak = dict(self._live)
 
     def record_stream(self, tensor: Tensor, stream: VirtualStream) -> None:
-        """Another stream uses its memory, which is free only when that stream has come so far.
+        """Mark a tensor as used by another stream, as PyTorch's ``Tensor.record_stream`` does.
 
-        As caching allocators do it: when the tensor is gone, an event is recorded on the stream,
+        As with a caching allocator: when the tensor is gone, an event is recorded on that stream,
         behind all that was launched there; and when the host next allocates, memory whose event has
         passed is free. Until then it counts, under the same name.
         """
-        storage = tensor.untyped_storage()
-        one = self._seen(storage)
-        if not isinstance(one, _Shared):  # the old reference is dropped, and its callback with it
-            shared = _Shared(storage, self._hold)
-            shared.key, shared.nbytes, shared.category = one.key, one.nbytes, one.category
-            shared.streams = set()
-            self._alive[one.key] = one = shared
-        one.streams.add(stream)
+        self._seen(tensor.untyped_storage()).streams.add(stream)
 
-    def _hold(self, one: _Shared) -> None:
-        # Called when the storage dies, not later: what is launched after that is not waited for.
-        events = (stream.record_event() for stream in one.streams)
+    def _dies(self, allocation: _Allocation) -> None:
+        if not allocation.streams:
+            self._gone.append(allocation)
+            return
+        # Recorded when the storage dies, not later: later launches are not waited for.
+        events = (stream.record_event() for stream in allocation.streams)
         last = max(events, key=lambda event: event.time_s)
-        heapq.heappush(self._in_use, (last.time_s, id(one), last, one))
+        heapq.heappush(self._in_use, (last.time_s, id(allocation), last, allocation))
 
     def _forget_gone(self) -> None:
         while self._in_use and self._in_use[0][2].query():
             self._gone.append(heapq.heappop(self._in_use)[3])
         while self._gone:
-            one = self._gone.popleft()
-            self._add(one.category, -one.nbytes)
-            if self._alive.get(one.key) is one:
-                del self._alive[one.key]
+            allocation = self._gone.popleft()
+            self._add(allocation.category, -allocation.nbytes)
+            if self._alive.get(allocation.key) is allocation:
+                del self._alive[allocation.key]
 
     def name(self, tensor: Tensor, category: str) -> None:
         """Say what the memory of a tensor on the device is for, until it is free.
@@ -160,13 +147,13 @@ class DeviceMemory:
                 f"category is {said(category)}, expected one of {', '.join(map(repr, CATEGORIES))}"
             )
         if tensor.is_meta:
-            one = self._seen(tensor.untyped_storage())
-            self._live[one.category] -= one.nbytes
-            self._live[category] += one.nbytes
-            one.category = category
+            allocation = self._seen(tensor.untyped_storage())
+            self._live[allocation.category] -= allocation.nbytes
+            self._live[category] += allocation.nbytes
+            allocation.category = category
 
     def name_copied(self, tensor: Tensor, category: str) -> None:
-        """The same for what the engine copies or keeps, unless more is known of it."""
+        """The same for what the engine copies or keeps, unless it has a name already."""
         if tensor.is_meta and self._seen(tensor.untyped_storage()).category == OTHER:
             self.name(tensor, category)
 

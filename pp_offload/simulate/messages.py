@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline: when each is there.
+"""Messages between the ranks of a pipeline: when each arrives.
 
 messages = Messages(order, PeerLink(bytes_per_s=400e9))
 messages.sends(message, backend, nbytes)        # when the work that makes it has been launched
@@ -8,12 +8,12 @@ waited_s = messages.receive(message, backend)   # compute waits for it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pp_offload._common.checks import said
 from pp_offload.simulate.clocks import HostClock, VirtualStream
-from pp_offload.simulate.hardware import GB
+from pp_offload.simulate.hardware import GB, is_number
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 
 
@@ -26,18 +26,17 @@ class PeerLink:
     """
 
     bytes_per_s: float = 50 * GB
-    """That of a data sheet: 400 Gbit/s of network for each device."""
+    """Of a data sheet: 400 Gbit/s of network for each device."""
 
     latency_s: float = 10e-6
-    """Of a message, beside its bytes."""
+    """Time of a message, beside its bytes."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            least = "at least 0" if one.name == "latency_s" else "above 0"
-            if not is_number or not (value > 0 or (one.name == "latency_s" and value == 0)):
-                raise ValueError(f"{one.name} is {said(value)}, expected a number {least}")
+        rate, latency_s = self.bytes_per_s, self.latency_s
+        if not is_number(rate) or not rate > 0:
+            raise ValueError(f"bytes_per_s is {said(rate)}, expected a number above 0")
+        if not is_number(latency_s) or not latency_s >= 0:
+            raise ValueError(f"latency_s is {said(latency_s)}, expected a number at least 0")
 
 
 class HasClocks(Protocol):
@@ -58,24 +57,19 @@ class Message(NamedTuple):
     """``FORWARD`` for an activation, ``BACKWARD`` for a gradient."""
 
     stage: int
-    """Which is to take it."""
+    """The stage that takes it."""
 
     microbatch: int
 
     sender: int
-    """Which rank makes it."""
+    """The rank that makes it."""
 
     receiver: int
-    """Which rank takes it."""
+    """The rank that takes it."""
 
 
 class Messages:
-    """Those of a step.
-
-    Args:
-        order: Says who has which stage.
-        link: Between each two ranks.
-    """
+    """All messages of a step, on a link between each two ranks."""
 
     def __init__(self, order: PipelineOrder, link: PeerLink) -> None:
         self._order = order
@@ -84,23 +78,26 @@ class Messages:
         self._streams: dict[tuple[int, int], VirtualStream] = {}
 
     def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """What an action makes for a neighbour."""
-        if kind == "FORWARD" and stage + 1 < self._order.num_stages:
+        """The message that an action makes for a neighbour."""
+        if kind == "FORWARD":
             return self._between("FORWARD", stage, stage + 1, microbatch)
-        if kind in BACKWARDS and stage > 0:
-            return self._between("BACKWARD", stage, stage - 1, microbatch)
-        return None
+        return (
+            self._between("BACKWARD", stage, stage - 1, microbatch) if kind in BACKWARDS else None
+        )
 
     def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """What an action takes from a neighbour."""
-        if kind == "FORWARD" and stage > 0:
+        """The message that an action takes from a neighbour."""
+        if kind == "FORWARD":
             return self._between("FORWARD", stage - 1, stage, microbatch)
-        if kind in BACKWARDS and stage + 1 < self._order.num_stages:
-            return self._between("BACKWARD", stage + 1, stage, microbatch)
-        return None
+        return (
+            self._between("BACKWARD", stage + 1, stage, microbatch) if kind in BACKWARDS else None
+        )
 
-    def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message:
+    def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message | None:
+        """None if there is no such stage."""
         rank_of = self._order.rank_of
+        if maker not in rank_of or taker not in rank_of:
+            return None
         return Message(kind, taker, microbatch, rank_of[maker], rank_of[taker])
 
     def is_there(self, message: Message) -> bool:
@@ -126,7 +123,11 @@ class Messages:
         return True
 
     def receive(self, message: Message, backend: HasClocks) -> float:
-        """Have compute wait for it; for how long nothing else would have kept compute waiting."""
+        """Have compute wait for it.
+
+        Returns:
+            How long compute waits for it and for nothing else.
+        """
         arrives_s = self._arrives_s.pop(message)
         if message.sender == message.receiver:
             return 0.0

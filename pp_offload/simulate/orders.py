@@ -1,11 +1,11 @@
-"""What each rank of a schedule does, and in which order, without a process for each.
+"""The actions of each rank of a schedule, in order, without a process for each.
 
     order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
     order.actions[0]      # of rank 0: [Action("FORWARD", 0, 0), ...]
-    order.rank_of[3]      # which rank has stage 3
+    order.rank_of[3]      # the rank of stage 3
 
-A schedule makes the lists of all ranks whichever rank asks, and reads no more of its stages than
-how many there are.
+A schedule makes the lists of all ranks whichever rank asks, and of its stages it only reads how
+many there are.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pp_offload._common.torch_private import schedule_of_csv
 from pp_offload.pipelining import Action, actions_of
 
 BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
-"""Those that take a gradient from the next stage, and give one to the stage before."""
+"""Actions that take a gradient from the next stage, and give one to the stage before."""
 
 KINDS = ("FORWARD", *BACKWARDS, "BACKWARD_WEIGHT", "REDUCE_GRAD")
-"""What takes time. Messages are sent when they are made, wherever a list has them."""
+"""Actions that take time. Messages are sent when they are made, wherever a list has them."""
 
 
 class PipelineOrder:
@@ -66,20 +66,16 @@ class PipelineOrder:
         self.num_microbatches = num_microbatches
         self._schedule = schedule
         made = self.schedule_of(self._stand_ins())
-        self.actions = [self._actions(made, rank) for rank in range(num_ranks)]
+        self.actions = [_actions(made, rank) for rank in range(num_ranks)]
+        self.rank_of: dict[int, int] = {}
         for rank, actions in enumerate(self.actions):
-            for action, number in Counter(actions).items():
+            for (kind, stage, microbatch), number in Counter(actions).items():
+                self.rank_of[stage] = rank
                 if number > 1:
                     raise ValueError(
-                        f"rank {rank} of {schedule} has {action.kind} of stage "
-                        f"{action.stage_index} and microbatch {action.microbatch} {number} times, "
-                        "expected each action once"
+                        f"rank {rank} of {schedule} has {kind} of stage {stage} and microbatch "
+                        f"{microbatch} {number} times, expected each action once"
                     )
-        self.rank_of = {
-            action.stage_index: rank
-            for rank, actions in enumerate(self.actions)
-            for action in actions
-        }
         missing = sorted(set(range(num_stages)) ^ set(self.rank_of))
         if missing:
             raise ValueError(
@@ -97,6 +93,11 @@ class PipelineOrder:
         how = self._schedule
         return how.__name__ if isinstance(how, type) else os.path.basename(how)
 
+    @property
+    def _is_single(self) -> bool:
+        how = self._schedule
+        return isinstance(how, type) and issubclass(how, PipelineScheduleSingle)
+
     def schedule_of(self, stages: Sequence[Any]) -> Any:
         """The schedule over the stages of one rank.
 
@@ -105,7 +106,7 @@ class PipelineOrder:
         """
         how, num = self._schedule, self.num_microbatches
         try:
-            if isinstance(how, type) and issubclass(how, PipelineScheduleSingle):
+            if isinstance(how, type) and self._is_single:
                 return how(stages[0], num, loss_fn=_no_loss)
             if isinstance(how, type) and issubclass(how, PipelineScheduleMulti):
                 return how(list(stages), num, loss_fn=_no_loss)
@@ -125,35 +126,29 @@ class PipelineOrder:
         )
 
     def _stand_ins(self) -> list[Any]:
-        """As many as a rank has stages, for who only counts them."""
-        is_single = isinstance(self._schedule, type) and issubclass(
-            self._schedule, PipelineScheduleSingle
-        )
+        """As many objects as a rank has stages."""
         each, rest = divmod(self.num_stages, self.num_ranks)
-        if rest or not each or (is_single and each != 1):
-            expected = "as many" if is_single else "a multiple"
+        if rest or not each or (self._is_single and each != 1):
+            expected = "as many" if self._is_single else "a multiple"
             raise ValueError(
                 f"num_stages is {self.num_stages} with {self.num_ranks} ranks, expected {expected}"
             )
         sizes = {"num_stages": self.num_stages, "group_rank": 0, "group_size": self.num_ranks}
         return [SimpleNamespace(stage_index=index, submod=None, **sizes) for index in range(each)]
 
-    def _actions(self, schedule: Any, rank: int) -> list[Action]:
-        found = [action for action in actions_of(schedule, rank) if action.kind in KINDS]
-        return _counted(found) if isinstance(schedule, PipelineScheduleSingle) else found
 
-
-def _counted(actions: list[Action]) -> list[Action]:
-    """With forwards counted from 0, as schedules of one stage do when they run.
-
-    The list of 1F1B has the last rank count from 1.
-    """
-    microbatches = iter(range(len(actions)))
+def _actions(schedule: Any, rank: int) -> list[Action]:
+    """The actions of a rank that take time."""
+    actions = [action for action in actions_of(schedule, rank) if action.kind in KINDS]
+    if not isinstance(schedule, PipelineScheduleSingle):
+        return actions
+    # The list of 1F1B has the last rank count forwards from 1; when it runs, it counts from 0.
+    numbers = iter(range(len(actions)))
     return [
-        one._replace(microbatch=next(microbatches)) if one.kind == "FORWARD" else one
-        for one in actions
+        action._replace(microbatch=next(numbers)) if action.kind == "FORWARD" else action
+        for action in actions
     ]
 
 
 def _no_loss(*args: Any) -> None:
-    """That there is one says that there is a backward."""
+    """Makes a schedule include backwards."""

@@ -6,9 +6,9 @@
     step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
 
 NOTE [ Turns ]
-    A rank runs its actions until it needs a message that nobody has sent yet; then another one has
+    A rank runs its actions until it needs a message that was not sent yet; then another rank has
     its turn. Work has its times when it is launched, and a rank depends on others by the times of
-    their messages alone. So whose turn it is changes nothing, and all clocks share one time.
+    their messages alone. So the order of turns changes nothing, and all clocks share one time.
 """
 
 from __future__ import annotations
@@ -33,18 +33,14 @@ from pp_offload.simulate.rank import PipelineStep, VirtualRank
 from pp_offload.simulate.stages import Modules, Work
 
 Progress = Callable[[int, int], None]
-"""Told how many actions are over, and of how many."""
+"""Called with how many actions are over, and of how many."""
 
 
 class Watcher(Protocol):
-    """What records a pipeline: a :class:`pp_offload.trace.Trace`, which is not known here."""
+    """A recorder of a pipeline: :class:`pp_offload.trace.Trace`, which is not imported here."""
 
     def ranks(self, managers: Sequence[PipelineOffloadManager]) -> AbstractContextManager[object]:
-        """A context in which the steps of all ranks are recorded.
-
-        Args:
-            managers: One for each rank, in order.
-        """
+        """A context in which the steps of all ranks are recorded; a manager for each, in order."""
         ...
 
 
@@ -59,17 +55,17 @@ def run_pipeline(
     progress: Progress | None = None,
     trace: Watcher | None = None,
 ) -> PipelineStep:
-    """Run some steps, and say what the last one cost.
+    """Run some steps, and return the cost of the last one.
 
     All ranks begin a step at the same time, when all have ended the one before.
 
     Args:
-        order: Who does what.
-        work: What that is.
+        order: The actions of each rank.
+        work: Runs the actions.
         hardware: What each rank's device is like.
         config: Options of each rank's engine; None for no offload. Each rank may take
             ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
-        peers: How messages pass from rank to rank; the default is a network.
+        peers: The link between ranks; the default is a network.
         num_steps: The engine derives its plan from the first one.
         progress: Called after each action.
         trace: A :class:`pp_offload.trace.Trace`, which records all ranks into one file.
@@ -97,10 +93,14 @@ def run_pipeline(
         if trace is not None:
             stack.enter_context(trace.ranks([rank.manager for rank in ranks]))
         total = num_steps * sum(map(len, order.actions))
-        told = _told(progress, total)
+        num_done = 0
         for _ in range(num_steps):
-            _run_step(ranks, lambda: next(told))
-        return PipelineStep([rank.ended() for rank in ranks])
+            for _ in _run_step(ranks):
+                num_done += 1
+                if progress is not None:
+                    progress(num_done, total)
+        state_bytes = sum(rank.backend.memory.live["optimizer"] for rank in ranks)
+        return PipelineStep([rank.ended() for rank in ranks], state_bytes)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _rank(
 ) -> Iterator[VirtualRank]:
     """A rank with a manager, whose host memory is its own."""
     options = config or OffloadConfig()
-    if options.host_budget_bytes is None:  # what this machine has says nothing of that one
+    if options.host_budget_bytes is None:  # the memory of this machine does not matter
         options = replace(options, host_budget_bytes=UNLIMITED)
     backend = VirtualBackend(hardware)
     with as_another_process():
@@ -124,16 +124,17 @@ def _rank(
         manager.disable_offload()
     try:
         with use_manager(manager):
-            mine = work.on(order, number, backend)
+            rank_work = work.on(order, number, backend)
         try:
-            yield VirtualRank(order, number, manager, backend, mine, messages)
+            yield VirtualRank(order, number, manager, backend, rank_work, messages)
         finally:
-            mine.close()
+            rank_work.close()
     finally:
         manager.retire()
 
 
-def _run_step(ranks: list[VirtualRank], tell: Callable[[], None]) -> None:
+def _run_step(ranks: list[VirtualRank]) -> Iterator[None]:
+    """Run a step; yields after each action. See NOTE [ Turns ]."""
     begin_s = max(rank.backend.seconds for rank in ranks)
     gc.collect()
     with collector_off():  # or a peak would depend on when it runs
@@ -141,25 +142,9 @@ def _run_step(ranks: list[VirtualRank], tell: Callable[[], None]) -> None:
             with use_manager(rank.manager):
                 rank.begin_step(begin_s)
         while any(rank.has_more for rank in ranks):
-            num = sum(_turn(rank, tell) for rank in ranks)
-            assert num, "a schedule is looked at for circles when it is made"
-
-
-def _turn(rank: VirtualRank, tell: Callable[[], None]) -> int:
-    """As many actions as can be run now; how many."""
-    if not rank.may_go_on:
-        return 0
-    num = 0
-    with use_manager(rank.manager):
-        while rank.may_go_on:
-            rank.run_next()
-            num += 1
-            tell()
-    return num
-
-
-def _told(progress: Progress | None, total: int) -> Iterator[None]:
-    for number in range(1, total + 1):
-        if progress is not None:
-            progress(number, total)
-        yield
+            assert any(rank.may_go_on for rank in ranks), "a schedule has no circles"
+            for rank in ranks:
+                with use_manager(rank.manager):
+                    while rank.may_go_on:
+                        rank.run_next()
+                        yield

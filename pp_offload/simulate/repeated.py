@@ -1,8 +1,8 @@
 """Operators that a step calls again and again with the same sizes are worked out once.
 
-Without data, what an operator returns and how long it takes depends on the sizes, strides and
-dtypes of what it is called with, and on its other arguments. PyTorch works that out in Python for
-many operators, which takes longer than all else here.
+Without data, outputs and time of an operator depend on the sizes, strides and dtypes of its
+tensors, and on its other arguments. PyTorch works outputs out in Python for many operators: steps
+of a Llama take four times as long without this.
 
     calls = RepeatedCalls(OperatorCosts(hardware))
     outputs, seconds = calls.run(func, args, kwargs)
@@ -11,9 +11,8 @@ many operators, which takes longer than all else here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,119 +20,107 @@ from torch import Tensor, nn
 from pp_offload._common.operators import operator
 from pp_offload.simulate.costs import OperatorCosts
 
-PLAIN = (Tensor, nn.Parameter)
 MAX_CALLS = 10_000
-"""So many are remembered, for programs whose sizes never repeat."""
+"""Bound on calls that are remembered, for programs whose sizes never repeat."""
 
-Key = tuple[Any, ...]
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a call came to."""
+class Result(NamedTuple):
+    """Outputs and time of a call."""
 
     layouts: tuple[Layout | None, ...]
-    """Of its outputs, each new memory; None for one that is None."""
+    """One for each output, all new memory; None for an output that is None."""
+
     is_single: bool
-    """Whether it returns one tensor, and no tuple."""
+    """Whether the operator returns a tensor, and no tuple."""
+
     seconds: float
 
     def outputs(self) -> Any:
-        """As the operator would return them."""
-        found = tuple(
-            None if one is None else torch.empty_strided(*one[:2], dtype=one[2], device="meta")
-            for one in self.layouts
-        )
-        return found[0] if self.is_single else found
+        """New outputs, as the operator would return them."""
+        tensors = tuple(None if layout is None else _empty(layout) for layout in self.layouts)
+        return tensors[0] if self.is_single else tensors
 
 
 class RepeatedCalls:
-    """Runs operators, or says what they returned before.
-
-    Args:
-        costs: How long they take.
-    """
+    """Runs operators that are no views, or returns what they returned before."""
 
     def __init__(self, costs: OperatorCosts) -> None:
         self._costs = costs
-        self._known: dict[Key, Known] = {}
+        self._results: dict[Any, Result] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float]:
-        """Outputs, and how long the device works on them.
-
-        Args:
-            func: The overload; no view.
-            args: What it is called with.
-            kwargs: By name.
-        """
-        key = _key(func, args, kwargs) if is_repeatable(func) else None
-        known = None if key is None else self._known.get(key)
-        if known is not None:
-            return known.outputs(), known.seconds
+        """Outputs, and time on the device."""
+        key = _key(func, args, kwargs) if makes_new_memory(func) else None
+        if key in self._results:
+            result = self._results[key]
+            return result.outputs(), result.seconds
         outputs = func(*args, **kwargs)
         seconds = self._costs.seconds(func, args, kwargs, outputs)
         layouts = None if key is None else _layouts(outputs)
-        if key is not None and layouts is not None and len(self._known) < MAX_CALLS:
-            self._known[key] = Known(layouts, isinstance(outputs, Tensor), seconds)
+        if layouts is not None and len(self._results) < MAX_CALLS:
+            self._results[key] = Result(layouts, isinstance(outputs, Tensor), seconds)
         return outputs, seconds
 
 
 @cache
-def is_repeatable(func: Any) -> bool:
-    """Whether it changes nothing, and returns nothing that it was given, as its schema says."""
-    arguments = func._schema.arguments
-    kinds = [kind for _, kind in operator(func).operands([None] * len(arguments), {})]
+def makes_new_memory(func: Any) -> bool:
+    """Whether an operator changes nothing, and returns nothing that it was given, by its schema."""
+    kinds = [kind for _, kind in operator(func).operands([None] * len(func._schema.arguments), {})]
     return "read" in kinds and "write" not in kinds and not operator(func).is_view
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
-    """All that the outputs and the time depend on; None where something unknown is among it."""
-    tensors: dict[int, int] = {}
+def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """All that outputs and time depend on; None where an argument cannot be part of a key."""
+    numbers: dict[int, int] = {}  # the same tensor twice is not two tensors of the same sizes
+
+    def part(value: Any) -> Any:
+        if type(value) in (Tensor, nn.Parameter) and value.is_meta and is_strided(value):
+            number = numbers.setdefault(id(value), len(numbers))
+            nbytes = value.untyped_storage().nbytes()
+            layout = value.shape, value.stride(), value.dtype
+            return number, layout, value.storage_offset(), nbytes
+        if isinstance(value, list | tuple):
+            return tuple([part(item) for item in value])
+        if isinstance(value, Tensor):
+            raise TypeError("a tensor of another kind")
+        hash(value)
+        return type(value), value
+
     try:
-        said = _said(args, tensors), _said([*kwargs.items()], tensors)
+        parts = part(args), part([*kwargs.items()])
     except TypeError:
         return None
-    return (func, torch.get_default_dtype(), *said) if tensors else None
-
-
-def _said(value: Any, tensors: dict[int, int]) -> Any:
-    """A value as part of a key. The same tensor twice is not two tensors of the same sizes.
-
-    Raises:
-        TypeError: It cannot be part of one.
-    """
-    if type(value) in PLAIN and value.is_meta and value.layout is torch.strided:
-        number = tensors.setdefault(id(value), len(tensors))
-        nbytes = value.untyped_storage().nbytes()
-        return number, value.shape, value.stride(), value.dtype, value.storage_offset(), nbytes
-    if isinstance(value, list | tuple):
-        return tuple([_said(one, tensors) for one in value])
-    if isinstance(value, Tensor):
-        raise TypeError("of a kind that is not looked into")
-    hash(value)
-    return type(value), value
+    return (func, torch.get_default_dtype(), parts) if numbers else None
 
 
 def _layouts(outputs: Any) -> tuple[Layout | None, ...] | None:
-    """None unless each is a tensor that has a storage of its own, just as large as it has to be."""
+    """None unless each output has a storage of its own that is just as large as it has to be."""
     if not isinstance(outputs, Tensor | tuple):
         return None
-    found: list[Layout | None] = []
+    layouts: list[Layout | None] = []
     storages = set()
-    for one in (outputs,) if isinstance(outputs, Tensor) else outputs:
-        if one is None:
-            found.append(None)
+    for tensor in (outputs,) if isinstance(outputs, Tensor) else outputs:
+        if tensor is None:
+            layouts.append(None)
             continue
-        if type(one) is not Tensor or not one.is_meta or one.layout is not torch.strided:
+        if type(tensor) is not Tensor or not tensor.is_meta or not is_strided(tensor):
             return None
-        layout = one.shape, one.stride(), one.dtype
-        like = torch.empty_strided(*layout[:2], dtype=one.dtype, device="meta")
-        if (
-            one.storage_offset()
-            or like.untyped_storage().nbytes() != one.untyped_storage().nbytes()
-        ):
+        layout, storage = (tensor.shape, tensor.stride(), tensor.dtype), tensor.untyped_storage()
+        nbytes = _empty(layout).untyped_storage().nbytes()
+        if tensor.storage_offset() or nbytes != storage.nbytes() or storage._cdata in storages:
             return None
-        storages.add(one.untyped_storage()._cdata)
-        found.append(layout)
-    return tuple(found) if len(storages) == len(found) - found.count(None) else None
+        storages.add(storage._cdata)
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether it is no sparse tensor."""
+    return tensor.layout is torch.strided
+
+
+def _empty(layout: Layout) -> Tensor:
+    size, stride, dtype = layout
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")

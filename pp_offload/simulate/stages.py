@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
@@ -28,34 +28,37 @@ from pp_offload.modules import Patterns
 from pp_offload.pipelining import attach
 from pp_offload.simulate.costs import tensors_in
 from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.hardware import is_number
 from pp_offload.simulate.orders import PipelineOrder
 
 META = torch.device("meta")
 
 
-class RankWork(Protocol):
-    """The work of one rank, whose manager is in use whenever something is called."""
+class RankWork:
+    """The work of one rank, whose manager is in use during each call. This one does nothing."""
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """A forward; the bytes of what the next stage is sent."""
+        """Run a forward; returns the bytes that the next stage is sent."""
+        return 0
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """A backward, or its first part; the bytes of what the stage before is sent."""
+        """Run a backward, or its first part; returns the bytes that the stage before is sent."""
+        return 0
 
     def weight(self, stage: int, microbatch: int) -> None:
-        """The second part of a backward."""
+        """Run the second part of a backward."""
 
     def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        """What ``stage`` made is for its neighbour, which is on this rank too."""
+        """Give what ``stage`` made to its neighbour, which is on this rank too."""
 
     def reduce(self, stage: int) -> None:
         """All backwards of a stage are over."""
 
     def update(self) -> None:
-        """All actions of a step are over: parameters are updated."""
+        """All actions of a step are over: update the parameters."""
 
     def close(self) -> None:
         """There is no further step."""
@@ -65,7 +68,7 @@ class Work(Protocol):
     """What all ranks together do."""
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
-        """Once, with a device that counts nothing."""
+        """Called once, with a device whose times do not count."""
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
         """The part of one rank, whose manager is in use."""
@@ -73,7 +76,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Stages that do nothing but take their time, all the same; in seconds.
+    """Stages that only take their time, the same for all; in seconds.
 
     A backward in one part takes that of both.
 
@@ -86,11 +89,9 @@ class Times:
     weight_s: float
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < inf:
-                raise ValueError(f"{one.name} is {said(value)}, expected seconds, at least 0")
+        for name, value in vars(self).items():
+            if not is_number(value) or not 0 <= value < inf:
+                raise ValueError(f"{name} is {said(value)}, expected seconds, at least 0")
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
         """Nothing is needed."""
@@ -99,15 +100,12 @@ class Times:
         return _TimedWork(self, backend)
 
 
-class _TimedWork:
+class _TimedWork(RankWork):
     """Launches of fixed times, and messages without bytes."""
 
     def __init__(self, times: Times, backend: VirtualBackend) -> None:
         self._times = times
         self._launch = backend.compute.launch
-
-    def begin_step(self) -> None:
-        pass
 
     def forward(self, stage: int, microbatch: int) -> int:
         self._launch(self._times.forward_s)
@@ -121,21 +119,9 @@ class _TimedWork:
     def weight(self, stage: int, microbatch: int) -> None:
         self._launch(self._times.weight_s)
 
-    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        pass
-
-    def reduce(self, stage: int) -> None:
-        pass
-
-    def update(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 class OptimizerError(ValueError):
-    """An optimizer does what cannot be done without data."""
+    """An optimizer that cannot run without data."""
 
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -179,11 +165,11 @@ class Modules:
             )
         for index, stage in enumerate(stages):
             check_kind(f"stages[{index}]", stage, nn.Module, "a module")
-            for name, one in (*stage.named_parameters(), *stage.named_buffers()):
-                if not one.is_meta:
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+                if not tensor.is_meta:
                     raise ValueError(
-                        f"{name} of stages[{index}] is on {one.device}, expected meta; build the "
-                        'modules with device="meta", or under torch.device("meta")'
+                        f"{name} of stages[{index}] is on {tensor.device}, expected meta; build "
+                        'the modules with device="meta", or under torch.device("meta")'
                     )
         self.stages = list(stages)
         self.loss_fn = loss_fn
@@ -196,19 +182,19 @@ class Modules:
                 "pattern of names as in named_modules(), with * for one part"
             )
         self.samples = [example if isinstance(example, tuple) else (example,)]
-        """What each stage takes, and what the last one returns; of all when prepared."""
+        """What each stage takes, and what the last one returns; all are there when prepared."""
 
     def layers_of(self, stage: int) -> list[str]:
-        """Names of the modules of a stage that a plan may have recomputed."""
+        """Names of the modules of a stage that a plan may recompute."""
         return [] if self.layers is None else matching(self.stages[stage], self.layers)
 
     @contextmanager
     def recomputing(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
-        """Meanwhile backward recomputes these modules whole.
+        """Inside, backward recomputes these modules whole.
 
         Args:
-            names: Of modules, by stage. Those for which :func:`recompute_layers` was called stay as
-                they are.
+            names: Names of modules, by stage. Modules for which :func:`recompute_layers` was
+                called stay as they are.
         """
         with ExitStack() as stack:
             for stage, layers in names.items():
@@ -232,12 +218,12 @@ class Modules:
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
         for stage in order.stages_of(rank):
             module = self.stages[stage]
-            for one in (*module.parameters(), *module.buffers()):  # there before they are used
-                backend.memory.see(one.untyped_storage())
+            for tensor in (*module.parameters(), *module.buffers()):  # there before they are used
+                backend.memory.see(tensor.untyped_storage())
         return _ModuleWork(self, order, rank, backend)
 
 
-class _ModuleWork:
+class _ModuleWork(RankWork):
     """PyTorch's stages, without its messages."""
 
     def __init__(
@@ -273,7 +259,7 @@ class _ModuleWork:
         outputs = here.forward_one_chunk(microbatch, args, save_forward_output=False)
         if here.is_last:
             self._losses[microbatch] = self._work.loss_fn(outputs)
-        return sum(one.nbytes for one in tensors_in(outputs))
+        return sum(tensor.nbytes for tensor in tensors_in(outputs))
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
         here = self._stages[stage]
@@ -282,11 +268,10 @@ class _ModuleWork:
         here.backward_one_chunk(microbatch, loss=loss, full_backward=is_full)
         if here.is_first:
             return 0
-        if stage - 1 in self._stages:
-            sent = here.bwd_cache[microbatch]
-        else:
-            sent = here.bwd_cache.pop(microbatch)
-        return sum(one.nbytes for one in tensors_in(sent))
+        sent = here.bwd_cache[microbatch]
+        if stage - 1 not in self._stages:
+            del here.bwd_cache[microbatch]
+        return sum(tensor.nbytes for tensor in tensors_in(sent))
 
     def weight(self, stage: int, microbatch: int) -> None:
         self._stages[stage].backward_weight_one_chunk(microbatch)
@@ -331,13 +316,15 @@ class _ModuleWork:
 
 
 def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
-    """As on an accelerator, where PyTorch by itself updates many parameters with one operator; None
-    where a rank has nothing to train.
+    """The optimizer of a rank; None where the rank has nothing to train.
+
+    As on an accelerator, one operator updates many parameters.
     """
-    named = {id(one): one for module in modules for one in module.parameters() if one.requires_grad}
-    if not named:
+    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
         return None
-    optimizer = make(list(named.values()))
+    optimizer = make(trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"what optimizer returns is {said(optimizer)}, expected a torch.optim.Optimizer"
@@ -363,7 +350,7 @@ def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> Pipeli
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """A stage asks for one when it is made. Nothing is sent through it."""
+    """A process group, which a stage needs to be made. Nothing is sent through it."""
     if dist.is_initialized():
         yield
         return
@@ -382,5 +369,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _leaves(outputs: Any) -> tuple[Tensor, ...]:
     """New tensors of the same sizes, which have gradients where that is possible."""
-    kinds = [(torch.empty_like(one), one.is_floating_point()) for one in tensors_in(outputs)]
-    return tuple(one.requires_grad_(has_gradient) for one, has_gradient in kinds)
+    return tuple(
+        torch.empty_like(tensor).requires_grad_(tensor.is_floating_point())
+        for tensor in tensors_in(outputs)
+    )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from pp_offload.simulate import DEVICES
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 
@@ -67,11 +65,3 @@ def test_a_long_copy_holds_up_no_launch_of_compute() -> None:
     for _ in range(5):
         compute.launch(0.5)
     assert host.now_s == 6.0 and host.blocked_s == 0.0
-
-
-@pytest.mark.parametrize("num", [1, 7])
-def test_launches_alone_take_their_time(num: int) -> None:
-    host, compute, _ = device()
-    for _ in range(num):
-        compute.launch(0.0)
-    assert compute.free_at_s == host.now_s == num

@@ -1,15 +1,19 @@
-"""When copies end that share a link, and what they cost compute, in closed forms."""
+"""Copies over the link: when they end, what they cost compute, and those of the program itself."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
-from pp_offload.simulate import DEVICES, Hardware
+from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.link import Link
 
@@ -18,7 +22,7 @@ SLOW = replace(DEVICES["H100"], link_bytes_per_s=1.0, copy_latency_s=0, launch_s
 
 
 class Copies:
-    """Streams of copies on one link; each method launches one and gives its end."""
+    """Streams of copies on one link; each method launches a copy and returns its end."""
 
     def __init__(self, **changes: Any) -> None:
         self.host = HostClock(replace(SLOW, **changes))
@@ -38,100 +42,60 @@ class Copies:
         return stream.launch_until(lambda begin: self.link.copy(begin, nbytes, to_host=to_host))
 
 
-def test_directions_are_not_in_each_others_way() -> None:
-    copies = Copies()
-    assert [copies.out(10), copies.back(10), copies.out(5), copies.back(1)] == [10, 10, 15, 11]
-    assert (copies.link.bytes_to_host, copies.link.bytes_to_device) == (15, 11)
-
-
-def test_a_link_may_be_faster_one_way() -> None:
-    copies = Copies(h2d_bytes_per_s=2.0)
-    assert [copies.out(10), copies.back(10)] == [10.0, 5.0]
-    copies = Copies(h2d_bytes_per_s=2.0, both_links_bytes_per_s=2.0)
-    assert [copies.out(10), copies.back(10)] == [10.0, 10.0], "a byte a second is left"
-
-
-def test_each_copy_has_its_latency() -> None:
-    copies = Copies(copy_latency_s=0.5)
-    assert [copies.out(10), copies.out(10)] == [10.5, 21.0]
-
-
-def test_with_a_bound_for_both_the_second_has_what_is_left() -> None:
-    copies = Copies(both_links_bytes_per_s=1.5)
-    assert copies.out(10) == 10.0
-    assert copies.back(10) == 15.0, "half a byte a second for 10 s, then a whole one"
-    assert copies.out(10) == pytest.approx(22.5), "2.5 bytes until then, 7.5 after it"
-
-
-def test_a_link_that_goes_one_way_at_a_time_makes_the_second_wait() -> None:
-    copies = Copies(both_links_bytes_per_s=1.0)
-    assert [copies.out(10), copies.back(10), copies.out(10)] == [10.0, 20.0, 30.0]
-
-
-def test_streams_of_one_direction_share_it() -> None:
-    copies = Copies()
-    assert [copies.out(10), copies.out_elsewhere(10)] == [10.0, 20.0]
-    assert copies.back(10) == 10.0
-
-
-def test_devices_of_a_host_share_its_memory_equally() -> None:
-    node: dict[str, Any] = {"host_bytes_per_s": 8.0, "num_devices_per_host": 4}
-    copies = Copies(**node)
-    assert [copies.out(10), copies.back(10)] == [10.0, 10.0], "two bytes a second are both"
-    copies = Copies(**node | {"num_devices_per_host": 16})
-    assert [copies.out(10), copies.back(10)] == [20.0, 40.0], "half a byte a second in all"
-
-
-def test_what_a_host_has_is_that_of_no_device_above_its_link() -> None:
-    hardware = replace(SLOW, host_bytes_per_s=100.0)
-    assert (hardware.d2h_rate, hardware.both_copies_bytes_per_s) == (1.0, 2.0)
-    assert replace(SLOW, both_links_bytes_per_s=1.25).both_copies_bytes_per_s == 1.25
-    assert SLOW.both_copies_bytes_per_s == 2.0
-
-
-def test_a_copy_begins_again_where_one_before_it_has_ended() -> None:
-    """The other direction is in use from 2 to 4 and from 6 to 8."""
-    copies = Copies(both_links_bytes_per_s=1.0)
-    for begin in (2.0, 6.0):
-        assert copies.link.copy(begin, 2, to_host=False) == begin + 2
-    assert copies.out(5) == 9.0
+@pytest.mark.parametrize(
+    ("changes", "ways", "ends"),
+    [
+        pytest.param({}, "out back out back", [10, 10, 20, 20], id="each way alone"),
+        pytest.param({"h2d_bytes_per_s": 2.0}, "out back", [10, 5], id="faster one way"),
+        pytest.param({"copy_latency_s": 0.5}, "out out", [10.5, 21], id="latency"),
+        pytest.param({}, "out out_elsewhere back", [10, 20, 10], id="two streams one way"),
+        pytest.param(
+            {"both_links_bytes_per_s": 1.5}, "out back out", [10, 15, 22.5], id="rest of both"
+        ),
+        pytest.param(
+            {"both_links_bytes_per_s": 1.0}, "out back out", [10, 20, 30], id="one at a time"
+        ),
+        pytest.param(
+            {"host_bytes_per_s": 3.0, "num_devices_per_host": 2},
+            "out back",
+            [10, 15],
+            id="share of the host",
+        ),
+        pytest.param({"link_bytes_per_s": inf}, "out back", [0, 0], id="instant"),
+    ],
+)
+def test_copies_of_ten_bytes_end(changes: dict[str, Any], ways: str, ends: list[float]) -> None:
+    copies = Copies(**changes)
+    assert [getattr(copies, way)(10) for way in ways.split()] == pytest.approx(ends)
+    num_back = ways.split().count("back")
+    moved = copies.link.bytes_to_host, copies.link.bytes_to_device
+    assert moved == (10 * (len(ends) - num_back), 10 * num_back)
 
 
 def random_copies(seed: int, both: float) -> list[tuple[str, float, int]]:
-    """Launched in some order on a link with that bound; their directions, ends and bytes."""
+    """Directions, ends and bytes of copies on a link with that bound."""
     draw = random.Random(seed)
-    copies, found = Copies(both_links_bytes_per_s=both), []
+    copies, launched = Copies(both_links_bytes_per_s=both), []
     for _ in range(60):
         way, nbytes = draw.choice(["out", "back"]), draw.randrange(1, 20)
-        found.append((way, getattr(copies, way)(nbytes), nbytes))
-    return found
-
-
-def is_within_the_law(seed: int, both: float) -> bool:
-    """Whether no more bytes have gone by any copy's end than the link can move by then."""
-    found = random_copies(seed, both)
-    for _, end, _ in found:
-        for ways, rate in ((("out",), 1.0), (("back",), 1.0), (("out", "back"), both)):
-            moved = sum(nbytes for way, done, nbytes in found if way in ways and done <= end)
-            if moved > rate * end * (1 + 1e-9):
-                return False
-    return True
+        launched.append((way, getattr(copies, way)(nbytes), nbytes))
+    return launched
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("both", [1.0, 1.3, 1.9])
-def test_no_order_of_copies_is_above_the_law(seed: int, both: float) -> None:
-    assert is_within_the_law(seed, both)
+def test_no_more_bytes_move_than_the_link_can(seed: int, both: float) -> None:
+    launched = random_copies(seed, both)
+    for _, end, _ in launched:
+        for ways, rate in ((("out",), 1.0), (("back",), 1.0), (("out", "back"), both)):
+            moved = sum(nbytes for way, done, nbytes in launched if way in ways and done <= end)
+            assert moved <= rate * end * (1 + 1e-9)
+    if both == 1.0:  # as long as both directions have something to do, the link never idles
+        total = sum(nbytes for _, _, nbytes in launched)
+        assert max(end for _, end, _ in launched) == pytest.approx(total)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_link_that_is_asked_for_all_it_has_idles_never(seed: int) -> None:
-    """As long as both directions have something to do."""
-    found = random_copies(seed, both=1.0)
-    assert max(end for _, end, _ in found) == pytest.approx(sum(one[2] for one in found))
-
-
-def test_what_is_over_for_the_host_is_forgotten() -> None:
+def test_copies_that_are_over_for_the_host_take_no_memory() -> None:
     copies = Copies()
     for _ in range(100):
         copies.host.wait_until(copies.out(1))
@@ -146,31 +110,74 @@ def test_compute_is_slower_while_copies_run() -> None:
     assert copies.link.compute(4.0, 10.0) == 14.0
     copies.back(8)
     assert copies.link.compute(0.0, 10.0) == 14.0, "one second in four, three in the next four"
+    later = Copies(d2h_slowdown=0.25)
+    later.host.wait_until(5.0)
+    later.out(4)
+    assert [later.link.compute(0.0, seconds) for seconds in (5.0, 8.0)] == [5.0, 9.0]
 
 
-def test_compute_before_the_first_copy_is_as_fast_as_ever() -> None:
-    copies = Copies(d2h_slowdown=0.25)
-    copies.host.wait_until(5.0)
-    copies.out(4)
-    assert copies.link.compute(0.0, 5.0) == 5.0
-    assert copies.link.compute(0.0, 8.0) == 9.0
+# Copies of the program itself
+
+H100 = DEVICES["H100"]
+NUMEL = 2**24
+BYTES = NUMEL * 2
+COPY_S = H100.copy_latency_s + BYTES / H100.link_bytes_per_s
 
 
-def test_an_instant_link_takes_no_time() -> None:
-    for both in (None, inf):
-        copies = Copies(link_bytes_per_s=inf, both_links_bytes_per_s=both)
-        assert [copies.out(10), copies.back(10)] == [0.0, 0.0]
+def on(device: str) -> Tensor:
+    return torch.empty(NUMEL, device=device, dtype=torch.bfloat16)
 
 
-FAULTS: dict[str, tuple[type, str, Any]] = {
-    "directions never share": (Hardware, "both_copies_bytes_per_s", 1e30),
-    "one direction has no bound": (Link, "_uses_after", lambda link, now_s: []),
-    "later copies take all": (Link, "_left", lambda *_, to_host: 1.0),
-    "copies are forgotten": (Link, "_forget_past", lambda link: link._uses.clear()),
-}
+@pytest.mark.parametrize(
+    ("copy", "to_host"),
+    [
+        pytest.param(lambda: on("meta").cpu(), True, id="cpu"),
+        pytest.param(lambda: on("cpu").copy_(on("meta")), True, id="copy_ out"),
+        pytest.param(lambda: on("cpu").to("meta"), False, id="to"),
+        pytest.param(lambda: on("meta").copy_(on("cpu")), False, id="copy_ back"),
+    ],
+)
+def test_a_copy_of_the_program_takes_the_link(copy: Callable[[], Tensor], to_host: bool) -> None:
+    """It runs on the compute stream, and the host waits for it."""
+    backend = VirtualBackend(H100)
+    with backend.activate():
+        output = copy()
+    assert output.device.type == ("cpu" if to_host else "meta") and output.nbytes == BYTES
+    assert backend.compute.busy_s == pytest.approx(COPY_S)
+    assert backend.host.now_s == backend.compute.free_at_s
+    moved = backend.link.bytes_to_host, backend.link.bytes_to_device
+    assert moved == ((BYTES, 0) if to_host else (0, BYTES))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_link_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
-    assert not all(is_within_the_law(seed, 1.3) for seed in range(5))
+def test_the_host_does_not_wait_for_a_copy_that_does_not_block() -> None:
+    backend = VirtualBackend(H100)
+    with backend.activate():
+        on("cpu").copy_(on("meta"), non_blocking=True)
+        on("meta").to("cpu", non_blocking=True)
+    assert backend.host.now_s == pytest.approx(2 * H100.launch_s)
+    assert backend.compute.busy_s == pytest.approx(2 * COPY_S)
+
+
+def test_a_copy_on_one_side_takes_no_link() -> None:
+    backend = VirtualBackend(H100)
+    with backend.activate():
+        on("meta").copy_(on("meta"))
+        on("meta").float()
+        on("cpu").copy_(on("cpu"))
+        x = torch.empty(4, 6, device="meta").t()
+    assert backend.link.bytes_to_host == backend.link.bytes_to_device == 0
+    with backend.activate():
+        y = x.to("cpu", torch.bfloat16)
+    assert (y.shape, y.stride(), y.dtype) == ((6, 4), (1, 6), torch.bfloat16)
+
+
+def test_save_on_cpu_moves_saved_tensors_there_and_back() -> None:
+    backend = VirtualBackend(H100)
+    with backend.activate():
+        x = on("meta").requires_grad_()
+        with save_on_cpu(pin_memory=True):
+            y = x.sin()
+        assert (backend.link.bytes_to_host, backend.link.bytes_to_device) == (BYTES, 0)
+        y.backward(torch.empty_like(y))
+    assert backend.link.bytes_to_device == BYTES
+    assert x.grad is not None

@@ -13,41 +13,6 @@ from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.memory import CATEGORIES, ROUNDING_BYTES, DeviceMemory
 
 
-def storage(nbytes: int) -> torch.UntypedStorage:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-
-
-def test_storages_count_while_they_live_and_once() -> None:
-    memory = DeviceMemory()
-    one, other = storage(4096), storage(1)
-    for each in (one, other, one):
-        memory.see(each)
-    assert memory.live_bytes == memory.peak_bytes == 4096 + ROUNDING_BYTES
-    del one, each
-    assert memory.live_bytes == ROUNDING_BYTES
-    assert memory.take_peak() == 4096 + ROUNDING_BYTES
-    assert memory.peak_bytes == ROUNDING_BYTES, "from then on"
-
-
-def test_memory_that_is_free_is_not_in_the_next_peak() -> None:
-    memory = DeviceMemory()
-    for _ in range(3):
-        memory.see(storage(4096))
-    assert memory.peak_bytes == 4096
-
-
-def test_a_storage_that_was_resized_counts_as_it_is() -> None:
-    memory = DeviceMemory()
-    one = storage(4096)
-    memory.see(one)
-    one.resize_(512)
-    memory.see(one)
-    assert memory.live_bytes == 512
-    one.resize_(8192)
-    memory.see(one)
-    assert memory.live_bytes == memory.peak_bytes == 8192
-
-
 def tensor(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
@@ -57,48 +22,42 @@ def only(**expected: int) -> dict[str, int]:
     return {name: expected.get(name.replace(" ", "_"), 0) for name in CATEGORIES}
 
 
+def test_storages_count_once_while_they_live_and_as_large_as_they_are() -> None:
+    memory = DeviceMemory()
+    one, other = tensor(4096), tensor(1)
+    for each in (one, other, one):
+        memory.see(each.untyped_storage())
+    assert memory.live_bytes == memory.peak_bytes == 4096 + ROUNDING_BYTES
+    del one, each
+    assert memory.live_bytes == ROUNDING_BYTES
+    assert memory.take_peak() == 4096 + ROUNDING_BYTES
+    assert memory.peak_bytes == ROUNDING_BYTES, "from then on"
+    for nbytes in (8192, 512):
+        other.untyped_storage().resize_(nbytes)
+        memory.see(other.untyped_storage())
+        assert memory.live_bytes == nbytes
+    assert memory.peak_bytes == 8192
+
+
 def test_named_memory_counts_as_what_it_is_for_until_it_is_free() -> None:
     memory = DeviceMemory()
     one, other = tensor(4096), tensor(512)
     memory.see(other.untyped_storage())
     memory.name(one[:10], "parameters")
     assert memory.live == only(parameters=4096, other=512), "all of its storage"
-    assert memory.at_peak == only(other=4608), "as it was known then"
+    assert memory.at_peak == only(other=4608), "by the names given until then"
     memory.name(one, "optimizer")
-    assert memory.live == only(optimizer=4096, other=512)
-    del one
-    assert memory.live == only(other=512)
-    assert memory.live_bytes == 512
-
-
-def test_memory_used_again_has_no_name() -> None:
-    memory = DeviceMemory()
-    for _ in range(3):
-        one = tensor(4096)
-        memory.see(one.untyped_storage())
-        assert memory.live == only(other=4096)
-        memory.name(one, "parameters")
-        del one
-
-
-def test_a_taken_peak_is_that_of_each_category() -> None:
-    memory = DeviceMemory()
-    one = tensor(4096)
-    memory.name(one, "gradients")
-    kept = tensor(512)
-    memory.see(kept.untyped_storage())
+    memory.name_copied(one, "in flight")
+    memory.name_copied(other, "in flight")
+    assert memory.live == only(optimizer=4096, in_flight=512), "a name stays"
     del one
     assert memory.take_peak() == 4608
-    assert memory.at_peak == only(other=512)
-
-
-def test_what_is_known_of_memory_is_not_overruled_by_a_copy() -> None:
-    memory = DeviceMemory()
-    weight, saved = tensor(4096), tensor(1024)
-    memory.name(weight, "parameters")
-    for one in (weight, saved, torch.empty(10)):
-        memory.name_copied(one, "in flight")
-    assert memory.live == only(parameters=4096, in_flight=1024)
+    assert memory.at_peak == memory.live == only(in_flight=512)
+    again = tensor(4096)
+    memory.see(again.untyped_storage())
+    assert memory.live == only(other=4096, in_flight=512), "memory used again has no name"
+    with pytest.raises(ValueError, match="category is 'weights', expected one of 'parameters', "):
+        memory.name(again, "weights")
 
 
 def test_memory_that_another_stream_uses_is_free_when_that_has_come_so_far() -> None:
@@ -133,11 +92,6 @@ def test_memory_that_another_stream_uses_counts_while_it_is_alive() -> None:
     assert memory.live_bytes == memory.peak_bytes == 4096, "once"
     del one
     assert memory.live_bytes == 0, "nothing was launched there"
-
-
-def test_there_are_no_other_categories() -> None:
-    with pytest.raises(ValueError, match="category is 'weights', expected one of 'parameters', "):
-        DeviceMemory().name(tensor(1), "weights")
 
 
 def test_a_step_of_training_by_category() -> None:

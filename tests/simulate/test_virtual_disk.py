@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers
-from torch import Tensor
+from test_device import FLOPS, NUM, SAVED_BYTES, step_s
 from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -20,7 +18,6 @@ from pp_offload import OffloadConfig, use_backend
 from pp_offload._core.engine import Engine
 from pp_offload._core.saved import Saved
 from pp_offload._groups.offloader import Offloader
-from pp_offload._memory.disk_file import DiskFile
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
 from pp_offload.trace import Trace
 
@@ -131,83 +128,18 @@ def test_what_passes_through_is_bounded() -> None:
     assert backend.host.now_s >= 9.0, "two have been written"
 
 
-def test_a_latency_is_added() -> None:
-    backend, engine = engine_on(replace(PLAIN, disk_latency_s=0.5))
-    with backend.activate():
-        saved = sent(engine)
-        at(backend, engine, 1.0)
-        at(backend, engine, 6.0)
-        saved.unpack()
-    assert backend.host.now_s == 6.0 + 0.5 + 2.0
-
-
-@pytest.mark.parametrize("name", ["disk_write_bytes_per_s", "disk_read_bytes_per_s"])
-def test_a_rate_is_above_zero(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0, expected a number above 0"):
-        replace(PLAIN, **{name: 0})
-
-
-NUM_LAYERS, IN_FLIGHT, ROUNDS = 8, 4, 8
 FORWARD_S = FLOPS / (990e12 * 0.6)
+INSTANT = replace(DEVICES["H100"], link_bytes_per_s=inf, copy_latency_s=0, disk_latency_s=0)
 
 
-def round_s(one: Hardware, **options: Any) -> tuple[float, VirtualBackend]:
-    """Seconds of a forward and a backward in the steady state of microbatches in turn."""
-    backend = VirtualBackend(one)
-    config = OffloadConfig(
-        tiers=("disk",),
-        max_in_flight_bytes=4 * SAVED_BYTES,
-        prefetch_bytes=4 * SAVED_BYTES,
-        **options,
-    )
-    with use_backend(backend, config=config):
-        model = Layers(NUM_LAYERS, WIDTH)
-
-        def forward() -> Tensor:
-            off_interface.init_chunk_handler(None, None, 1)
-            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
-            return model(x, offload=True)  # type: ignore[no-any-return]
-
-        for _ in range(2):
-            off_interface.reset()
-            waiting = deque(forward() for _ in range(IN_FLIGHT - 1))
-            for number in range(2 * ROUNDS):
-                if number == ROUNDS:
-                    begin_s = backend.compute.free_at_s
-                waiting.append(forward())
-                y = waiting.popleft()
-                y.backward(torch.empty_like(y))
-                del y
-            end_s = backend.compute.free_at_s
-            while waiting:
-                y = waiting.popleft()
-                y.backward(torch.empty_like(y))
-                del y
-    return (end_s - begin_s) / ROUNDS, backend
-
-
-def test_a_disk_that_is_fast_enough_takes_no_time() -> None:
-    """But for the host, which waits for staging buffers and is less far ahead then."""
-    one = replace(
-        DEVICES["H100"], link_bytes_per_s=inf, copy_latency_s=0, disk_write_bytes_per_s=inf
-    )
-    found_s, backend = round_s(replace(one, disk_read_bytes_per_s=inf, disk_latency_s=0))
-    assert 1.0 <= found_s / (3 * NUM_LAYERS * FORWARD_S) < 1.05
-    assert backend.disk.busy_s == 0
-
-
-def test_a_slow_disk_bounds_a_step() -> None:
-    """A round takes as long as its writes and reads; what the disk waits for the host is little."""
-    rate = SAVED_BYTES / (24 * FORWARD_S)
-    one = replace(
-        DEVICES["H100"],
-        link_bytes_per_s=inf,
-        disk_write_bytes_per_s=rate,
-        disk_read_bytes_per_s=rate,
-        disk_latency_s=0,
-    )
-    found_s, _ = round_s(one)
-    assert 1.0 <= found_s / (2 * NUM_LAYERS * 24 * FORWARD_S) < 1.01
+@pytest.mark.parametrize(("rate", "least_s"), [(inf, 3 * NUM * FORWARD_S), (None, None)])
+def test_a_step_takes_as_long_as_its_disk(rate: float | None, least_s: float | None) -> None:
+    """The host waits for staging buffers and is less far ahead then."""
+    rate = rate or SAVED_BYTES / (24 * FORWARD_S)  # slow: writes and reads bound the step
+    least_s = least_s or 2 * NUM * 24 * FORWARD_S
+    one = replace(INSTANT, disk_write_bytes_per_s=rate, disk_read_bytes_per_s=rate)
+    seconds, _ = step_s(one, offload=True, in_flight=3, window=4, tiers=("disk",))
+    assert 0.97 <= seconds / least_s < 1.06
 
 
 def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
@@ -226,18 +158,6 @@ def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
             found.append((forwards, manager.statistics().disk_bytes_in_use))
     assert found[0] == found[1]
     assert found[0][0][-1] > 0 and found[0][1] == 0
-
-
-def test_nothing_is_written_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskFile, "_pwrite", lambda *args: pytest.fail("written"))
-    backend, engine = engine_on(PLAIN, disk_dir=tmp_path)
-    with backend.activate():
-        saved = sent(engine)
-        at(backend, engine, 1.0)
-        at(backend, engine, 5.0)
-        saved.unpack()
-    disk = engine.mover.tier.disk
-    assert (disk.written_bytes, disk.read_bytes) == (BYTES, BYTES)
 
 
 def test_a_trace_shows_it_by_the_same_clock(tmp_path: Path) -> None:
