@@ -163,10 +163,13 @@ def draw(by_case: dict[str, list[dict[str, Any]]], path: Path) -> None:
     panels = figure.subplots(1, len(by_case), sharey=True, squeeze=False)[0]
     for axes, (case, rows) in zip(panels, by_case.items(), strict=True):
         for way, label, colour, line in SERIES:
-            found = [row for row in rows if row["way"].startswith(f"{way} ")]
-            found = [row for row in found if row["way"].split()[1] not in GROUPS]
-            if found:
-                points = sorted((row["peak_gib"], 100 * (row["ratio"] - 1)) for row in found)
+            names = [row["way"].split() for row in rows]
+            points = sorted(
+                (row["peak_gib"], 100 * (row["ratio"] - 1))
+                for row, name in zip(rows, names, strict=True)
+                if name[0] == way and name[1] not in GROUPS
+            )
+            if points:
                 axes.plot(*zip(*points, strict=True), line, color=colour, ms=4, label=label)
         axes.axvline(rows[0]["peak_gib"], color=BLACK, lw=1, ls="--", label="peak without offload")
         axes.set(yscale="log", xlabel="peak of the device, GiB")

@@ -385,7 +385,7 @@ def measure_passthrough(seconds: float, min_rounds: int) -> dict[str, Any]:
     leaf = replace(load, run=added)
     ours = Engine("ours, passed through", MAX_NUMEL)
     disabled = Engine("ours, disabled", 1, is_enabled=False)
-    cases = [(variant, one) for one in (load, leaf) for variant in (PLAIN, IDENTITY, ours)]
+    cases = [(variant, each) for each in (load, leaf) for variant in (PLAIN, IDENTITY, ours)]
     least = least_ns([*cases, (disabled, load)], seconds, min_rounds)
     costs = {variant: cost_ns(least, variant, load) for variant in (IDENTITY, ours, disabled)}
     ratio = costs[ours] / costs[IDENTITY]

@@ -115,8 +115,8 @@ class VirtualStream:
         self.free_at_s = end_s(begin_s)
         self.busy_s += self.free_at_s - begin_s
         queue.append(self.free_at_s)
-        for heard in self.heard:
-            heard(ready_s, begin_s, self.free_at_s)
+        for call in self.heard:
+            call(ready_s, begin_s, self.free_at_s)
         return self.free_at_s
 
     def wait_event(self, event: Event) -> None:

@@ -186,7 +186,7 @@ def test_one_virtual_device_is_active_and_leaves_no_kernels_behind() -> None:
             VirtualBackend(EVEN).activate().__enter__()
     with pytest.raises(KeyError), VirtualBackend(EVEN).activate():
         raise KeyError
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: dtypes.append(one.dtype), str):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: dtypes.append(x.dtype), str):
         F.dropout(x, 0.5)
     assert dtypes == [torch.bfloat16], "a mask of numbers, as PyTorch has it"
 

@@ -24,11 +24,11 @@ def only(**expected: int) -> dict[str, int]:
 
 def test_storages_count_once_while_they_live_and_as_large_as_they_are() -> None:
     memory = DeviceMemory()
-    one, other = tensor(4096), tensor(1)
-    for each in (one, other, one):
+    first, other = tensor(4096), tensor(1)
+    for each in (first, other, first):
         memory.see(each.untyped_storage())
     assert memory.live_bytes == memory.peak_bytes == 4096 + ROUNDING_BYTES
-    del one, each
+    del first, each
     assert memory.live_bytes == ROUNDING_BYTES
     assert memory.take_peak() == 4096 + ROUNDING_BYTES
     assert memory.peak_bytes == ROUNDING_BYTES, "from then on"
@@ -41,16 +41,16 @@ def test_storages_count_once_while_they_live_and_as_large_as_they_are() -> None:
 
 def test_named_memory_counts_as_what_it_is_for_until_it_is_free() -> None:
     memory = DeviceMemory()
-    one, other = tensor(4096), tensor(512)
+    first, other = tensor(4096), tensor(512)
     memory.see(other.untyped_storage())
-    memory.name(one[:10], "parameters")
+    memory.name(first[:10], "parameters")
     assert memory.live == only(parameters=4096, other=512), "all of its storage"
     assert memory.at_peak == only(other=4608), "by the names given until then"
-    memory.name(one, "optimizer")
-    memory.name_copied(one, "in flight")
+    memory.name(first, "optimizer")
+    memory.name_copied(first, "in flight")
     memory.name_copied(other, "in flight")
     assert memory.live == only(optimizer=4096, in_flight=512), "a name stays"
-    del one
+    del first
     assert memory.take_peak() == 4608
     assert memory.at_peak == memory.live == only(in_flight=512)
     again = tensor(4096)

@@ -137,8 +137,8 @@ def test_a_step_takes_as_long_as_its_disk(rate: float | None, least_s: float | N
     """The host waits for staging buffers and is less far ahead then."""
     rate = rate or SAVED_BYTES / (24 * FORWARD_S)  # slow: writes and reads bound the step
     least_s = least_s or 2 * NUM * 24 * FORWARD_S
-    one = replace(INSTANT, disk_write_bytes_per_s=rate, disk_read_bytes_per_s=rate)
-    seconds, _ = step_s(one, offload=True, in_flight=3, window=4, tiers=("disk",))
+    disk = replace(INSTANT, disk_write_bytes_per_s=rate, disk_read_bytes_per_s=rate)
+    seconds, _ = step_s(disk, offload=True, in_flight=3, window=4, tiers=("disk",))
     assert 0.97 <= seconds / least_s < 1.06
 
 
