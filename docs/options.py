@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the field docstrings of :class:`pp_offload.OffloadConfig`.
+"""Writes docs/options.md from the docstring of :class:`pp_offload.OffloadConfig`.
 
     python docs/options.py
 
@@ -21,7 +21,7 @@ SOURCE = HERE.parent / "pp_offload" / "config.py"
 TARGET = HERE / "options.md"
 
 HEAD = """\
-<!-- Written by docs/options.py from the docstrings in pp_offload/config.py. Change them there. -->
+<!-- Written by docs/options.py from the docstring of OffloadConfig. Change it there. -->
 
 # Options
 
@@ -40,7 +40,7 @@ Options may come from elsewhere. There bytes may have a unit (`"8GiB"`, `"512MB"
 | from | how |
 |---|---|
 | JSON, YAML | `OffloadConfig.from_dict(options)`; `config.to_dict()` is the way back |
-| TOML | `OffloadConfig.from_toml("train.toml", "offload")` for its table `[offload]` |
+| TOML | `OffloadConfig.from_dict(tomllib.load(file)["offload"])` for the table `[offload]` |
 | variables | `OffloadConfig.from_env()`, for `PP_OFFLOAD_HOST_BUDGET_BYTES=64GiB` and the others |
 """
 
@@ -51,33 +51,35 @@ class Option:
 
     name: str
     kind: str
-    """Its annotation."""
+    """Annotation of the field."""
 
     default: str
-    """As Python writes it."""
+    """Default, as Python writes it."""
 
     meaning: str
-    """Its docstring, as Markdown."""
+    """What the docstring of the class says of it, as Markdown."""
 
 
 def options(source: str) -> Iterator[Option]:
     """The fields of ``OffloadConfig``, in order."""
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    body = next(node.body for node in classes if node.name == "OffloadConfig")
-    for field, after in zip(body, body[1:], strict=False):
-        if not isinstance(field, ast.AnnAssign) or field.value is None:
-            continue
-        name = ast.unparse(field.target)
-        if not isinstance(after, ast.Expr) or not isinstance(after.value, ast.Constant):
-            raise ValueError(f"{name} has no docstring; write one below it")
-        meaning = markdown(str(after.value.value))
-        yield Option(name, ast.unparse(field.annotation), ast.unparse(field.value), meaning)
+    record = next(node for node in classes if node.name == "OffloadConfig")
+    arguments = ast.get_docstring(record).split("\nArgs:\n")[1].split("\nRaises:\n")[0]
+    names_and_texts = re.split(r"^    (\w+): ", arguments, flags=re.MULTILINE)[1:]
+    texts = dict(zip(names_and_texts[::2], names_and_texts[1::2], strict=True))
+    for field in record.body:
+        if isinstance(field, ast.AnnAssign) and field.value is not None:
+            name = ast.unparse(field.target)
+            if name not in texts:
+                raise ValueError(f"{name} is not in the docstring of OffloadConfig; add it")
+            annotation, default = ast.unparse(field.annotation), ast.unparse(field.value)
+            yield Option(name, annotation, default, markdown(texts[name]))
 
 
 def markdown(docstring: str) -> str:
     """Each paragraph in one line, and its code as Markdown has it."""
     paragraphs = re.split(r"\n\s*\n", cleandoc(docstring))
-    return "\n\n".join(" ".join(one.split()) for one in paragraphs).replace("``", "`")
+    return "\n\n".join(" ".join(text.split()) for text in paragraphs).replace("``", "`")
 
 
 def page() -> str:

@@ -1,8 +1,7 @@
-"""What a user can choose, in one frozen record that is checked as a whole.
+"""Options of the engine, in one frozen record that is checked as a whole.
 
 OffloadConfig(host_budget_bytes=64 * 2**30)
 OffloadConfig.from_dict({"host_budget_bytes": "64GiB"})
-OffloadConfig.from_toml("train.toml", "offload")
 OffloadConfig.from_env()                                 # PP_OFFLOAD_HOST_BUDGET_BYTES=64GiB
 """
 
@@ -12,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pp_offload._common.checks import (
     check_kind,
@@ -22,7 +21,7 @@ from pp_offload._common.checks import (
     takes_options_by_name,
 )
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.option_sources import UNITS, parse_size, read_env, read_table
+from pp_offload._common.option_sources import UNITS, parse_size, read_env
 from pp_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,17 +29,13 @@ if TYPE_CHECKING:
 
 
 TIERS = ["host", "disk"]
-"""The names of all tiers. :func:`add_tier_name` adds one."""
+"""Names of all tiers. :func:`add_tier_name` adds another."""
 
 SPLIT_BACKWARD = ("reload", "keep")
-"""What may happen between the two parts of a backward."""
-
 REMATERIALIZE = ("cheap", "none")
-"""What may be computed again."""
-
 
 AUTO = "auto"
-"""Chosen by the engine."""
+"""Value of an option that the engine chooses."""
 
 COUNTS = (
     "min_offloaded_tensor_size",
@@ -50,180 +45,159 @@ COUNTS = (
     "device_limit_bytes",
     "host_budget_bytes",
 )
-"""Options that are integers of at least zero."""
+"""Options that are integers of at least zero; in bytes, but for :data:`UNIT_OF_NAME`."""
 
 UNIT_OF_NAME = {"min_offloaded_tensor_size": "elements"}
-"""Units of those of them whose names do not end with theirs."""
 
 AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "device_limit_bytes")
-"""Those of them that may be :data:`AUTO`."""
+"""Counts that may be :data:`AUTO`."""
 
 OPTIONAL_COUNTS = ("device_limit_bytes", "host_budget_bytes")
-"""Those of them that may be None."""
+"""Counts that may be None."""
 
 WHAT_STAYS = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
-"""Options that say it where neither a plan nor a limit does."""
+"""Options that say which groups stay, where neither a plan nor a limit does."""
 
 ENV_PREFIX = "PP_OFFLOAD_"
-"""Of the environment variables that :meth:`OffloadConfig.from_env` reads."""
+"""Prefix of the variables that :meth:`OffloadConfig.from_env` reads."""
 
 
 @takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Options of the engine.
+    """Options of the engine, by name.
+
+    Args:
+        min_offloaded_tensor_size: In elements, default 1024 * 1024 (4 MiB of float32). Tensors with
+            fewer elements stay on the device. ``min_offload_size`` of contexts and checkpoints is
+            in bytes.
+
+            Where a step offloads nothing of a group for that reason, one warning says so.
+        delta_offload_bytes_across_pp_ranks: In bytes, default 0. Pipeline rank r keeps at least r
+            times as many bytes on its device, from the second step on.
+        activation_offload_fraction: A number from 0 to 1, default 1.0. The share of the groups of a
+            chunk that is offloaded, from the second step on: of their number, not of their bytes.
+
+            The last groups in forward order stay, because backward uses them first.
+        max_in_flight_bytes: In bytes, default ``"auto"``. Device bytes that may wait for their
+            copy. Above it compute waits for the oldest copies, but never for those of the group
+            that was offloaded last, unless the option is 0: then for all.
+
+            ``"auto"`` starts with twice the largest group, at least 512 MiB. Where the device has a
+            clock and ``tiers`` is ``("host",)``, the steps of a manager are timed, from one
+            ``reset()`` to the next (an attached schedule calls it). The times say how few bytes are
+            enough for compute never to wait, at least 512 MiB, as far as the link to the host
+            permits and the device has room. One line in the log says what was chosen.
+
+            The option also limits the host bytes on the way to and from the disk.
+        prefetch_bytes: In bytes, default ``"auto"``. Device bytes that may be reloaded ahead of
+            their use; one tensor always may, however large.
+
+            ``"auto"`` starts with twice the largest group, at least 256 KiB, and then follows the
+            times of steps, as for ``max_in_flight_bytes``.
+        plan: A plan or the path of its file, default None. Which groups stay, from the first step
+            on: the file that `pp-offload plan` has written, or a plan of
+            :func:`pp_offload.plan.choose`. The plan also sets ``max_in_flight_bytes`` and
+            ``prefetch_bytes`` where they are ``"auto"`` here. It takes the place of
+            ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
+
+            A group that is not in the plan, or has other bytes than there, is offloaded, with one
+            line in the log; then the engine chooses the bounds by itself.
+        device_limit_bytes: In bytes, or a size such as ``"60GiB"``, default ``"auto"``. Device
+            bytes that tensors may take together. Each rank keeps as many groups as the limit has
+            room for, as its first steps show: as they were saved, or without what
+            ``rematerialize`` computes again; the other groups are offloaded. ``"auto"`` is the
+            memory of the device, less what others hold and the gaps of PyTorch's allocator. None is
+            no limit: all groups are offloaded, as on a CPU. With a plan, an
+            ``activation_offload_fraction`` below 1 or ``delta_offload_bytes_across_pp_ranks``,
+            which say themselves what stays, the option must be ``"auto"`` or None, and there is no
+            limit.
+
+            The limit is kept by offloading groups, not by refusing memory: where the device needs
+            more although all groups are offloaded, one warning says how much.
+        rematerialize: ``"cheap"`` or ``"none"``, default ``"cheap"``. With ``"cheap"``, what cheap
+            operators such as norms and activation functions made of saved tensors is not copied,
+            but computed again from them, where they give the same bits. With ``"none"`` everything
+            is copied.
+        split_backward: ``"reload"`` or ``"keep"``, default ``"reload"``. For schedules whose
+            backward comes in two parts, gradients of inputs first: what both parts use is freed in
+            between and reloaded, or stays on the device.
+        host_budget_bytes: In bytes, default None. Host bytes that all managers of this process may
+            take together. None is this rank's part of 80 % of what the kernel and the cgroups would
+            still give.
+
+            Above it a group goes to the next tier, or stays on the device, with one warning.
+        tiers: A tuple of names, default ``("host",)``. Where offloaded bytes go: ``("host",)``,
+            ``("disk",)``, or ``("host", "disk")``, where the disk takes what is above the host
+            budget.
+
+            The disk needs some host memory to pass through, which is pinned for an accelerator.
+            Where the device is the host, only the disk frees memory.
+        disk_dir: A path, default None. Directory of the disk tier's file, one per rank; created if
+            missing. None is the directory of temporary files.
+
+            Use a real disk: on a file system in memory nothing is saved. The file has no name and
+            mode 0600, and is gone with the process and its forks, however they end.
+        verify: True or False, default False. Compare what comes back with what left, and log which
+            offloaded storages are still on the device and who holds them. Slow.
 
     Raises:
-        ConfigError: One error that lists every violation, options that do not exist among them.
+        ConfigError: One error that lists every violation, and options that do not exist.
     """
 
     min_offloaded_tensor_size: int = 1024 * 1024
-    """Tensors with fewer elements stay on the device. In elements, as in the reference: the default
-    is 4 MiB of float32. ``min_offload_size`` of contexts and checkpoints is in bytes.
-
-    Where a step offloads nothing of a group for that reason, one warning says so.
-    """
-
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Pipeline rank r keeps at least r times this many bytes on its device, from the second step
-    on.
-    """
-
     activation_offload_fraction: float = 1.0
-    """Of the groups of a chunk that may be offloaded, the share that is, 0 to 1, from the second
-    step on. A share of their number, not of their bytes.
-
-    The last ones in forward order stay, for backward uses them first.
-    """
-
     max_in_flight_bytes: int | Literal["auto"] = "auto"
-    """Device bytes that may wait for their copy. Over it compute waits for the oldest copies, but
-    never for those of the group that was offloaded last, unless this is 0: then for all.
-
-    ``"auto"`` means twice the largest group, at least 512 MiB, in the first steps. Where the device
-    has a clock and ``tiers`` is ``("host",)``, complete steps of a manager are timed, from one
-    ``reset()`` to the next, which an attached schedule calls. Their times say how little is enough
-    for compute never to wait, as far as the link to the host permits and the device has room: 512
-    MiB or more. One line in the log says what was chosen.
-
-    This also limits the host bytes on the way to and from the disk.
-    """
-
     prefetch_bytes: int | Literal["auto"] = "auto"
-    """Device bytes that may be reloaded ahead of their use. One tensor may always be so, however
-    large.
-
-    ``"auto"`` means twice the largest group, at least 256 KiB, until times say how little is
-    enough, as for ``max_in_flight_bytes``.
-    """
-
     plan: OffloadPlan | str | os.PathLike[str] | None = None
-    """Which groups stay, from the first step on: a plan that `pp-offload plan` has written, or one
-    of :func:`pp_offload.plan.choose`, which also says what of ``max_in_flight_bytes`` and
-    ``prefetch_bytes`` is ``"auto"`` here. In place of ``activation_offload_fraction`` and
-    ``delta_offload_bytes_across_pp_ranks``.
-
-    A group that a plan does not know, or that has other bytes than there, leaves, with one line in
-    the log; then the engine chooses bounds by itself.
-    """
-
     device_limit_bytes: int | str | None = "auto"
-    """Device bytes that tensors may take together, also as a size such as ``"60GiB"``. As many
-    groups stay as it has room for, as the first steps show it, each rank on its own: as they were
-    saved, or without what ``rematerialize`` computes again; the rest leaves. ``"auto"`` means the
-    memory of the device, less what others hold and the gaps of PyTorch's allocator. None means no
-    limit: all groups leave, as they do on a CPU. A plan, an ``activation_offload_fraction`` below 1
-    and ``delta_offload_bytes_across_pp_ranks`` say themselves what stays: with them it is
-    ``"auto"`` or None, and there is no limit.
-
-    A limit that is kept by having groups leave, not by refusing memory: where the device needs more
-    although all leave, one warning says how much.
-    """
-
     rematerialize: str = "cheap"
-    """``"cheap"``: what cheap operators, such as norms and activation functions, made of saved
-    tensors is not copied, but computed again from them, where they give the same bits. ``"none"``:
-    all is copied.
-    """
-
     split_backward: str = "reload"
-    """For schedules whose backward comes in two parts, gradients of inputs first: what both parts
-    use is given up in between and reloaded (``"reload"``), or stays on the device (``"keep"``).
-    """
-
     host_budget_bytes: int | None = None
-    """Host bytes that all managers of this process may take together. None means this rank's part
-    of 80 % of what the kernel and the cgroups would still give.
-
-    Over it a group goes to the next tier, or stays on the device, with one warning.
-    """
-
     tiers: tuple[str, ...] = ("host",)
-    """Where offloaded bytes go: ``("host",)``, ``("disk",)``, or ``("host", "disk")``, where the
-    disk takes what is over the host budget.
-
-    The disk needs some host memory to pass through, pinned behind an accelerator. Where the device
-    is the host, only the disk frees memory.
-    """
-
     disk_dir: str | os.PathLike[str] | None = None
-    """Directory of the disk tier's file, one per rank. None means that of temporary files. Made if
-    it is not there.
-
-    Put it on a real disk: on a file system in memory nothing is saved. The file has no name and
-    mode 0600. It is gone with the process and those forked from it, however they end.
-    """
-
     verify: bool = False
-    """Compare what comes back with what left, and log which offloaded storages are still on the
-    device and who holds them. Slow.
-    """
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Options as a file has them: bytes also as sizes, such as ``"8GiB"``, tuples as lists.
+        """Make options of a file's content: bytes also as sizes (``"8GiB"``), tuples as lists.
 
         Args:
-            options: By name.
+            options: Options by name.
 
         Raises:
-            ConfigError: It lists every violation.
+            ConfigError: The error lists every violation.
             TypeError: ``options`` is no mapping.
         """
         check_kind("options", options, Mapping, "options by name")
         return cls(**{str(name): _as_option(name, value) for name, value in options.items()})
 
     @classmethod
-    def from_toml(cls, path: str | os.PathLike[str], table: str = "") -> Self:
-        """Options of a TOML file, as :meth:`from_dict` takes them.
-
-        Args:
-            path: Of the file.
-            table: The table that holds them, as its header names it: ``"offload"``, or
-                ``"tool.pp_offload"``. The whole file if empty.
+    def from_toml(cls, path: object, table: str = "") -> NoReturn:
+        """Removed: read the file with ``tomllib`` and give the table to :meth:`from_dict`.
 
         Raises:
-            ConfigError: There is no such table, the file is no TOML, or an option is wrong.
-            OSError: The file cannot be read.
+            ConfigError: Always, with that advice.
         """
-        options = read_table(path, table)
-        try:
-            return cls.from_dict(options)
-        except ConfigError as failure:
-            raise type(failure)(f"in {os.fspath(path)}: {failure}") from None
+        of_table = "".join(f'["{name}"]' for name in table.split(".") if name)
+        raise ConfigError(
+            f"found from_toml({path!r}), expected from_dict: from_toml is gone; open the file as "
+            f'"rb" and write OffloadConfig.from_dict(tomllib.load(file){of_table})'
+        )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Options of the environment: ``PP_OFFLOAD_`` and the name in capitals.
+        """Make options of environment variables: ``PP_OFFLOAD_`` and the name in capitals.
 
         ``PP_OFFLOAD_TIERS=host,disk``, ``PP_OFFLOAD_PREFETCH_BYTES=2GiB``, ``PP_OFFLOAD_VERIFY=1``.
-        Nothing reads them unless this is called.
+        The variables have no effect unless this is called.
 
         Args:
-            environ: The variables; those of the process when None.
+            environ: Variables by name; those of the process when None.
 
         Raises:
-            ConfigError: It lists every violation, and variables that are no option.
+            ConfigError: The error lists every violation, and variables that are no option.
         """
         texts = read_env(ENV_PREFIX, os.environ if environ is None else environ)
         try:
@@ -232,21 +206,21 @@ class OffloadConfig:
             raise type(failure)(f"in variables {ENV_PREFIX}...: {failure}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """All options as JSON can hold them; :meth:`from_dict` makes an equal record of them."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        found["tiers"] = list(self.tiers)
-        found["plan"] = self.plan.to_dict() if isinstance(self.plan, OffloadPlan) else self.plan
-        found["disk_dir"] = None if self.disk_dir is None else os.fspath(self.disk_dir)
-        return found
+        """Make plain values that JSON can hold; :meth:`from_dict` makes an equal record of them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["tiers"] = list(self.tiers)
+        values["plan"] = self.plan.to_dict() if isinstance(self.plan, OffloadPlan) else self.plan
+        values["disk_dir"] = None if self.disk_dir is None else os.fspath(self.disk_dir)
+        return values
 
     @property
     def offload_plan(self) -> OffloadPlan | None:
-        """The option ``plan``, whose file is read when the record is made."""
+        """Plan of the option ``plan``; a file is read when the record is made."""
         return self.plan if isinstance(self.plan, OffloadPlan) else None
 
     @property
     def limit(self) -> int | str | None:
-        """The option ``device_limit_bytes``; None where other options say what stays."""
+        """Limit on device bytes; None where other options say what stays."""
         says_what_stays = self.plan is not None or _has_no_defaults(self, WHAT_STAYS)
         return None if says_what_stays else self.device_limit_bytes
 
@@ -325,19 +299,19 @@ class OffloadConfig:
 
 
 def _as_option(name: object, value: Any) -> Any:
-    """A value of a file as the record has it. What is wrong stays, for the record to say so."""
+    """Convert a value of a file. A wrong value stays, for the record to refuse."""
     if isinstance(value, list):
         return tuple(value)
     if name == "plan" and isinstance(value, Mapping):
         return OffloadPlan.from_dict(value)
-    if isinstance(value, str) and name in COUNTS and name != "min_offloaded_tensor_size":
+    if isinstance(value, str) and name in COUNTS and name not in UNIT_OF_NAME:
         nbytes = parse_size(value)
         return value if nbytes is None else nbytes
     return value
 
 
 def _of_text(name: str, text: str) -> Any:
-    """The value of an environment variable. What is wrong stays, for the record to say so."""
+    """Convert the text of a variable. A wrong value stays, for the record to refuse."""
     if name == "tiers":
         return tuple([part.strip() for part in text.split(",")])
     if name == "verify":
@@ -353,16 +327,13 @@ def _of_text(name: str, text: str) -> Any:
 def _also(name: str, value: object) -> str:
     """What else is expected of a count, for the end of a message."""
     auto = f", or {AUTO!r}" if name in AUTO_COUNTS else ""
-    if not isinstance(value, str) or name == "min_offloaded_tensor_size":
+    if not isinstance(value, str) or name in UNIT_OF_NAME:
         return auto
     return f"{auto}; bytes of a file or the environment may have a unit: {', '.join(UNITS)}"
 
 
 def add_tier_name(name: str) -> None:
-    """From now on the options may name this tier, which ``_core/tiers.py`` can make.
-
-    This module lies below that one, so it knows tiers by name alone.
-    """
+    """Let the option ``tiers`` name another tier, which ``_core/tiers.py`` can make."""
     if name not in TIERS:
         TIERS.append(name)
 
@@ -373,7 +344,7 @@ def _chains() -> list[tuple[str, ...]]:
 
 
 def _has_no_defaults(config: OffloadConfig, names: tuple[str, ...]) -> bool:
-    defaults = {one.name: one.default for one in fields(config)}
+    defaults = {each.name: each.default for each in fields(config)}
     return any(getattr(config, name) != defaults[name] for name in names)
 
 
@@ -383,15 +354,15 @@ def _is_fraction(value: object) -> bool:
 
 
 def without_plan(config: OffloadConfig) -> OffloadConfig:
-    """The same options, without a plan and a limit, which is kept by making one."""
+    """Copy the options without a plan, and without a limit, which the engine keeps by a plan."""
     return replace(config, plan=None, device_limit_bytes=None)
 
 
 def check_config(config: object) -> None:
-    """Check options that must be given.
+    """Check that options are a config.
 
     Raises:
-        TypeError: They are no :class:`OffloadConfig`.
+        TypeError: ``config`` is no :class:`OffloadConfig`.
     """
     advice = "write OffloadConfig(**options)" if isinstance(config, dict) else ""
     if config is None:
@@ -400,10 +371,10 @@ def check_config(config: object) -> None:
 
 
 def config_or_default(config: OffloadConfig | None) -> OffloadConfig:
-    """``config`` itself, or the defaults for None.
+    """Default options for None, else ``config`` itself.
 
     Raises:
-        TypeError: They are no :class:`OffloadConfig`.
+        TypeError: ``config`` is no :class:`OffloadConfig`.
     """
     if config is None:
         return OffloadConfig()

@@ -1,186 +1,260 @@
-"""OffloadConfig: frozen, by keyword, and wrong as a whole."""
+"""OffloadConfig: frozen, by keyword, wrong as a whole; its options in dicts and the environment."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
+import json
 import math
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_docs import PAGES
+from torch import nn
 
-from pp_offload import ConfigError, OffloadConfig, OffloadError
+from pp_offload import (
+    ConfigError,
+    OffloadActivations,
+    OffloadConfig,
+    OffloadError,
+    OffloadHiddenStates,
+    checkpoint,
+    get_lora_act_offloading_ctx_manager,
+)
+from pp_offload._common.option_sources import bytes_said, parse_limit, parse_size, size_said
+from pp_offload.config import COUNTS
+from pp_offload.errors import OptionError
 
-FIELDS = [
-    "min_offloaded_tensor_size",
-    "delta_offload_bytes_across_pp_ranks",
-    "activation_offload_fraction",
-    "max_in_flight_bytes",
-    "prefetch_bytes",
+NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
+
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "min_offloaded_tensor_size": (17, 17, "17"),
+    "delta_offload_bytes_across_pp_ranks": (3 * 2**20, "3MiB", "3MiB"),
+    "activation_offload_fraction": (0.25, 0.25, "0.25"),
+    "max_in_flight_bytes": (2**31, "2 GiB", "2 GiB"),
+    "prefetch_bytes": (1500, 1500, "1.5kB"),
+    "rematerialize": ("none", "none", "none"),
+    "split_backward": ("keep", "keep", "keep"),
+    "host_budget_bytes": (2**36, "64GiB", "64GiB"),
+    "tiers": (("host", "disk"), ["host", "disk"], "host, disk"),
+    "disk_dir": ("/scratch", "/scratch", "/scratch"),
+    "verify": (True, True, "true"),
+}
+"""Another value than the default: in a program, in a file, and in a variable."""
+
+
+def in_env(options: dict[str, str]) -> dict[str, str]:
+    return {f"PP_OFFLOAD_{name.upper()}": text for name, text in options.items()}
+
+
+def test_it_is_a_frozen_record_by_name() -> None:
+    config = OffloadConfig(prefetch_bytes=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.prefetch_bytes = 1  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert config != OffloadConfig() and len({OffloadConfig(), OffloadConfig()}) == 1
+    assert dataclasses.replace(config, verify=True).prefetch_bytes == 7
+    defaults = OffloadConfig()
+    assert defaults.min_offloaded_tensor_size == 2**20 and defaults.tiers == ("host",)
+    assert defaults.activation_offload_fraction == 1.0 and defaults.prefetch_bytes == "auto"
+
+
+def test_help_says_unit_default_and_effect_of_each_option() -> None:
+    """And the page of options has the same text."""
+    doc = OffloadConfig.__doc__ or ""
+    for name in NAMES:
+        text = doc.split(f"\n        {name}: ")[1].split(".")[0]
+        unit = "elements" if name == "min_offloaded_tensor_size" else "bytes"
+        assert name not in COUNTS or unit in text, name
+        assert "default" in text, name
+        assert f"\n## {name}\n" in PAGES["options"]
+
+
+VALUES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: value}, rf"{name} is {re.escape(repr(value))}, expected an integer of at least 0")
+        for name in COUNTS[:4]
+        for value in (-1, 1.5, "1", None, True, math.nan)
+    ),
+    *(
+        (
+            {"activation_offload_fraction": value},
+            f"fraction is {re.escape(repr(value))}, expected 0 to 1",
+        )
+        for value in (-0.1, 1.01, math.nan, math.inf, "half", None, True)
+    ),
+    *(
+        (
+            {"tiers": value},
+            rf"tiers is .*{re.escape(repr(value))}, expected one of ",
+        )
+        for value in ((), "disk", ["disk"], ("disk", "host"), ("host", "host"), ("tape",), None)
+    ),
+    *(
+        ({"tiers": ("disk",), "disk_dir": value}, "disk_dir is .*expected a path")
+        for value in (7, "", b"/scratch", True, ["/scratch"], "/scr\0atch")
+    ),
+    ({"tiers": ("disk",), "disk_dir": Path("/scr\0atch")}, "with a NUL byte inside"),
+    ({"disk_dir": "/scratch"}, "disk_dir is '/scratch'.*add \"disk\""),
+    ({"verify": "yes"}, "verify is 'yes', expected True or False"),
+    ({"split_backward": "drop"}, "split_backward is 'drop', expected 'reload' or 'keep'"),
+    ({"rematerialize": True}, "rematerialize is True, expected 'cheap' or 'none'"),
+    ({"prefetch_bytes": "8GiB"}, "'8GiB', expected an integer.*'auto'; bytes of a file"),
+    ({"device_limit_bytes": -1}, "device_limit_bytes is -1, expected"),
+    ({"device_limit_bytes": "7 GiBs"}, "device_limit_bytes is '7 GiBs', expected"),
+    ({"plan": "auto"}, "plan is 'auto', which is gone: write device_limit_bytes='auto'"),
+    ({"device_budget_bytes": 1}, "device_budget_bytes, which is gone: give max_in_flight"),
+    ({"xyz": 1}, "no option xyz; expected some of min_offloaded_tensor_size, "),
+    ({"min_offload_size": 1}, r"no option min_offload_size \(did you mean min_offloaded_tensor_si"),
+    ({"disk_directory": 1}, r"no option disk_directory \(did you mean disk_dir\?\); expected"),
+    (
+        {"device_limit_bytes": 2**30, "activation_offload_fraction": 0.5},
+        "device_limit_bytes and activation_offload_fraction or delta_offload_bytes_across_pp_"
+        "ranks are given, expected one way to say what stays",
+    ),
 ]
 
 
-def test_it_has_the_options_of_the_engine() -> None:
-    names = [field.name for field in dataclasses.fields(OffloadConfig)]
-    assert names[: len(FIELDS)] == FIELDS
+@pytest.mark.parametrize(("options", "message"), VALUES, ids=str)
+def test_a_wrong_value_is_named_with_what_was_expected(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig(**options)
 
 
-def test_defaults_offload_all_groups_of_large_tensors() -> None:
-    config = OffloadConfig()
-    assert config.min_offloaded_tensor_size == 1024 * 1024
-    assert config.delta_offload_bytes_across_pp_ranks == 0
-    assert config.activation_offload_fraction == 1.0
-    assert config.max_in_flight_bytes == "auto"
-    assert config.prefetch_bytes == "auto"
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: value} for name in COUNTS[:4] for value in (0, 1, 2**40)),
+        *({"activation_offload_fraction": value} for value in (0, 0.0, 0.25, 1)),
+        *({"tiers": value} for value in (("host",), ("disk",), ("host", "disk"))),
+    ],
+    ids=str,
+)
+def test_a_right_value_is_taken_as_it_is(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    assert getattr(OffloadConfig(**options), name) == value
 
 
-def test_it_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        OffloadConfig().prefetch_bytes = 1  # type: ignore[misc]
-
-
-def test_it_takes_keywords_only() -> None:
+def test_options_are_given_by_name() -> None:
     with pytest.raises(TypeError, match=r"given 1 without a name.*write OffloadConfig\(name=value"):
         OffloadConfig(1)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"given the dict .*or OffloadConfig\(\*\*options\)"):
         OffloadConfig({"prefetch_bytes": 1})  # type: ignore[misc]
 
 
+def test_a_dict_of_plain_values_and_back() -> None:
+    config = OffloadConfig(**{name: values[0] for name, values in OTHERS.items()})
+    assert {*OTHERS, "plan", "device_limit_bytes"} == {*NAMES}
+    for each in (config, OffloadConfig(), OffloadConfig(device_limit_bytes="70GiB")):
+        options = json.loads(json.dumps(each.to_dict()))
+        assert OffloadConfig.from_dict(options) == each and list(options) == NAMES
+    assert OffloadConfig(device_limit_bytes="70GiB").device_limit_bytes == 70 * 2**30
+    assert OffloadConfig.from_dict({name: each[1] for name, each in OTHERS.items()}) == config
+    texts = in_env({name: each[2] for name, each in OTHERS.items()})
+    assert OffloadConfig.from_env({"PATH": "/bin", **texts}) == config
+    with_path = OffloadConfig(tiers=("disk",), disk_dir=Path("/scratch"))
+    assert with_path.to_dict()["disk_dir"] == "/scratch"
+    with pytest.raises(TypeError, match="options is a OffloadConfig|options is an OffloadConfig"):
+        OffloadConfig.from_dict(config)  # type: ignore[arg-type]
+
+
+def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PP_OFFLOAD_VERIFY", "1")
+    assert OffloadConfig.from_env() == OffloadConfig(verify=True)
+    assert OffloadConfig() == OffloadConfig(verify=False), "nothing else reads it"
+
+
+def test_a_toml_file_is_read_by_the_user() -> None:
+    with pytest.raises(ConfigError, match=r'from_dict\(tomllib.load\(file\)\["train"\]\["off"\]\)'):
+        OffloadConfig.from_toml("train.toml", "train.off")
+
+
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    "read",
     [
-        ("host_budget", "host_budget_bytes"),
-        ("prefetch_mib", "prefetch_bytes"),
-        ("tier", "tiers"),
-        ("min_offload_size", "min_offloaded_tensor_size"),
-        ("disk_directory", "disk_dir"),
+        OffloadConfig.from_dict,
+        lambda options: OffloadConfig.from_env(in_env(options)),
     ],
 )
-def test_an_unknown_option_is_an_error_that_names_the_near_one(name: str, meant: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        OffloadConfig(**{name: 1})
-    assert isinstance(error.value, TypeError)  # as Python's own
-    message = rf"no option {name} \(did you mean {meant}\?\); expected some of .*{meant}"
-    assert re.search(message, str(error.value))
+def test_all_that_is_wrong_is_in_one_error(read: Callable[[Any], OffloadConfig]) -> None:
+    options = {
+        "prefetch_byte": "1GiB",
+        "host_budget_bytes": "8Gb",
+        "min_offloaded_tensor_size": "1MiB",
+        "verify": "perhaps",
+        "disk_dir": "/scratch",
+    }
+    with pytest.raises(OptionError) as raised:
+        read(options)
+    message = str(raised.value)
+    for words in (
+        "prefetch_byte (did you mean prefetch_bytes?)",
+        "host_budget_bytes is '8Gb', expected an integer",
+        "have a unit: B, kB, MB, GB, TB, KB, KiB",
+        "min_offloaded_tensor_size is '1MiB', expected an integer",
+        "verify is 'perhaps', expected True or False",
+        'add "disk" to tiers',
+    ):
+        assert words in message
+    assert isinstance(raised.value, ConfigError) and isinstance(raised.value, TypeError)
+    assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, OffloadError)
 
 
-def test_an_option_like_no_other_has_no_near_one() -> None:
-    with pytest.raises(ConfigError) as error:
-        OffloadConfig(xyz=1)  # type: ignore[call-arg]
-    assert "no option xyz; expected some of min_offloaded_tensor_size, " in str(error.value)
-
-
-def test_unknown_options_and_wrong_values_are_in_one_error() -> None:
-    with pytest.raises(ConfigError) as error:
-        OffloadConfig(host_budget=1, disk_directory=0, prefetch_bytes=-5, verify="yes")  # type: ignore[call-arg, arg-type]
-    for word in ("host_budget_bytes?", "disk_dir?", "prefetch_bytes is -5", "verify is 'yes'"):
-        assert word in str(error.value)
-
-
-def test_it_is_a_plain_dataclass_all_the_same() -> None:
-    config = OffloadConfig(prefetch_bytes=7)
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
-    assert dataclasses.replace(config, verify=True).prefetch_bytes == 7
-    assert list(inspect.signature(OffloadConfig).parameters)[: len(FIELDS)] == FIELDS
-
-
-def test_equal_options_make_equal_configs() -> None:
-    assert OffloadConfig(prefetch_bytes=7) == OffloadConfig(prefetch_bytes=7)
-    assert OffloadConfig(prefetch_bytes=7) != OffloadConfig(prefetch_bytes=8)
-    assert len({OffloadConfig(), OffloadConfig()}) == 1
-
-
-@pytest.mark.parametrize("name", [n for n in FIELDS if n != "activation_offload_fraction"])
-@pytest.mark.parametrize("value", [0, 1, 2**40])
-def test_a_count_may_be_zero_or_more(name: str, value: int) -> None:
-    assert getattr(OffloadConfig(**{name: value}), name) == value
-
-
-@pytest.mark.parametrize("name", [n for n in FIELDS if n != "activation_offload_fraction"])
-@pytest.mark.parametrize("value", [-1, 1.5, "1", None, True, math.nan])
-def test_a_wrong_count_is_named_with_its_value(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as error:
-        OffloadConfig(**{name: value})
-    message = str(error.value)
-    assert name in message
-    assert repr(value) in message
-    assert "expected" in message
-
-
-@pytest.mark.parametrize("value", [0, 0.0, 0.25, 1, 1.0])
-def test_a_fraction_is_from_zero_to_one(value: float) -> None:
-    assert OffloadConfig(activation_offload_fraction=value).activation_offload_fraction == value
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan, math.inf, "half", None, True])
-def test_a_wrong_fraction_is_named_with_its_value(value: Any) -> None:
-    with pytest.raises(ConfigError, match="activation_offload_fraction") as error:
-        OffloadConfig(activation_offload_fraction=value)
-    assert repr(value) in str(error.value)
-
-
-def test_all_violations_are_in_one_error() -> None:
-    with pytest.raises(ConfigError) as error:
-        OffloadConfig(
-            min_offloaded_tensor_size=-1,
-            delta_offload_bytes_across_pp_ranks=-2,
-            activation_offload_fraction=3.0,
-            max_in_flight_bytes=-4,
-            prefetch_bytes=-5,
-        )
-    assert all(name in str(error.value) for name in FIELDS)
-
-
-@pytest.mark.parametrize("tiers", [("host",), ("disk",), ("host", "disk")])
-def test_a_chain_of_tiers(tiers: tuple[str, ...]) -> None:
-    assert OffloadConfig(tiers=tiers).tiers == tiers
+def test_the_two_smallest_sizes_name_their_units() -> None:
+    """One is in elements, as in the reference, and one in bytes, as in TRL and torchtune."""
+    model = nn.Linear(2, 2)
+    calls: list[Callable[..., Any]] = [
+        OffloadActivations,
+        lambda **options: OffloadHiddenStates(model, **options),
+        lambda **options: get_lora_act_offloading_ctx_manager(model, **options),
+        lambda **options: checkpoint(model, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"min_offload_size is -1.*\(bytes\)"):
+            call(min_offload_size=-1)
+    with pytest.raises(ConfigError, match=r"\(elements\)"):
+        OffloadConfig(min_offloaded_tensor_size=-1)
 
 
 @pytest.mark.parametrize(
-    "tiers", [(), "disk", ["disk"], ("disk", "host"), ("host", "host"), ("tape",), None]
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        (" 12 B ", 12),
+        ("8GiB", 2**33),
+        ("8 GB", 8 * 10**9),
+        ("1.5KiB", 1536),
+        ("0.1GB", 10**8),
+        ("2kB", 2000),
+        ("2KB", 2000),
+        ("3TiB", 3 * 2**40),
+        *((text, None) for text in ("", "GiB", "8G", "8Gb", "8gib", "-1", "1e9", "0.3B", "1_0")),
+    ],
 )
-def test_another_chain_is_an_error(tiers: Any) -> None:
-    with pytest.raises(ConfigError, match="tiers is") as error:
-        OffloadConfig(tiers=tiers)
-    assert repr(tiers) in str(error.value)
-    assert "('host', 'disk')" in str(error.value)
+def test_sizes_are_read_and_what_is_none_is_not_guessed(text: str, nbytes: int | None) -> None:
+    assert parse_size(text) == nbytes
 
 
-def test_a_directory_without_a_disk_tier_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="disk_dir is '/scratch'.*add \"disk\""):
-        OffloadConfig(disk_dir="/scratch")
-
-
-@pytest.mark.parametrize("wrong", [7, "", b"/scratch", True, ["/scratch"], "/scr\0atch"])
-def test_a_directory_that_is_no_path_is_an_error(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="disk_dir is .*expected a path"):
-        OffloadConfig(tiers=("disk",), disk_dir=wrong)
-
-
-def test_a_nul_byte_in_a_directory_is_said() -> None:
-    with pytest.raises(ConfigError, match="with a NUL byte inside"):
-        OffloadConfig(tiers=("disk",), disk_dir=Path("/scr\0atch"))
-
-
-def test_violations_of_the_chain_are_in_the_same_error() -> None:
-    with pytest.raises(ConfigError) as error:
-        OffloadConfig(tiers=("tape",), disk_dir=7, host_budget_bytes=-1)  # type: ignore[arg-type]
-    assert all(name in str(error.value) for name in ("tiers", "disk_dir", "host_budget"))
-
-
-def test_the_error_is_a_value_error_and_one_of_ours() -> None:
-    assert issubclass(ConfigError, ValueError)
-    assert issubclass(ConfigError, OffloadError)
-
-
-def test_every_field_has_a_docstring() -> None:
-    import ast
-
-    body = ast.parse(inspect.getsource(OffloadConfig)).body[0].body  # type: ignore[attr-defined]
-    for before, after in zip(body, body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign):
-            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (7, "7 B"),
+        (2**10, "1.00 KiB"),
+        (560_000, "0.53 MiB"),
+        (2**27, "0.12 GiB"),
+        (7 * 2**30, "7.00 GiB"),
+        (2**41, "2048.00 GiB"),
+    ],
+)
+def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: str) -> None:
+    """The least size is enough when it is typed as it was read."""
+    assert size_said(nbytes) == text
+    assert bytes_said(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
+    typed = parse_limit(size_said(nbytes, is_least=True).replace(" ", ""))
+    assert typed is not None and nbytes <= typed <= nbytes * 1.1

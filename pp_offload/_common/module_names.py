@@ -1,10 +1,9 @@
-"""Which modules of a model a pattern of names is for, whatever wraps them.
+"""Modules of a model that a pattern of names matches, whatever wraps them.
 
     matching(model, "layers.*.mlp")  # ["layers.0._checkpoint_wrapped_module.mlp", ...]
 
-Checkpoints, compilers and parallel wrappers put a part of their own into the names of what they
-wrap. A user writes names as in the model, in ``named_modules()``, or in a state dict, which leaves
-out some of those parts.
+Checkpoints, compilers and parallel wrappers put a part of their own into the names of modules. A
+pattern may leave out these parts, or have them as in ``named_modules()``.
 """
 
 from __future__ import annotations
@@ -15,30 +14,22 @@ from collections.abc import Collection, Sequence
 from torch.nn import Module
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"})
-"""Under these names wrappers of PyTorch keep what they wrap."""
+"""Names under which wrappers of PyTorch hold the wrapped module."""
 
 
 def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
-    """Names of the modules that one of the patterns is for."""
-    wanted = listed(patterns)
-    return [
-        name
-        for name, _ in model.named_modules()
-        if name and any(_fits(name, pattern) for pattern in wanted)
-    ]
+    """Names of the modules that match a pattern.
+
+    A pattern that leaves out all wrappers' parts matches the wrapper, not the module inside.
+    """
+    wanted = [pattern.split(".") for pattern in listed(patterns)]
+    names = [name for name, _ in model.named_modules() if name]
+    return [name for name in names if any(_fit(name.split("."), parts) for parts in wanted)]
 
 
 def listed(patterns: str | Collection[str]) -> list[str]:
-    """One pattern, or several, as a list."""
+    """Patterns as a list."""
     return [patterns] if isinstance(patterns, str) else list(patterns)
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern is for a name, or for the same without some of what checkpoints, compilers
-    and parallel wrappers put into it: a state dict leaves out some of them. Of a wrapper and what
-    it wraps, the wrapper has the name without.
-    """
-    return _fit(name.split("."), pattern.split("."))
 
 
 def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
@@ -51,9 +42,7 @@ def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _is_part(part: str, want: str) -> bool:
-    """A star is no wrapper, or what is wrapped would be one more module; but a user may have called
-    a module ``module``.
-    """
+    """Whether a part matches. A star stands for no wrapper, but for a module named ``module``."""
     if part in WRAPPERS and part != "module":
         return part == want
     return fnmatch.fnmatchcase(part, want)

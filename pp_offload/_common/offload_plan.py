@@ -1,10 +1,10 @@
-"""What each rank keeps, sends away and recomputes, chosen before a run; and the file of it.
+"""Plan of a run: what each rank keeps, offloads and recomputes; and the file of a plan.
 
     plan = OffloadPlan.load("plan.json")
     plan.ranks[0].stages[0][3].keeps
     plan.save("plan.json")
 
-:mod:`pp_offload.plan` makes them; the engine follows them.
+:mod:`pp_offload.plan` makes plans; the engine follows them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from pp_offload._common.checks import said
 from pp_offload.errors import ConfigError
@@ -26,7 +26,17 @@ FORMAT = "pp_offload plan 1"
 
 HOW = "expected a plan as `pp-offload plan -o` writes it"
 
-_T = TypeVar("_T")
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
+    "float": ("seconds of at least 0", lambda value: _is_number(value) and 0 <= value),
+    "Mapping[str, Any]": ("options by name", lambda value: isinstance(value, Mapping)),
+}
+"""By the type of a field, what a file must have there, and the check for it."""
+
+NEWER = {"optimizer_bytes", "on_demand_reloads", "max_in_flight_bytes", "prefetch_bytes", "options"}
+"""Fields that older files lack."""
 
 
 @dataclass(frozen=True)
@@ -36,71 +46,69 @@ class PlannedGroup:
     name: str
 
     nbytes: int
-    """That offloading it moves. A group that has others by then is not the one that was planned."""
+    """Bytes that an offload of the group moves. A group with other bytes is not the planned one."""
 
     keeps: bool
-    """Whether it stays on the device."""
+    """Whether the group stays on the device."""
 
     def is_it(self, name: str, nbytes: int) -> bool:
-        """Whether a group at its place is the one that was planned."""
+        """Whether a group at this place of the stage is the planned one."""
         return (self.name, self.nbytes) == (name, nbytes)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank does, and what that is to cost in a step."""
+    """What a rank does, and the predicted cost of a step."""
 
     stages: tuple[tuple[PlannedGroup, ...], ...]
     """Groups in forward order, by virtual stage."""
 
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of layers that backward recomputes whole, by virtual stage; for
-    :func:`pp_offload.recompute_layers`. There are no groups in them.
+    :func:`pp_offload.recompute_layers`. These layers have no groups.
     """
 
     peak_bytes: int = 0
-    """Of its device; parameters and gradients count, and the optimizer's state if one was planned
-    with.
-    """
+    """Peak of the device, with parameters, gradients and, where planned, the optimizer's state."""
 
     host_peak_bytes: int = 0
 
     seconds: float = 0.0
-    """Until its compute has ended."""
+    """Time from the begin of the step until compute of the rank has ended."""
 
     busy_s: float = 0.0
-    """Of that, how long compute works."""
+    """Part of ``seconds`` in which compute works."""
 
     stalled_s: float = 0.0
-    """How long it waits for copies."""
+    """Part of ``seconds`` in which compute waits for copies."""
 
     bytes_offloaded: int = 0
-    """Copied to the host."""
+    """Bytes copied to the host."""
 
     offload_s: float = 0.0
-    """How long these copies take."""
+    """Time that the copies to the host take."""
 
     on_demand_reloads: int | None = None
-    """Payloads that come only when backward is at their group; None where the file does not say."""
+    """Payloads that come only when backward is at their group; None in an older file."""
 
     optimizer_bytes: int = 0
-    """Of the peak, the state of the optimizer; 0 where none was planned with, or it has none."""
+    """Part of the peak that is the optimizer's state; 0 without an optimizer."""
 
     max_in_flight_bytes: int | None = None
-    """The option of this name, for this rank; None where the engine is to choose."""
+    """Option of this name, for this rank; None where the engine is to choose."""
 
     prefetch_bytes: int | None = None
-    """As ``max_in_flight_bytes``."""
+    """Option of this name, for this rank; None where the engine is to choose."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """On bytes in flight, and on what is ahead; None where the engine is to choose."""
+        """Bounds on bytes in flight and on bytes ahead; None where the engine is to choose."""
         if self.max_in_flight_bytes is None or self.prefetch_bytes is None:
             return None
         return self.max_in_flight_bytes, self.prefetch_bytes
 
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
-        """Names of the layers that one virtual stage recomputes."""
+        """Names of the layers that a virtual stage recomputes."""
         return self.recomputed[vp_stage] if vp_stage < len(self.recomputed) else ()
 
 
@@ -112,22 +120,20 @@ class OffloadPlan:
     """Model, schedule and device, in words."""
 
     limit_bytes: int
-    """No device's peak is above this."""
+    """Limit that no device's peak is above."""
 
     seconds: float
-    """Of a step, by this plan."""
+    """Time of a step by this plan."""
 
     least_seconds: float
-    """Of a step without any offload. No plan is faster: offload makes compute wait at times, and
-    never makes it wait less.
-    """
+    """Time of a step without any offload. No plan is faster: offload only adds waits."""
 
     ranks: tuple[RankPlan, ...]
 
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What it was made with, by name, and a run by it should have: options of
+    """Options the plan was made with, by name, which the run needs as well: those of
     :class:`pp_offload.OffloadConfig` that are not the default, ``num_microbatches`` and
-    ``schedule``. Empty where the file does not say.
+    ``schedule``. Empty in an older file.
     """
 
     def rank(self, number: int) -> RankPlan:
@@ -144,7 +150,7 @@ class OffloadPlan:
         )
 
     def with_limit(self, limit_bytes: int) -> Self:
-        """The same for a larger limit."""
+        """The same plan with another limit."""
         return replace(self, limit_bytes=limit_bytes)
 
     def recomputed_by_stage(
@@ -162,123 +168,99 @@ class OffloadPlan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; :meth:`from_dict` makes an equal one of it."""
+        """The plan as JSON can hold it; :meth:`from_dict` makes an equal plan of it."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` has given.
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """Make a plan of what :meth:`to_dict` has given.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The content is something else.
         """
-        if not isinstance(found, Mapping) or found.get("format") != FORMAT:
-            known = found.get("format") if isinstance(found, Mapping) else found
-            raise ConfigError(f"the format is {said(known)}, expected {FORMAT!r}; {HOW}")
-        return cls(
-            made_for=_value(found, "made_for", str),
-            limit_bytes=_count(found, "limit_bytes"),
-            seconds=_seconds(found, "seconds"),
-            least_seconds=_seconds(found, "least_seconds"),
-            ranks=_each(_list(found, "ranks"), _rank_plan),
-            options=_value(found, "options", Mapping) if "options" in found else {},
-        )
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+            actual = content.get("format") if isinstance(content, Mapping) else content
+            raise ConfigError(f"the format is {said(actual)}, expected {FORMAT!r}; {HOW}")
+        ranks = [
+            RankPlan(
+                stages=_lists_of(rank, "stages", _planned_group),
+                recomputed=_lists_of(rank, "recomputed", _layer_name),
+                **_plain(RankPlan, rank),
+            )
+            for rank in _list(_item(content, "ranks"))
+        ]
+        return cls(ranks=tuple(ranks), **_plain(cls, content))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Of a file.
+        """Read the plan of a file.
 
         Raises:
-            ConfigError: It holds no plan.
-            OSError: It cannot be read.
+            ConfigError: The file holds no plan.
+            OSError: The file cannot be read.
         """
         with open(path, encoding="utf-8") as file:
             try:
                 return cls.from_dict(json.load(file))
             except UnicodeDecodeError as failure:  # such as a trace, which is compressed
-                raise ConfigError(
-                    f"{os.fspath(path)} holds no plan, for it is no text; {HOW}"
-                ) from failure
+                problem = f"{os.fspath(path)} holds no plan, for it is no text; {HOW}"
+                raise ConfigError(problem) from failure
             except (ValueError, RecursionError) as failure:
                 raise ConfigError(f"{os.fspath(path)} holds no plan: {failure}") from failure
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As JSON.
+        """Write the plan as JSON.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=1)
             file.write("\n")
 
 
-def _rank_plan(found: Any) -> RankPlan:
-    return RankPlan(
-        stages=_each(_list(found, "stages"), lambda stage: _each(stage, _planned_group)),
-        recomputed=_each(_list(found, "recomputed"), lambda stage: _each(stage, _name)),
-        peak_bytes=_count(found, "peak_bytes"),
-        optimizer_bytes=_count_if_told(found, "optimizer_bytes") or 0,
-        max_in_flight_bytes=_count_if_told(found, "max_in_flight_bytes"),
-        prefetch_bytes=_count_if_told(found, "prefetch_bytes"),
-        host_peak_bytes=_count(found, "host_peak_bytes"),
-        seconds=_seconds(found, "seconds"),
-        busy_s=_seconds(found, "busy_s"),
-        stalled_s=_seconds(found, "stalled_s"),
-        bytes_offloaded=_count(found, "bytes_offloaded"),
-        offload_s=_seconds(found, "offload_s"),
-        on_demand_reloads=_count_if_told(found, "on_demand_reloads"),
-    )
+def _plain(record: type, content: Any) -> dict[str, Any]:
+    """Checked values of the fields of a record whose types are in :data:`KINDS`."""
+    values = {}
+    for each in fields(record):
+        kind = str(each.type).removesuffix(" | None")
+        is_left_out = each.name in NEWER and isinstance(content, Mapping)
+        if kind in KINDS and not (is_left_out and content.get(each.name) is None):
+            values[each.name] = _checked(kind, each.name, _item(content, each.name))
+    return values
 
 
-def _planned_group(found: Any) -> PlannedGroup:
-    return PlannedGroup(
-        name=_value(found, "name", str),
-        nbytes=_count(found, "nbytes"),
-        keeps=_value(found, "keeps", bool),
-    )
-
-
-def _name(found: Any) -> str:
-    if not isinstance(found, str):
-        raise ConfigError(f"found {said(found)} in place of the name of a layer; {HOW}")
-    return found
-
-
-def _each(found: Any, made_of: Callable[[Any], _T]) -> tuple[_T, ...]:
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise ConfigError(f"found {said(found)} in place of a list; {HOW}")
-    return tuple([made_of(one) for one in found])
-
-
-def _list(found: Any, name: str) -> Any:
-    return _value(found, name, (list, tuple))
-
-
-def _count(found: Any, name: str) -> int:
-    number: int = _value(found, name, int)
-    if number < 0:
-        raise ConfigError(f"{name} is {number}, expected an integer of at least 0; {HOW}")
-    return number
-
-
-def _count_if_told(found: Any, name: str) -> int | None:
-    """None where the file is older than what it counts."""
-    return None if found.get(name) is None else _count(found, name)
-
-
-def _seconds(found: Any, name: str) -> float:
-    seconds = float(_value(found, name, (int, float)))
-    if not 0 <= seconds < inf:
-        raise ConfigError(f"{name} is {seconds}, expected seconds of at least 0; {HOW}")
-    return seconds
-
-
-def _value(found: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    if not isinstance(found, Mapping) or name not in found:
-        raise ConfigError(f"{name} is missing in {said(found)}; {HOW}")
-    value = found[name]
-    is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not is_kind:
-        raise ConfigError(f"{name} is {said(value)}, which cannot be; {HOW}")
+def _checked(kind: str, name: str, value: Any) -> Any:
+    expected, is_right = KINDS[kind]
+    if not is_right(value):
+        raise ConfigError(f"{name} is {said(value)}, expected {expected}; {HOW}")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _item(content: Any, name: str) -> Any:
+    if not isinstance(content, Mapping) or name not in content:
+        raise ConfigError(f"{name} is missing in {said(content)}; {HOW}")
+    return content[name]
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"found {said(value)} in place of a list; {HOW}")
+    return value
+
+
+def _lists_of(rank: Any, name: str, make: Callable[[Any], Any]) -> tuple[tuple[Any, ...], ...]:
+    """Read one list for each virtual stage of a rank."""
+    return tuple(tuple(make(item) for item in _list(stage)) for stage in _list(_item(rank, name)))
+
+
+def _planned_group(content: Any) -> PlannedGroup:
+    return PlannedGroup(**_plain(PlannedGroup, content))
+
+
+def _layer_name(content: Any) -> str:
+    return str(_checked("str", "the name of a layer", content))

@@ -1,4 +1,4 @@
-"""What operators do to the bytes of their arguments, as their schemas say.
+"""Reads and writes of operators on the bytes of their arguments, by their schemas.
 
 schema = operator(torch.ops.aten.add_.Tensor)
 schema.operands(args, kwargs)   # [(tensor, "write"), (other, "read"), ...]
@@ -19,24 +19,22 @@ _METADATA_ONLY = (
     *("empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full"),
 )
-
-
 _DEPEND_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Operator:
-    """What the schema of an operator says.
+    """Facts of an operator from its schema.
 
     Args:
-        func: The overload.
+        func: An overload.
 
     Attributes:
-        label: Its name.
+        label: Name of the overload.
         is_view: Whether it only makes another view, or turns its argument into one.
-        is_allocation: Whether it only gives memory, without writing it.
-        only_writes: Whether it does not read what it writes in place, as a copy does not.
-        takes_rows: Whether it reads single rows of a tensor, which others say.
-        may_depend_on_data: Whether what it returns, or its size, may depend on values of tensors.
+        is_allocation: Whether it only allocates memory, without writing it.
+        only_writes: Whether it does not read the tensor that it writes in place, as a copy.
+        takes_rows: Whether it reads only the rows that another tensor names.
+        may_depend_on_data: Whether its result, or the size of it, may depend on values of tensors.
     """
 
     def __init__(self, func: Any) -> None:
@@ -46,11 +44,11 @@ class Operator:
         name = schema.name.split("::")[-1]
         self.is_view = (
             torch.Tag.inplace_view in func.tags
-            or name == "_unsafe_view"  # which says that it is none
+            or name == "_unsafe_view"  # whose schema says otherwise
             or any(alias is not None and not alias.is_write for alias in aliases)
         )
         self.is_allocation = name.startswith(_ALLOCATES)
-        self.only_writes = name in _ONLY_WRITE or any(one.is_out for one in schema.arguments)
+        self.only_writes = name in _ONLY_WRITE or any(arg.is_out for arg in schema.arguments)
         self.takes_rows = name in _TAKE_ROWS
         self.may_depend_on_data = not _DEPEND_ON_DATA.isdisjoint(func.tags)
         self._parameters: list[tuple[int, str, str]] = []
@@ -61,7 +59,7 @@ class Operator:
                 self._parameters.append((index, argument.name, kind))
 
     def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, str]]:
-        """The arguments whose bytes it touches, and what it does to them: ``read`` or ``write``."""
+        """Arguments whose bytes the operator touches, each with ``read`` or ``write``."""
         num = len(args)
         return [
             (args[index] if index < num else kwargs.get(name), kind)
@@ -70,4 +68,4 @@ class Operator:
 
 
 operator = cache(Operator)
-"""What is known of an overload; asked for once, for every operation of a program comes by."""
+"""Facts of an overload, made once: every operation of a program asks for them."""

@@ -1,10 +1,10 @@
-"""What all pictures have in common: colours, sizes, and how a file is written.
+"""Colours, sizes and files of all pictures.
 
     figure = new_figure(height_inches=4.0)
     figure.add_subplot().plot(..., color=BLUE)
     save(figure, "out.png")
 
-They take matplotlib: the extra ``plots``.
+Pictures need matplotlib: the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 
 WIDTH_INCHES, DOTS_PER_INCH = 8.0, 150
-"""As wide as a page of a code host shows it, with dots enough for a screen that has more."""
+"""Width of a page on a code host, and dots enough for a sharp screen."""
 
-# The colours of Okabe and Ito, which colour-blind people tell apart.
+# Colours of Okabe and Ito, which colour-blind people tell apart.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, YELLOW = "#0072B2", "#D55E00", "#CC79A7", "#F0E442"
 GREY, WHITE = "#BBBBBB", "#FFFFFF"
 FAINT = "#DDDDDD"
-"""Of lines and fields behind the others."""
 
 NEEDS = "a picture needs matplotlib, which is not installed; pip install matplotlib"
 
 
 def new_figure(height_inches: float, **options: Any) -> Figure:
-    """An empty picture of the usual width.
+    """Make an empty picture of the usual width.
 
     Raises:
-        ImportError: There is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -45,26 +44,22 @@ def new_figure(height_inches: float, **options: Any) -> Figure:
 
 
 def check_format(path: str | os.PathLike[str]) -> None:
-    """Check how the name of a picture's file ends.
+    """Check the suffix of a picture's file.
 
     Raises:
-        ValueError: Pictures do not end so.
+        ValueError: No picture has this suffix.
     """
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"{path} ends otherwise than pictures do, expected {', '.join(FORMATS)}")
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write it.
+    """Write a picture, without its date: the same picture is the same file each time.
 
     Raises:
         OSError: The file cannot be written.
     """
-    figure.savefig(path, dpi=DOTS_PER_INCH, metadata=_unchanging(Path(path)))
-
-
-def _unchanging(path: Path) -> dict[str, Any]:
-    """Or the same picture would be another file each time."""
-    return {".png": {"Software": None}, ".svg": {"Date": None}}.get(
-        path.suffix, {"CreationDate": None}
-    )
+    suffix = Path(path).suffix
+    dates = {".png": {"Software": None}, ".svg": {"Date": None}}
+    metadata: dict[str, Any] = dates.get(suffix, {"CreationDate": None})
+    figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)

@@ -1,12 +1,10 @@
-"""Which process this is: threads, copies under way and open files do not follow a fork.
+"""The current process. Threads, copies under way and open files do not follow a fork.
 
-An object that has them remembers the process it was made in, and checks it before it uses them.
+An object that owns such things notes its process, and checks it before each use.
 
     owner = current()
     ...
-    check(owner, "this saved tensor")   # raises in a process forked since
-
-Which rank it is, for its lines in a log of many, says :func:`rank_said`.
+    check(owner, "this saved tensor")   # raises in a forked process
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from pp_offload.errors import ForkedError
 
 HERE = [os.getpid()]
-"""The number of this process. Asking the system each time would cost a call per tensor."""
+"""Number of this process. A system call for each tensor would take too long."""
 
 
 def _after_fork() -> None:
@@ -29,19 +27,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> int:
-    """The number of this process."""
+    """Number of this process."""
     return HERE[0]
 
 
 def rank_said() -> str:
-    """``"rank 3: "``, for the begin of a line; empty without ranks."""
+    """Prefix of a log line: ``"rank 3: "``; empty without ``torch.distributed``."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     return f"rank {dist.get_rank()}: "
 
 
 def check(owner: int, what: str) -> None:
-    """Raise unless this is process ``owner``, the only one that can use ``what``.
+    """Check that this is process ``owner``, which alone can use ``what``.
 
     Raises:
         ForkedError: This is another process.

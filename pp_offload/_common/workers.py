@@ -1,27 +1,25 @@
-"""Threads that do what is queued, in turn.
-
-They are daemons: what nobody waits for does not keep a process from ending. They start when first
-needed, end with their queue, and a forked process, which has none of them, starts its own.
+"""Threads that do queued work in order.
 
     workers = Workers("disk", num_threads=4)
     piece = workers.submit(work)
-    piece.result()                  # what work gave, or raises what it raised
+    piece.result()                  # returns what work returned, or raises what it raised
+
+The threads are daemons, so a process may end while they work. They start when first needed and end
+with their queue. A forked process has none of them and starts its own.
 
 NOTE [ Signals and threads ]
-    A signal handler may raise between any two lines of the main thread, also in those of
-    ``threading.Event`` and ``Condition``, which then keep their lock for ever. So each waiter has a
-    lock of its own, which is C, and which nobody else needs. And an interrupt may leave a thread
-    started that nobody knows of. So a thread serves only if it finds a seat, and there are as many
-    seats as threads were asked for: with one seat, work is done in order, however many threads
-    there are.
+    A signal handler may raise between any two lines of the main thread, also inside
+    ``threading.Event`` and ``Condition``, which then keep their lock forever. So each waiter has a
+    lock of its own, which is C. An interrupt may also leave a thread started but not noted. So a
+    thread serves only if it takes a seat, and there are as many seats as threads were asked for:
+    with one seat, work is done in order, however many threads were started.
 
 NOTE [ Threads inside torch ]
-    Where torch copies or frees a tensor it gives up the interpreter's lock. Python ends a daemon
+    Torch gives up the interpreter's lock where it copies or frees a tensor. Python ends a daemon
     that takes this lock again while the process ends, and C++ then aborts the process. So threads
-    enter torch through :func:`inside_torch`, and the exit waits until all have come out, and closes
-    the doors. A thread may go through its own again: a finalizer that garbage collection runs there
-    may call torch, too. Elsewhere a thread may be ended anywhere: one that is stuck, as on a disk,
-    holds up no exit.
+    enter torch through :func:`inside_torch`, and the exit waits until all have come out and locks
+    these doors. A door is reentrant, because a finalizer of the same thread may call torch, too.
+    Elsewhere a thread may be ended anywhere: a thread that is stuck on a disk holds up no exit.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from pp_offload.errors import ClosedError
 _here = threading.local()
 
 _doors: list[threading.RLock] = []  # type: ignore[valid-type]
-"""One for each thread that serves, held inside torch. See NOTE [ Threads inside torch ]."""
+"""A lock for each thread that serves, held inside torch. See NOTE [ Threads inside torch ]."""
 
 _closed: list[None] = []
 """Not empty when the process ends."""
@@ -52,7 +50,7 @@ _nothing = nullcontext()
 
 
 def inside_torch() -> AbstractContextManager[object]:
-    """To be entered by a thread's work around what calls torch, or lets go of tensors."""
+    """Context for work of a thread that calls torch or releases tensors."""
     return getattr(_here, "door", _nothing)
 
 
@@ -67,17 +65,17 @@ os.register_at_fork(after_in_child=_doors.clear)  # the threads do not follow
 
 
 def is_worker() -> bool:
-    """Whether this is a thread of some :class:`Workers`."""
+    """Whether the current thread is one of :class:`Workers`."""
     return hasattr(_here, "is_worker")
 
 
 class Piece:
-    """Work for a thread, and the point where it has ended."""
+    """A piece of work for a thread, which others may wait for."""
 
     __slots__ = ("__weakref__", "_has_ended", "_owner", "_value", "_waiters", "_work", "failure")
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._work = [work]  # taken out by whoever does it or calls it off: one pop is atomic
+        self._work = [work]  # popped by run() or call_off(): a pop is atomic
         self._has_ended = False
         self._waiters: list[LockType] = []  # see NOTE [ Signals and threads ]
         self._owner = current()
@@ -85,7 +83,7 @@ class Piece:
         self.failure: BaseException | None = None
 
     def run(self) -> None:
-        """Do it, unless it was called off. What it refers to is let go of before it has ended."""
+        """Do the work, unless it was called off, and release it before the piece has ended."""
         try:
             work = self._work.pop()
         except IndexError:
@@ -99,7 +97,7 @@ class Piece:
         self._end()
 
     def call_off(self) -> bool:
-        """End it without doing it. If it had begun, it goes on, and this returns False."""
+        """End the piece without doing the work; returns False if the work has begun."""
         try:
             self._work.pop()
         except IndexError:
@@ -108,19 +106,19 @@ class Piece:
         return True
 
     def _end(self) -> None:
-        self._has_ended = True  # before the waiters are looked at: a later one sees it
+        self._has_ended = True  # before the loop: a later waiter sees the flag
         for waiter in self._waiters:
             waiter.release()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the work has ended, well or not."""
         return self._has_ended
 
     def wait(self) -> None:
-        """Block until it has ended.
+        """Block until the work has ended.
 
         Raises:
-            ForkedError: It was queued before this process was forked, whose threads do not follow.
+            ForkedError: The work was queued before a fork, in another process.
             ClosedError: The process ends.
         """
         if self._has_ended or sys.is_finalizing():  # then no thread runs any more
@@ -130,11 +128,11 @@ class Piece:
         mine = allocate_lock()
         mine.acquire()
         self._waiters.append(mine)
-        if not self._has_ended:  # else the lock may have been overlooked
-            mine.acquire()  # released at the end
+        if not self._has_ended:  # else _end() may have missed this lock
+            mine.acquire()  # released by _end()
 
     def result(self) -> Any:
-        """What it gave, once it has ended; raises what it raised."""
+        """Wait, and return what the work returned, or raise what it raised."""
         self.wait()
         if self.failure is not None:
             raise self.failure
@@ -146,17 +144,13 @@ def _check_not_closed() -> None:
         raise ClosedError("the process ends, and no thread copies any more; do this before its end")
 
 
-Work = SimpleQueue[Any]
-"""Pieces, and in the end a dead reference."""
-
-
 class Workers:
     """A queue of work, and the threads that do it.
 
     Args:
-        name: Of the threads.
-        num_threads: How many pieces may be under way at once. They begin in the order they came.
-        keep: What the threads refer to until they end.
+        name: Name of the threads.
+        num_threads: Most pieces under way at once. They begin in the order of the queue.
+        keep: An object that the threads refer to until they end.
     """
 
     def __init__(self, name: str, num_threads: int = 1, keep: object = None) -> None:
@@ -166,20 +160,20 @@ class Workers:
         self._begin()
 
     def _begin(self) -> None:
-        queue: Work = SimpleQueue()
+        queue: SimpleQueue[Any] = SimpleQueue()  # of pieces, and in the end of self._end
         self._seats: SimpleQueue[None] = SimpleQueue()
         for _ in range(self._num_threads):
             self._seats.put(None)
         self._serving: list[None] = []
         self._served: SimpleQueue[None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        # The callback is a C function, so nothing runs in Python where the last reference goes.
+        # The callback is C, so no Python code runs where the last reference is dropped.
         self._end = weakref.ref(self, queue.put)
         self._queue = queue
         self._owner = current()
 
     def submit(self, work: Callable[[], object]) -> Piece:
-        """Queue ``work``."""
+        """Queue work, and return its piece."""
         piece = self.piece(work)
         try:
             self.queue(piece)
@@ -189,11 +183,11 @@ class Workers:
         return piece
 
     def piece(self, work: Callable[[], object]) -> Piece:
-        """Work that is not queued yet."""
+        """Make a piece that is not queued yet."""
         return Piece(work)
 
     def queue(self, piece: Piece) -> None:
-        """Have a thread do it. A caller that is interrupted in here has to call it off."""
+        """Queue a piece. A caller that is interrupted inside must call the piece off."""
         _check_not_closed()
         if self._owner != current():
             self._begin()
@@ -207,7 +201,7 @@ class Workers:
     def shutdown(self) -> None:
         """Finish what is queued, and end the threads.
 
-        They are not joined: one whose start was cut off may never come to its end.
+        Threads are not joined: a thread whose start was cut off may never end.
         """
         self._queue.put(self._end)
         if self._owner == current():
@@ -224,7 +218,7 @@ class Workers:
         )
         try:
             thread.start()
-        except RuntimeError:  # no more threads, as late in the end of a process: do it here
+        except RuntimeError:  # late in the end of a process: queue() does the work itself
             return
         self._threads.append(thread)
 
@@ -233,7 +227,7 @@ def _serve(
     seats: SimpleQueue[None],
     serving: list[None],
     served: SimpleQueue[None],
-    queue: Work,
+    queue: SimpleQueue[Any],
     end: object,
     keep: object,
 ) -> None:
@@ -247,7 +241,7 @@ def _serve(
     while (piece := queue.get()) is not end:
         piece.run()
         with door:
-            del piece  # or it would be kept until the next
+            del piece  # else it would live until the next piece comes
     _doors.remove(door)
     queue.put(end)  # for the next thread
     served.put(None)

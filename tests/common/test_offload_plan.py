@@ -63,23 +63,23 @@ def changed(**values: Any) -> dict[str, Any]:
         ({}, "the format is None"),
         (changed(format="pp_offload plan 2"), "expected 'pp_offload plan 1'"),
         (changed(limit_bytes=-1), "limit_bytes is -1, expected an integer of at least 0"),
-        (changed(limit_bytes=True), "limit_bytes is True, which cannot be"),
-        (changed(seconds="1"), "seconds is '1', which cannot be"),
+        (changed(limit_bytes=True), "limit_bytes is True, expected an integer of at least 0"),
+        (changed(seconds="1"), "seconds is '1', expected seconds of at least 0"),
         (changed(seconds=float("nan")), "seconds is nan, expected seconds of at least 0"),
-        (changed(least_seconds=-1), "least_seconds is -1.0, expected seconds of at least 0"),
-        (changed(ranks="all"), "ranks is 'all', which cannot be"),
-        (changed(options=3), "options is 3, which cannot be"),
+        (changed(least_seconds=-1), "least_seconds is -1, expected seconds of at least 0"),
+        (changed(ranks="all"), "found 'all' in place of a list"),
+        (changed(options=3), "options is 3, expected options by name"),
         (changed(ranks=[{}]), "stages is missing in"),
         (changed(ranks=[3]), "stages is missing in 3"),
         (changed(ranks=[{"stages": [7]}]), "found 7 in place of a list"),
         (changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1}]]}]), "keeps is missing"),
         (
             changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1, "keeps": 1}]]}]),
-            "keeps is 1, which cannot be",
+            "keeps is 1, expected true or false",
         ),
         (
             changed(ranks=[PLAN.to_dict()["ranks"][0] | {"recomputed": [[1]]}]),
-            "found 1 in place of the name of a layer",
+            "the name of a layer is 1, expected a text",
         ),
     ],
 )
@@ -106,18 +106,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         OffloadConfig(plan=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "other", [{"activation_offload_fraction": 0.5}, {"delta_offload_bytes_across_pp_ranks": 1}]
-)
-def test_there_is_one_way_to_say_what_stays(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expected one way to say what stays"):
-        OffloadConfig(plan=PLAN, **other)
-
-
-NUM_GROUPS = 4
-"""Of the model below, in each chunk."""
-
-
 def steps(config: OffloadConfig, num: int = 3) -> tuple[list[torch.Tensor], list[int]]:
     """Gradients of the last step, and how many groups each step kept that may leave."""
     with use_backend(CpuBackend(), config=config) as manager:
@@ -132,9 +120,6 @@ def steps(config: OffloadConfig, num: int = 3) -> tuple[list[torch.Tensor], list
                 model(torch.ones(2, 8)).sum().backward()
             sent.append(manager.statistics().bytes_offloaded - before)
         off_interface.reset()
-        assert manager.offloader.plan.names
-        groups = [*next(iter(manager.offloader.plan.names.values()))]
-        assert len(groups) == len(set(groups)) or groups
     return [p.grad for p in model.parameters() if p.grad is not None], sent
 
 
@@ -176,13 +161,6 @@ def test_microbatches_that_no_step_had_before_go_by_the_plan() -> None:
         assert manager.statistics().bytes_offloaded == 0
 
 
-def test_a_plan_for_fewer_ranks_is_refused_before_a_forward() -> None:
-    with use_backend(CpuBackend(), config=OffloadConfig(plan=plan_of(True))) as manager:
-        manager.step.pipeline_rank = 1
-        with pytest.raises(ConfigError, match="for 1 pipeline ranks, and this is rank 1"):
-            off_interface.init_chunk_handler(None, None, 1)
-
-
 def bounds_by(config: OffloadConfig, num_steps: int) -> tuple[int, int]:
     """Of an engine, when a chunk of the last step has begun."""
     with use_backend(CpuBackend(), config=config) as manager:
@@ -215,12 +193,6 @@ def test_bounds_of_a_plan_hold_where_no_option_says_otherwise(
 def with_bounds(plan: OffloadPlan) -> OffloadPlan:
     (rank,) = plan.ranks
     return replace(plan, ranks=(replace(rank, max_in_flight_bytes=5000, prefetch_bytes=300),))
-
-
-def test_bounds_of_a_plan_of_no_waiting_wait_for_each_copy() -> None:
-    (rank,) = plan_of(False).ranks
-    plan = replace(PLAN, ranks=(replace(rank, max_in_flight_bytes=0, prefetch_bytes=0),))
-    assert bounds_by(OffloadConfig(plan=plan), 3) == (0, 0)
 
 
 def test_where_a_group_is_not_as_planned_bounds_are_of_the_engine() -> None:

@@ -1,4 +1,4 @@
-"""Private names of torch: each is there on the torch installed, and each stands in one file."""
+"""Private names of torch stand in one file; attributes and operators are on the torch installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_layers import ROOT, TREES, dotted
+from test_layers import TREES, dotted
 from torch import nn
 
 from pp_offload._common import torch_private
@@ -19,102 +19,66 @@ pytestmark = pytest.mark.smoke
 
 HERE = "_common.torch_private"
 
-OF_OTHERS = {"_can_checkpoint_with_cache", "_current_frames", "_getframe", "_replace"}
-"""Of transformers, ``sys`` and named tuples."""
-
-OURS = re.compile(r"pp_offload(\.|$)")
-
-
-EXAMPLES: dict[str, Callable[[], Any]] = {
-    "Tensor": lambda: torch.ones(1),
-    "UntypedStorage": lambda: torch.ones(1).untyped_storage(),
-    "Node": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
-    "ExpandBackward0": lambda: torch.ones(1, requires_grad=True).expand(2).grad_fn,
-    "ExpBackward0": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
-    "OpOverload": lambda: torch.ops.aten.mm.default,
-    "Library": lambda: torch.library.Library("aten", "IMPL"),
-    "Module": lambda: nn.Linear(1, 1),
-    "CheckpointWrapper": lambda: torch_private.CheckpointWrapper(nn.Linear(1, 1)),
-    "RNNBase": lambda: nn.LSTM(1, 1),
+ATTRIBUTES: dict[Callable[[], Any], str] = {
+    lambda: torch.ones(1): """_backward_hooks _base _fix_weakref _is_zerotensor
+        _post_accumulate_grad_hooks _use_count _version""",
+    lambda: torch.ones(1).untyped_storage(): "_cdata",
+    lambda: torch.ones(1, requires_grad=True).exp().grad_fn: """_input_metadata _sequence_nr
+        _set_sequence_nr _raw_saved_result""",
+    lambda: torch.ones(1, requires_grad=True).expand(2).grad_fn: "_saved_self_sym_sizes",
+    lambda: torch.ops.aten.mm.default: "_overloadpacket _schema",
+    lambda: torch.library.Library("aten", "IMPL"): "_destroy",
+    lambda: nn.Linear(1, 1): """_apply _backward_hooks _backward_pre_hooks _buffers _forward_hooks
+        _forward_pre_hooks _modules _non_persistent_buffers_set _parameters""",
+    lambda: torch_private.CheckpointWrapper(nn.Linear(1, 1)): "_checkpoint_wrapped_module",
+    lambda: nn.LSTM(1, 1): "_flat_weight_refs _flat_weights _flat_weights_names",
 }
-"""An object of each class that can be made in one process."""
+"""Private attributes of objects that can be made in one process."""
 
 SOURCES = {
-    "PipelineScheduleSingle": "distributed/pipelining/schedules.py",
-    "PipelineScheduleMulti": "distributed/pipelining/schedules.py",
-    "_PipelineScheduleRuntime": "distributed/pipelining/schedules.py",
-    "PipelineStage": "distributed/pipelining/stage.py",
-    "FullyShardedDataParallel": "distributed/fsdp/fully_sharded_data_parallel.py",
-    "OptimizedModule": "_dynamo/eval_frame.py",
+    "distributed/pipelining/schedules.py": "_n_microbatches _stage _stages _load_csv",
+    "distributed/pipelining/stage.py": "_prepare_backward_infra _prepare_forward_infra",
+    "distributed/fsdp/fully_sharded_data_parallel.py": "_fsdp_wrapped_module",
+    "_dynamo/eval_frame.py": "_orig_mod",
 }
-"""The file of torch that has each other class: an object would take a process group or a compiler,
-so its attributes are looked for in the source.
-"""
+"""Private attributes of other objects, which are looked for in the source of torch."""
+
+OPERATORS = """_grouped_mm _scaled_dot_product_attention_math _scaled_dot_product_efficient_attention
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_backward _to_copy _unsafe_view""".split()
+
+NOT_IN_ALL = {"_inference_mode", "_recomputation_hook", "_c10d_functional"}
+"""Names that the package does without where torch lacks them."""
+
+OF_OTHERS = {"_can_checkpoint_with_cache", "_current_frames", "_getframe", "_replace"}
+"""Names of transformers, ``sys`` and named tuples."""
+
+LISTED = {name for names in (*ATTRIBUTES.values(), *SOURCES.values()) for name in names.split()}
 
 
-@pytest.mark.parametrize("path", torch_private.FUNCTIONS)
-def test_a_name_is_there(path: str) -> None:
-    if path not in torch_private.ONLY_IN:
-        torch_private.look_up(path)
-
-
-@pytest.mark.parametrize("kind", torch_private.ATTRIBUTES)
-def test_attributes_are_there(kind: str) -> None:
-    names = {
-        name
-        for name in torch_private.ATTRIBUTES[kind]
-        if f"{kind}.{name}" not in torch_private.ONLY_IN
-    }
-    if kind in EXAMPLES:
-        example = EXAMPLES[kind]()
-        missing = {name for name in names if not hasattr(example, name)}
-    else:
-        source = (Path(torch.__file__).parent / SOURCES[kind]).read_text()
-        assert f"class {kind}(" in source
-        missing = {name for name in names if not re.search(rf"\b{name}\b", source)}
-    assert not missing, f"{kind} of torch {torch.__version__}"
-
-
-@pytest.mark.parametrize("path", torch_private.OPERATORS)
-def test_an_operator_is_there(path: str) -> None:
-    torch_private.look_up(f"torch.ops.{path}")
-
-
-def test_what_is_only_in_some_is_in_a_table() -> None:
-    names = {f"{kind}.{name}" for kind, all_ in torch_private.ATTRIBUTES.items() for name in all_}
-    listed = {*torch_private.FUNCTIONS, *names}
-    assert set(torch_private.ONLY_IN) <= listed
-
-
-def test_a_missing_name_is_said_with_the_versions_that_have_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(torch, "_neg_view")
-    assert list(torch_private.missing()) == ["torch._neg_view"]
-    said = torch_private.complaint(AttributeError("one of them"))
-    assert f"torch {torch.__version__} lacks torch._neg_view" in said
-    assert "2.10 or later" in said
-
-
-def test_nothing_is_missing() -> None:
-    assert not list(torch_private.missing())
+def test_attributes_and_operators_are_there() -> None:
+    for make, names in ATTRIBUTES.items():
+        example = make()
+        assert not [name for name in names.split() if not hasattr(example, name)], example
+    for path, names in SOURCES.items():
+        source = (Path(torch.__file__).parent / path).read_text()
+        assert not [name for name in names.split() if not re.search(rf"\b{name}\b", source)], path
+    assert not [name for name in OPERATORS if not hasattr(torch.ops.aten, name)]
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def defined() -> set[str]:
+def defined() -> Iterator[str]:
     """Names that the package gives: of functions, classes, variables, attributes and slots."""
-    found: set[str] = set()
     for node in (node for tree in TREES.values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr if dotted(node.value) == "self" else "")
-    return found
+            yield node.attr if dotted(node.value) == "self" else ""
 
 
 ASK = {"delattr", "getattr", "hasattr", "setattr"}
@@ -137,33 +101,16 @@ def names_used(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield from ((part, path) for part in path.split("."))
 
 
-LISTED = {name for names in torch_private.ATTRIBUTES.values() for name in names}
-OPERATORS = {part for path in torch_private.OPERATORS for part in path.split(".")}
-
-
 def test_private_names_of_torch_stand_in_one_file() -> None:
-    """Functions and classes are used there alone; attributes and operators are listed there."""
-    ours = defined()
+    """Functions and classes are used there alone; attributes and operators are listed here."""
+    allowed = LISTED | {*OPERATORS} | NOT_IN_ALL | OF_OTHERS | {*defined()}
     for file, tree in TREES.items():
         for name, of in names_used(tree):
-            if file == HERE or not is_private(name) or OURS.match(of):
+            if file == HERE or not is_private(name) or re.match(r"pp_offload(\.|$)", of):
                 continue
             if of.startswith("torch.") and not of.startswith("torch.ops"):
                 raise AssertionError(f"{file} uses {of}: import it in {HERE}")
-            is_known = name in LISTED | OPERATORS | OF_OTHERS or name in ours
-            assert is_known and of != "torch", f"{file} uses {of}.{name}: list it in {HERE}"
-
-
-def test_every_name_listed_is_used() -> None:
-    text = "\n".join(
-        path.read_text() for path in Path(ROOT).rglob("*.py") if path.stem != "torch_private"
-    )
-    own = Path(torch_private.__file__).read_text()
-    for name in (*LISTED, *(path.split(".")[1] for path in torch_private.OPERATORS)):
-        assert re.search(rf"\b{name}\b", text) or own.count(name) > 1, name
-    for path in torch_private.FUNCTIONS:
-        name = path.rpartition(".")[2]
-        assert re.search(rf"\b{name}\b", text) or len(re.findall(rf"\b{name}\b", own)) > 1, name
+            assert name in allowed and of != "torch", f"{file} uses {of}.{name}: list it here"
 
 
 def test_a_node_tells_what_a_pack_hook_returned() -> None:
