@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,23 +21,18 @@ from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
     ConfigError,
-    DiskTierError,
     GroupStateError,
     OffloadConfig,
     OffloadError,
     PipelineOffloadManager,
     offload_modules,
     recompute_layers,
-    use_backend,
-)
-from pp_offload import (
-    FineGrainedActivationOffloadingInterface as off_interface,
 )
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._core.keys import ChunkKey
-from pp_offload._core.tensors import StorageSet
-from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload.pipelining import attach
+
+ALL = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
+"""Options with which all groups leave."""
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
@@ -109,84 +101,23 @@ def test_layers_that_a_plan_has_recomputed_have_to_be(schedule: Any) -> None:
             assert handle.manager.statistics().bytes_offloaded > 0
 
 
-def test_the_wrapped_methods_are_restored(schedule: Any) -> None:
-    stage = schedule._stage
-    with attach(schedule, {"layer": "*"}):
-        assert all(name in vars(stage) for name in WRAPPED)
-        assert "step" in vars(schedule)
-    assert not any(name in vars(stage) for name in WRAPPED)
-    assert "step" not in vars(schedule)
-
-
-def test_parameters_are_added_to_what_is_kept_where_one_changed(
-    schedule: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added: list[Tensor] = []
-    add = StorageSet.add
-
-    def noted(kept: StorageSet, tensor: Tensor) -> None:
-        added.append(tensor)
-        add(kept, tensor)
-
-    monkeypatch.setattr(StorageSet, "add", noted)
-    with attach(schedule):
-        for _ in range(2):
-            step(schedule)
-        assert len(added) == len(list(schedule._stage.submod.parameters()))
-        added.clear()
-        weight = schedule._stage.submod[1][0].weight
-        weight.data = weight.data.clone()
-        for _ in range(2):
-            step(schedule)
-        assert len(added) == 1 and added[0] is weight
-        more = nn.Linear(8, 8, device=weight.device)
-        schedule._stage.submod = nn.Sequential(*schedule._stage.submod, more)
-        step(schedule)
-        assert len(added) == 3
-        schedule._stage.submod.register_buffer("first", torch.ones(5, device=weight.device))
-        step(schedule)
-    assert len(added) == 4
-
-
 def test_steps_with_before_and_after_are_equal(schedule: Any) -> None:
+    """And schedule and stage have their own methods again."""
     before = step(schedule)
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ) as handle:
+    with attach(schedule, {"layer": "*"}, ALL) as handle:
         during = [step(schedule) for _ in range(3)]
         assert handle.manager.statistics().bytes_offloaded > 0
+        assert all(name in vars(schedule._stage) for name in WRAPPED)
     after = step(schedule)
+    assert not any(name in vars(schedule._stage) for name in WRAPPED)
+    assert "step" not in vars(schedule)
     for seen in (*during, after):
         assert all(a.equal(b) for a, b in zip(before, seen, strict=True))
 
 
-def test_the_chunk_in_backward_is_known_before_its_first_gradient(schedule: Any) -> None:
-    seen: list[int | None] = []
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ) as handle:
-        last = schedule._stage.submod[-1]
-
-        def note(module: nn.Module, gradients: tuple[Tensor, ...]) -> None:
-            chunk = handle.manager.cur_backward_chunk()
-            seen.append(None if chunk is None or chunk.key is None else chunk.key.microbatch)
-
-        with last.register_full_backward_pre_hook(note):
-            step(schedule)
-    assert seen == [0, 1, 2, 3]
-
-
 def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
     """Not an evaluation, nor what runs between and behind the chunks of a step."""
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ) as handle:
+    with attach(schedule, {"layer": "*"}, ALL) as handle:
         step(schedule)  # the first one runs the model to infer shapes
         manager, seen, between = handle.manager, [], []
         loss_fn = schedule._loss_fn
@@ -207,45 +138,6 @@ def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
     assert len(seen) >= 8 and not any(seen[4:])
 
 
-def test_a_step_that_raises_is_over_at_once(schedule: Any) -> None:
-    """And not when the next one begins, which may be never."""
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ) as handle:
-        handles = [schedule._stage.submod[0].register_full_backward_hook(lambda *args: 1 // 0)]
-        with pytest.raises(RuntimeError):
-            step(schedule)
-        handles.pop().remove()
-        assert handle.manager.cur_backward_chunk() is None
-        assert handle.manager.cur_forward_chunk() is None
-
-
-def test_a_step_that_raises_leaves_the_next_one_whole(schedule: Any) -> None:
-    expected = step(schedule)
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ):
-        step(schedule)
-        with (
-            pytest.raises(RuntimeError, match="failed to run forward"),
-            _failing(schedule._stage.submod[1]),
-        ):
-            step(schedule)
-        schedule._stage.clear_runtime_states()
-        assert all(a.equal(b) for a, b in zip(expected, step(schedule), strict=True))
-
-
-def _failing(module: nn.Module) -> Any:
-    def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        raise ValueError("wrong")
-
-    return module.register_forward_pre_hook(fail)
-
-
 class Interrupt(BaseException):
     """As KeyboardInterrupt: PyTorch calls no hook at the end of a module's forward."""
 
@@ -258,11 +150,7 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
     def interrupt(*_: object) -> None:
         raise Interrupt
 
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ) as handle:
+    with attach(schedule, {"layer": "*"}, ALL) as handle:
         step(schedule)
         failing = (
             middle[1].register_full_backward_pre_hook(interrupt)
@@ -280,37 +168,11 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
         assert_idle(handle.manager)
 
 
-@pytest.mark.parametrize("part", BackwardPass)
-def test_an_interrupted_part_of_a_backward_ends(
-    manager: PipelineOffloadManager, part: BackwardPass
-) -> None:
-    """What backward uses later is none of it, and the next step is right."""
-    key = ChunkKey(0, 0)
-    x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = SplitBackward(frozenset([key]), is_keeping=True)
-    manager.offloader.follow_parts(split)
-    for ends in (False, True):
-        off_interface.reset()
-        off_interface.init_chunk_handler(None, None, 1)
-        with off_interface(True, x, "g"):
-            y = x.sin()
-        y = off_interface.group_commit(y, name="g")
-        with nullcontext() if ends else pytest.raises(Interrupt):
-            with manager.backward_pass(key, part):
-                (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-                if not ends:
-                    raise Interrupt
-        assert same([gradient], torch.autograd.grad(y.sum(), x)) and gradient.equal(x.cos())
-        del y
-    assert_idle(manager)
-
-
 def test_two_schedules_share_a_manager(schedule: Any) -> None:
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     expected = step(schedule)
-    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
-    with attach(other, None, config) as first:
+    with attach(other, None, ALL) as first:
         with attach(schedule, {"layer": "*"}) as handle:
             for one in (schedule, other, schedule):
                 assert same(expected, step(one))
@@ -371,41 +233,14 @@ def test_a_step_that_is_refused_leaves_that_of_another_thread_as_it_is(
     assert_no_hooks()
 
 
-def test_a_schedule_that_learns_its_shapes_after_another_was_detached(schedule: Any) -> None:
-    stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
-    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ):
-        attach(other).detach()
-        losses = step(schedule)
-    assert same(losses, step(schedule))
-
-
 def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> None:
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ):
+    with attach(schedule, {"layer": "*"}, ALL):
         with pytest.raises(OffloadError, match="min_offloaded_tensor_size=2"):
             attach(other, None, OffloadConfig(min_offloaded_tensor_size=2))
         step(schedule)
     attach(other, None, OffloadConfig(min_offloaded_tensor_size=2)).detach()
-
-
-def test_tensors_marked_before_a_new_config_stay_marked(schedule: Any) -> None:
-    device = schedule._stage.device
-    marked = torch.ones(30).to(device)
-    PipelineOffloadManager.get_instance().mark_not_offloadable(marked)
-    with attach(
-        schedule, None, OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
-    ) as handle:
-        assert not handle.manager.offloader.engine.eligibility.admits(marked, 1)
 
 
 def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:
@@ -422,48 +257,6 @@ def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> Non
     assert "step" not in vars(schedule)
 
 
-def test_attaching_with_other_options_keeps_the_manager(schedule: Any) -> None:
-    before = PipelineOffloadManager.get_instance()
-    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1, prefetch_bytes=0)
-    with attach(schedule, {"layer": "*"}, config) as handle:
-        assert handle.manager is before is PipelineOffloadManager.get_instance()
-        assert before.config == config
-        step(schedule)
-        assert before.statistics().bytes_offloaded > 0
-
-
-def test_options_that_cannot_be_had_leave_the_schedule_as_it_was(
-    schedule: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "no-directory").touch()
-    config = OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "no-directory")
-    with pytest.raises(DiskTierError, match="no-directory"):
-        attach(schedule, {"layer": "*"}, config)
-    assert not any(name.endswith("_handle") for name in vars(schedule))
-    with attach(schedule, {"layer": "*"}):
-        step(schedule)
-
-
-def test_the_old_disk_tier_still_serves_after_attaching_failed(
-    schedule: Any, tmp_path: Path
-) -> None:
-    backend = PipelineOffloadManager.get_instance().backend
-    config = OffloadConfig(
-        device_limit_bytes=None, min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path
-    )
-    expected = step(schedule)
-    with use_backend(backend, config=config) as manager:
-        with pytest.raises(ValueError, match="matches no module"):
-            attach(
-                schedule,
-                {"layer": "nowhere"},
-                OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-            )
-        with attach(schedule, {"layer": "*"}):
-            assert same(expected, step(schedule))
-        assert manager.statistics().disk_bytes_peak > 0
-
-
 def test_what_the_user_put_on_the_schedule_is_there_again(schedule: Any) -> None:
     inner = schedule.step
     calls: list[str] = []
@@ -473,22 +266,10 @@ def test_what_the_user_put_on_the_schedule_is_there_again(schedule: Any) -> None
         return inner(*args, **kwargs)
 
     schedule.step = mine
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ):
+    with attach(schedule, {"layer": "*"}, ALL):
         step(schedule)
     assert vars(schedule)["step"] is mine
     assert calls == ["mine"]
-
-
-def test_detaching_forgets_the_order_the_schedule_told(schedule: Any) -> None:
-    with attach(schedule, {"layer": "*"}) as handle:
-        queue = handle.manager.step.queue
-        step(schedule)
-        assert queue._order and queue.is_told
-    assert not queue._order and not queue.is_told
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -505,24 +286,6 @@ def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:
     with attach(other):
         pass
     assert not [name for name in vars(schedule._stage) if name.endswith(("_one_chunk", "_handle"))]
-
-
-def test_a_copy_made_while_attached_is_free_once_detached(schedule: Any) -> None:
-    model = schedule._stage.submod
-    with attach(
-        schedule,
-        {"layer": "*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ):
-        step(schedule)
-        twin = copy.deepcopy(model)
-    twin(torch.ones(8, 8).to(schedule._stage.device)).sum().backward()
-    stage = PipelineStage(twin, 0, 1, schedule._stage.device)
-    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    twin.zero_grad()
-    with attach(other, {"part": "*.1"}) as handle:
-        assert same(step(schedule), step(other))
-        assert handle.manager.statistics().bytes_offloaded > 0
 
 
 class Layer(nn.Module):
@@ -589,9 +352,7 @@ def test_stages_that_share_a_module(
     expected = step_of_all(schedule)
     groups = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
     for _ in range(2):
-        with attach(
-            schedule, groups, OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
-        ):
+        with attach(schedule, groups, ALL):
             assert len(attn._forward_pre_hooks) == 1
             for _ in range(3):
                 assert same_bits(step_of_all(schedule), expected)
@@ -600,22 +361,6 @@ def test_stages_that_share_a_module(
         assert num_hooks(schedule) == 0
         assert_idle(manager)
     assert same_bits(step_of_all(schedule), expected)
-
-
-@between_stages
-def test_stages_that_are_one_module(manager: PipelineOffloadManager, one_rank: None) -> None:
-    model = Stage(nn.Linear(8, 8))
-    schedule = two_stages(ScheduleInterleaved1F1B, model, model)
-    expected = step_of_all(schedule)
-    with attach(
-        schedule,
-        {"layer": "layers.*"},
-        OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1),
-    ):
-        for _ in range(3):
-            assert same_bits(step_of_all(schedule), expected)
-        assert manager.statistics().bytes_offloaded > 0
-    assert num_hooks(schedule) == 0
 
 
 @between_stages
@@ -648,19 +393,3 @@ def test_a_module_that_has_a_group_of_somebody_else(
         assert num_hooks(schedule) == 1
     attach(schedule, groups).detach()
     assert num_hooks(schedule) == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@between_stages
-def test_a_later_stage_that_takes_no_hooks_leaves_the_first_as_it_was(
-    manager: PipelineOffloadManager, one_rank: None
-) -> None:
-    models = Stage(nn.Linear(8, 8)), Stage(torch.jit.script(nn.Linear(8, 8)))
-    schedule = two_stages(ScheduleInterleaved1F1B, *models)
-    expected = step_of_all(schedule)
-    with pytest.raises(ValueError, match=r"module 'layers\.0\.attn' of stage 1 is a Recursive"):
-        attach(schedule, {"attn": "layers.*.attn"})
-    assert num_hooks(schedule) == 0
-    assert not any(name in vars(stage) for stage in schedule._stages for name in WRAPPED)
-    with attach(schedule, {"mlp": "layers.*.mlp"}):
-        assert same_bits(step_of_all(schedule), expected)

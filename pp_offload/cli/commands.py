@@ -1,4 +1,4 @@
-"""The commands: each prints text or JSON, and returns the exit code.
+"""Commands: each prints text or JSON, and returns the exit code.
 
 code = getattr(commands, given.command)(given)
 """
@@ -130,7 +130,7 @@ def config_of(given: Namespace) -> OffloadConfig:
 
 @contextmanager
 def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> Iterator[Chooser]:
-    """Planner of a pipeline, which shows its progress inside."""
+    """Make the planner of a pipeline, which shows its progress inside."""
     with progress_line() as progress:
         tapes = _tapes(given, pipeline, config)
         with errors_of("--schedule"):
@@ -153,7 +153,7 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], Callable[..., None]] | None]:
-    """Maker of functions that show how far a part of the work is; None without a terminal."""
+    """Give a maker of functions that show progress; None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -170,7 +170,7 @@ def _show(name: str, done: int, total: int | None = None) -> None:
 
 
 def _bytes_of(limit: str) -> int:
-    """Bytes of a size; so few that a unit was forgotten are an error."""
+    """Bytes of a size. So few bytes that a unit was forgotten are an error."""
     nbytes = parse_limit(limit)
     if nbytes is None:
         units = ", ".join(UNITS)

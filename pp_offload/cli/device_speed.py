@@ -1,4 +1,4 @@
-"""Measured rates of a device, and what launches and pinning cost, as ``Hardware``.
+"""Measured rates of a device, and the cost of launches and pinning, as ``Hardware``.
 
 hardware = DeviceSpeed(device, nbytes=2**28).hardware()
 hardware.link_bytes_per_s
@@ -22,7 +22,7 @@ from pp_offload.backends import default_backend
 from pp_offload.simulate import Hardware
 
 SUSTAINED_S = 1.0
-"""How long products run before they are timed: clocks fall when a device gets hot."""
+"""Time of products before they are timed: clocks fall when a device gets hot."""
 
 NUM_ROUNDS, NUM_COPIES, NUM_LAUNCHES = 5, 8, 200
 
@@ -31,10 +31,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class DeviceSpeed:
-    """Measures a device. On the CPU nothing runs beside anything else.
+    """Measures a device. On the CPU copies do not run beside compute.
 
     Args:
-        device: What is measured.
+        device: Device to measure.
         nbytes: Size of a copy, at least 4 KiB. Matrices are at most a quarter as large.
     """
 
@@ -46,7 +46,7 @@ class DeviceSpeed:
         self._matrices = [self._random(self._width, self._width) for _ in range(2)]
 
     def hardware(self) -> Hardware:
-        """All figures but those of disks."""
+        """Measure all figures but those of disks."""
         begin_s = time.perf_counter()
         hosts = [self._backend.allocate_host(self._nbytes) for _ in range(2)]
         pin_s = time.perf_counter() - begin_s
@@ -82,11 +82,9 @@ class DeviceSpeed:
         )
 
     def copy_rates(self, pairs: Sequence[Pair], num: int = NUM_COPIES) -> list[float]:
-        """Bytes a second of copies at once, each on its own stream, in the best of some rounds.
+        """Measure bytes a second of ``num`` copies of each pair, each pair on its own stream.
 
-        Args:
-            pairs: Pinned memory and the device's.
-            num: Copies of each pair that follow each other.
+        Returns the best of some rounds.
         """
         return max((self._rates(pairs, num) for _ in range(NUM_ROUNDS)), key=sum)
 
@@ -99,7 +97,7 @@ class DeviceSpeed:
         return [num * a.nbytes / ms * 1e3 for (a, _), ms in zip(pairs, milliseconds, strict=True)]
 
     def _copies(self, pairs: Sequence[Pair], num: int) -> list[Any]:
-        """Launch copies, each pair on a stream of its own; events of their begins and ends."""
+        """Launch copies; returns events of their begins and ends."""
         spans, streams = [], (self._backend.d2h, self._backend.h2d)
         for (target, source), stream in zip(pairs, streams, strict=False):
             begin = time_of(self._backend, stream)
@@ -108,7 +106,7 @@ class DeviceSpeed:
         return spans
 
     def _seconds(self, work: Callable[[], object], num: int = 1) -> float:
-        """Device's time for each of ``num`` calls that follow each other."""
+        """Device's time for each of ``num`` calls in a row."""
         begin: Any = time_of(self._backend, self._backend.current_stream())
         for _ in range(num):
             work()
@@ -139,7 +137,7 @@ class DeviceSpeed:
         return self._median_s(forward), self._median_s(backward)
 
     def _slowdown(self, pair: Pair) -> float:
-        """Part of a product's speed that is lost beside copies, in rounds that take turns."""
+        """Part of a product's speed that is lost beside copies."""
         if self._is_host:
             return 0.0
         alone, beside = [], []
@@ -163,7 +161,7 @@ class DeviceSpeed:
         return launch_s, self._seconds(x.zero_, NUM_LAUNCHES)
 
     def _workspace_bytes(self) -> int:
-        """Device memory that libraries take for forward and backward, whose thread is another."""
+        """Device memory that libraries take for forward, and on the thread of backward."""
         before = self._backend.allocated()
         x = self._matrices[0].detach().requires_grad_()
         (x @ self._matrices[1]).backward(self._matrices[1])

@@ -1,4 +1,4 @@
-"""``pp-offload doctor``: what this machine has for offload. What cannot be found says why."""
+"""``pp-offload doctor``: facts of this machine for a bug report. An unknown fact says why."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ import numpy
 import torch
 
 from pp_offload import __version__
-from pp_offload._memory.budget import (
-    CGROUPS,
-    LOCAL_RANKS,
-    SHARE,
-    UNLIMITED,
-    HostBudget,
-    available_bytes,
-    ranks_on_this_host,
-)
+from pp_offload._memory import budget
 from pp_offload._memory.checksum import checksum_version
 from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
@@ -39,24 +31,28 @@ MIB, GIB, GB = 2**20, 2**30, 10**9
 VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
-    *("HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", *LOCAL_RANKS),
+    *("HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", *budget.LOCAL_RANKS),
 )
-"""They change how memory is allocated, how copies overlap, or how the budget is divided."""
+"""Variables that change how memory is allocated, how copies overlap, or the host budget."""
 
 Ask = Callable[[], object]
 
 
 def doctor(given: Namespace) -> int:
-    """Print what is here, and measure the device where that is asked for."""
+    """Print facts of the machine; with ``--measure`` also measure the device, into a file."""
     if given.disk_dir is not None and not given.disk_dir.is_dir():
         raise wrong("--disk-dir", f"found {given.disk_dir}, expected a directory that is there")
     check_target("--measure", given.measure)
-    directory = given.disk_dir or Path(tempfile.gettempdir())
+    directory, disk_bytes = given.disk_dir or Path(tempfile.gettempdir()), given.disk_mib * MIB
     if given.measure is not None:
-        measured = _measured(given.measure_mib * MIB, directory, given.disk_mib * MIB)
+        measured = _measured(given.measure_mib * MIB, directory, disk_bytes)
         given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    facts = facts_of(directory, given.disk_mib * MIB)
-    report(_text(facts), facts, as_json=given.json)
+    facts_by_topic = facts_of(directory, disk_bytes)
+    lines = []
+    for topic, facts in facts_by_topic.items():
+        width = max(map(len, facts))
+        lines += ["", topic, *(f"  {name.ljust(width)}  {text}" for name, text in facts.items())]
+    report("\n".join(lines[1:]), facts_by_topic, as_json=given.json)
     return 0
 
 
@@ -66,32 +62,22 @@ def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[s
     if disk_bytes:
         write, read = disk_speed(directory, disk_bytes)
         hardware = replace(hardware, disk_write_bytes_per_s=write, disk_read_bytes_per_s=read)
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    machine = {**versions, "date": time.strftime("%Y-%m-%d")}
     return {"machine": machine, "hardware": asdict(hardware)}
-
-
-def _text(facts_by_topic: dict[str, dict[str, str]]) -> str:
-    lines = []
-    for topic, facts in facts_by_topic.items():
-        width = max(map(len, facts))
-        lines += ["", topic, *(f"  {name.ljust(width)}  {text}" for name, text in facts.items())]
-    return "\n".join(lines[1:])
 
 
 def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
     """Facts by topic and name.
 
     Args:
-        directory: Where the disk is tried.
+        directory: Directory whose disk is tried.
         disk_bytes: Size of the file for that; 0 for none.
-        root: Where ``proc`` and ``sys`` are.
+        root: Directory of ``proc`` and ``sys``.
     """
-    share = f"{SHARE:.0%} of what is available / ranks"
+    share = f"{budget.SHARE:.0%} of what is available / ranks"
     variables = {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+    speed = f"speed, {disk_bytes // MIB} MiB" if disk_bytes else "speed"
     topics: dict[str, Mapping[str, Ask]] = {
         "versions": {
             "pp_offload": lambda: __version__,
@@ -104,10 +90,10 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "device": {"engine's backend": lambda: default_backend().name} | _accelerators(),
         "host memory": {
             "there is": lambda: _total(root / "proc/meminfo"),
-            "available": lambda: _gib(available_bytes(root)),
+            "available": lambda: _gib(budget.available_bytes(root)),
             "cgroup": lambda: "; ".join(_cgroups(root)) or "no limit found",
-            "ranks on this host": ranks_on_this_host,
-            "host budget of a rank": lambda: f"{_gib(HostBudget().limit_bytes)}, {share}",
+            "ranks on this host": budget.ranks_on_this_host,
+            "host budget of a rank": lambda: f"{_gib(budget.HostBudget().limit_bytes)}, {share}",
             "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
         },
         "pinned memory": {"limit (ulimit -l)": _memlock, "pinning 1 MiB": _pin},
@@ -115,9 +101,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "disk": {
             "file system": lambda: file_system_of(directory),
             "free": lambda: _gib(disk_usage(directory).free),
-            f"speed, {disk_bytes // MIB} MiB" if disk_bytes else "speed": partial(
-                _speed, directory, disk_bytes
-            ),
+            speed: lambda: _speed(directory, disk_bytes),
         },
         "environment": variables or {"of those that matter": lambda: "none is set"},
     }
@@ -127,7 +111,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
 
 
 def _answer(ask: Ask) -> str:
-    """Answer, or why there is none: a report that fails helps nobody."""
+    """Answer, or why there is none: a report must not fail."""
     try:
         return str(ask())
     except Exception as failure:
@@ -165,19 +149,20 @@ def _total(meminfo: Path) -> str:
 
 
 def _cgroups(root: Path) -> Iterator[str]:
-    """Limits of versions 2 and 1 for this process."""
+    """Limits of this process by cgroups of versions 2 and 1."""
     lines = (root / "proc/self/cgroup").read_text().splitlines()
     groups = [line.split(":", 2)[1:] for line in lines]
     members = {name: path for names, path in groups for name in names.split(",")}
-    for controller, folder, limit_name, used_name, _ in CGROUPS:
+    for controller, folder, limit_name, used_name, _ in budget.CGROUPS:
         base = root / folder
-        places = base / members.get(controller, "").strip("/"), base
-        place = next((place for place in places if (place / limit_name).is_file()), None)
-        if place is not None:
-            texts = ((place / name).read_text() for name in (limit_name, used_name))
-            limit, used = (int(text.replace("max", str(UNLIMITED))) for text in texts)
-            of = _gib(limit) if limit < UNLIMITED else "no limit"
-            yield f"version {1 if controller else 2}: {_gib(used)} used of {of}"
+        for place in (base / members.get(controller, "").strip("/"), base):
+            if (place / limit_name).is_file():
+                texts = ((place / name).read_text() for name in (limit_name, used_name))
+                unlimited = str(budget.UNLIMITED)
+                limit, used = (int(text.replace("max", unlimited)) for text in texts)
+                of = _gib(limit) if limit < budget.UNLIMITED else "no limit"
+                yield f"version {1 if controller else 2}: {_gib(used)} used of {of}"
+                break
 
 
 def _memlock() -> str:
@@ -218,19 +203,18 @@ def _speed(directory: Path, nbytes: int) -> str:
 
 
 def disk_speed(directory: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes a second of writes, until fsync has returned, and of reads.
+    """Measure bytes a second of writes, until fsync has returned, and of reads.
 
     The file has no name, so it is gone however this ends.
     """
-    piece = os.urandom(MIB)  # which no disk can compress
-    num = max(1, nbytes // MIB)
+    piece, num = os.urandom(MIB), max(1, nbytes // MIB)  # random bytes cannot be compressed
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin_s = time.perf_counter()
         for _ in range(num):
             file.write(piece)
         os.fsync(file.fileno())
         written_s = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # or reads would come from memory
+        if hasattr(os, "posix_fadvise"):  # else reads would come from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         read_begin_s = time.perf_counter()

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from pp_offload import use_backend
 from pp_offload._common.checks import near
-from pp_offload.cli.wrong import errors_of, wrong
+from pp_offload.cli.wrong import any_error_of, errors_of, wrong
 from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, VirtualBackend
 from pp_offload.simulate.schedules import checked_stages, order_of
 from pp_offload.simulate.stages import MakeOptimizer, OptimizerError
@@ -38,7 +38,7 @@ HOW = (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a command is about."""
+    """A pipeline, and the options that name its parts, for errors."""
 
     order: PipelineOrder
     work: Modules
@@ -66,7 +66,7 @@ class Pipeline:
 
 
 def pipeline_of(given: Namespace) -> Pipeline:
-    """Make the pipeline; other options are checked before, for this may take a while."""
+    """Make the pipeline, which may take a while; check other options before."""
     if (given.model is None) == (given.hf is None):
         count = "neither" if given.model is None else "both"
         raise wrong("MODEL", f"found {count} of module:function and --hf, expected one of the two")
@@ -83,22 +83,17 @@ def pipeline_of(given: Namespace) -> Pipeline:
     work = make(given.model or given.hf, given.ranks * num_stages, given.length)
     if given.groups is not None:
         work.groups = _chosen(given.groups, work.groups)
+    names = "groups that the model marks" if work.groups is None else " and ".join(work.groups)
+    title = (
+        f"{given.model or given.hf} on {given.ranks} virtual {hardware.name}, {given.schedule}, "
+        f"{num_stages} stage{'s' * (num_stages > 1)} each, {given.microbatches} microbatches of "
+        f"{given.length} tokens; {names} may leave"
+    )
     if given.optimizer is not None:
         work.optimizer = optimizer_of(given.optimizer)
-    title = _title(given, hardware.name, num_stages, work.groups)
+        title += f"; {given.optimizer} ends a step"
     source = "MODEL" if given.hf is None else "--hf"
     return Pipeline(order, work, hardware, title, source, given.optimizer is not None)
-
-
-def _title(given: Namespace, device: str, num_stages: int, groups: Any) -> str:
-    names = "groups that the model marks" if groups is None else " and ".join(groups)
-    plural = "s" if num_stages > 1 else ""
-    title = (
-        f"{given.model or given.hf} on {given.ranks} virtual {device}, {given.schedule}, "
-        f"{num_stages} stage{plural} each, {given.microbatches} microbatches of {given.length} "
-        f"tokens; {names} may leave"
-    )
-    return title if given.optimizer is None else f"{title}; {given.optimizer} ends a step"
 
 
 def hardware_of(name: str) -> Hardware:
@@ -164,7 +159,7 @@ def _imported(name: str, option: str, example: str, how: str) -> Callable[..., A
     finally:
         sys.path.remove(os.getcwd())
     function: Callable[..., Any] | None = getattr(module, function_name, None)
-    if function is None or not callable(function):
+    if not callable(function):
         problem = "is no function" if hasattr(module, function_name) else "is not there"
         raise wrong(option, f"{function_name} of {module_name} {problem}, {how}")
     return function
@@ -175,26 +170,25 @@ def optimizer_of(name: str) -> MakeOptimizer:
     option, how = "--optimizer", "a function of a list of parameters that returns an optimizer"
     if ":" in name:
         return _imported(name, option, "such as my_model:optimizer", f"expected {how}")
-    kinds = {
-        kind_name: kind
-        for kind_name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    if name not in kinds:
+    base = torch.optim.Optimizer
+    names = [each for each, kind in vars(torch.optim).items() if isinstance(kind, type)]
+    names = [each for each in names if issubclass(getattr(torch.optim, each), base)]
+    if name not in names:
         raise wrong(
             option,
-            f"found {name!r}{near(name, list(kinds))}, expected a class of torch.optim, such as "
+            f"found {name!r}{near(name, names)}, expected a class of torch.optim, such as "
             "AdamW, or module:function",
         )
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        with _anything_is_wrong(
-            option,
-            f"{name} cannot be made of the parameters of a rank alone",
+        expected = (
             "expected one that can, or module:function, whose function makes one of those "
-            "parameters that it takes",
-        ):
-            return kinds[name](parameters)  # type: ignore[call-arg]
+            "parameters that it takes"
+        )
+        problem = f"{name} cannot be made of the parameters of a rank alone"
+        with any_error_of(option, problem, expected):
+            optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters)
+        return optimizer
 
     return make
 
@@ -210,18 +204,15 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
         "expected the config of a causal language model made like Llama; give another, or stages "
         "of your own with module:function"
     )
-    with _anything_is_wrong("--hf", f"the model of {path!r} cannot be made", how):
+    with any_error_of("--hf", f"the model of {path!r} cannot be made", how):
         model = model_from_config(config)
     with errors_of("--hf"):
         stages = stages_of(model, num_stages)
     tokens = torch.empty(1, length, dtype=torch.long, device="meta")
     problem = f"{type(model).__name__} cannot run in stages without data"
-    with (
-        _anything_is_wrong("--hf", problem, how),
-        use_backend(VirtualBackend(DEVICES["H100"])),
-        torch.no_grad(),
-    ):
-        nn.Sequential(*stages)(tokens)
+    with any_error_of("--hf", problem, how), use_backend(VirtualBackend(DEVICES["H100"])):
+        with torch.no_grad():
+            nn.Sequential(*stages)(tokens)
 
     def loss_fn(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), torch.empty_like(tokens).flatten())
@@ -238,22 +229,11 @@ def _config_of(path: str) -> Any:
         "nothing is downloaded"
     )
     try:
-        with _anything_is_wrong("--hf", f"found no config of Transformers at {path!r}", expected):
+        with any_error_of("--hf", f"found no config of Transformers at {path!r}", expected):
             return AutoConfig.from_pretrained(path, local_files_only=True)
     except ArgumentError as failure:
         if os.path.exists(path) or not isinstance(failure.__cause__, OSError):
             raise
-        # Transformers would add that it cannot reach a server, which is not asked for.
+        # Transformers would add that it cannot reach a server, which nobody asks for.
         problem = f"found no file or directory {path!r}, and no model of that name in the cache"
         raise wrong("--hf", f"{problem} of Transformers, {expected}") from failure
-
-
-@contextmanager
-def _anything_is_wrong(option: str, problem: str, how: str) -> Iterator[None]:
-    """Any error inside is an error of the option: no code of the user runs there."""
-    try:
-        yield
-    except Exception as failure:
-        kind = type(failure).__name__
-        line = (str(failure).splitlines() or [kind])[0]
-        raise wrong(option, f"{problem} ({kind}: {line}); {how}") from failure

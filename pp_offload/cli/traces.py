@@ -1,10 +1,9 @@
-"""The commands about traces: what happened in a step, and a plan beside it."""
+"""Commands about traces: figures or a picture of a step, and a plan beside it."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ CAUTIONS = {
     "has_captures": "what was captured in a CUDA graph is missing",
     "began_anew": "configure() made another engine, so recording began anew",
 }
-"""What makes figures less than they look, by key of the metadata of a rank."""
+"""Facts of a rank that make figures less than they look."""
 
 
 def trace(given: Namespace) -> int:
@@ -48,7 +47,7 @@ def trace(given: Namespace) -> int:
     if given.predicted is not None:
         raise wrong("--predicted", "it is drawn, not printed; add --png out.png")
     figures = [rank for rank in figures_of(timeline, step) if rank.rank in ranks]
-    plain = {"step": step, "ranks": [_plain(rank) for rank in figures]}
+    plain = {"step": step, "ranks": [rank.as_dict() for rank in figures]}
     report(_table(timeline, step, figures), plain, as_json=given.json)
     return 0
 
@@ -87,41 +86,27 @@ def _draw(given: Namespace, timeline: Timeline, step: int, ranks: list[int]) -> 
     return 0
 
 
-def _plain(rank: RankFigures) -> dict[str, Any]:
-    """Figures in seconds and bytes, as JSON can hold them."""
-    return asdict(rank) | {
-        "offload_bytes_per_s": rank.offload_bytes_per_s,
-        "reload_bytes_per_s": rank.reload_bytes_per_s,
-        "waited_s": {kind.value: seconds for kind, seconds in rank.waited_s.items()},
-        "peak_bytes": dict(rank.peak_bytes),
-    }
-
-
 def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str:
     counters = [name for name in COUNTERS if any(name in rank.peak_bytes for rank in figures)]
     has_disk = any(rank.written_bytes or rank.read_bytes for rank in figures)
-    head = [*HEAD, *["written GiB", "read GiB"] * has_disk, *(f"peak {name}" for name in counters)]
-    rows = [_row(rank, counters, has_disk=has_disk) for rank in figures]
+    disk_head = ["written GiB", "read GiB"] if has_disk else []
+    rows = [[*HEAD, *disk_head, *(f"peak {name}" for name in counters)]]
+    for rank in figures:
+        times = rank.seconds, rank.busy_s, *(rank.waited_s[kind] for kind in WAITS)
+        rates = rank.offload_bytes_per_s, rank.reload_bytes_per_s
+        sizes: list[Any] = [rank.written_bytes, rank.read_bytes] if has_disk else []
+        sizes += [rank.peak_bytes.get(name) for name in counters]
+        units = [(times, MS, 1), (rates, GB, 1), (sizes, GIB, 3)]
+        cells = [_number(x, unit, digits) for row, unit, digits in units for x in row]
+        rows.append([str(rank.rank), *cells])
     first, *others = steps_of(timeline)
     steps = f"steps {first} to {others[-1]}" if others else f"step {first}"
-    lines = [f"step {step}; the trace has {steps}", "", format_table([head, *rows]), NOTE]
+    lines = [f"step {step}; the trace has {steps}", "", format_table(rows), NOTE]
     for key, text in CAUTIONS.items():
-        ranks = [str(rank.rank) for rank in figures if _metadata(timeline, rank).get(key)]
-        lines += [f"ranks {', '.join(ranks)}: {text}"] if ranks else []
+        ranks = [rank.rank for rank in figures if timeline.metadata.get(rank.rank, {}).get(key)]
+        if ranks:
+            lines.append(f"ranks {', '.join(map(str, ranks))}: {text}")
     return "\n".join(lines)
-
-
-def _metadata(timeline: Timeline, rank: RankFigures) -> Mapping[str, Any]:
-    return timeline.metadata.get(rank.rank, {})
-
-
-def _row(rank: RankFigures, counters: list[str], *, has_disk: bool) -> list[str]:
-    times = rank.seconds, rank.busy_s, *(rank.waited_s[kind] for kind in WAITS)
-    rates = rank.offload_bytes_per_s, rank.reload_bytes_per_s
-    sizes = (*(rank.written_bytes, rank.read_bytes) * has_disk, *map(rank.peak_bytes.get, counters))
-    units = [(times, MS, 1), (rates, GB, 1), (sizes, GIB, 3)]
-    cells = [_number(x, unit, digits) for row, unit, digits in units for x in row]
-    return [str(rank.rank), *cells]
 
 
 def _number(value: float | None, unit: float, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""What a user reads: text or JSON, and errors of what was typed, which have exit code 2."""
+"""Output for a user: text or JSON, and errors of an option, which have exit code 2."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ PACKAGE = Path(pp_offload.__file__).parent
 
 
 def wrong(option: str, problem: str) -> ArgumentError:
-    """Error for an option, as it is typed; ``main`` prints it without a traceback."""
+    """Make the error of an option, as it is typed; ``main`` prints it without a traceback."""
     return ArgumentError(None, f"Invalid value for {option}: {problem}")
 
 
 @contextmanager
 def errors_of(option: str, *others: type[Exception]) -> Iterator[None]:
-    """Errors that this package raises inside are errors of the option.
+    """Turn errors that this package raises inside into errors of the option.
 
-    Others, as from the model of a user, keep their traceback.
-
-    Args:
-        option: As it is typed.
-        others: Kinds of errors beside ``ValueError`` and ``TypeError``, whoever raises them.
+    Errors of a user's code keep their traceback, but for the kinds in ``others``.
     """
     kinds: tuple[type[Exception], ...] = (ValueError, TypeError, *others)
     try:
@@ -39,6 +35,17 @@ def errors_of(option: str, *others: type[Exception]) -> Iterator[None]:
         if isinstance(failure, others) or PACKAGE in Path(raised_in).parents:
             raise wrong(option, str(failure)) from failure
         raise
+
+
+@contextmanager
+def any_error_of(option: str, problem: str, how: str) -> Iterator[None]:
+    """Turn any error inside, where no code of the user runs, into an error of the option."""
+    try:
+        yield
+    except Exception as failure:
+        kind = type(failure).__name__
+        line = (str(failure).splitlines() or [kind])[0]
+        raise wrong(option, f"{problem} ({kind}: {line}); {how}") from failure
 
 
 def check_target(option: str, path: Path | None, *, is_picture: bool = False) -> None:

@@ -49,7 +49,7 @@ WHY = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A figure as planned and as traced, with the column and unit of a table; None is unknown."""
+    """A planned and a traced figure, with its column and unit in the table; None is unknown."""
 
     name: str
     head: str
@@ -59,7 +59,7 @@ class Pair:
 
     @property
     def more(self) -> float:
-        """By how much the run is worse. Any other number of bytes sent is."""
+        """Amount by which the run is worse. Another number of bytes sent is worse either way."""
         if self.planned is None or self.traced is None or len({*self.texts()}) == 1:
             return 0.0
         more = self.traced - self.planned
@@ -72,7 +72,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class RankCompared:
-    """One rank of a trace beside its plan; ``differences`` are what is worse, and why."""
+    """A rank of a trace beside its plan; ``differences`` are what is worse, and why."""
 
     rank: int
     planned: RankPlan
@@ -100,7 +100,7 @@ class Compared:
         return all(rank.is_as_planned for rank in self.ranks)
 
     def table(self) -> str:
-        """A row for each rank, and below what is worse than planned."""
+        """Format a row for each rank, and below what is worse than planned."""
         rows = [("rank", *(pair.head for pair in self.ranks[0].pairs))]
         for rank in self.ranks:
             rows.append((str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)))
@@ -197,17 +197,19 @@ def _worse(
 def _strangers(
     plan: OffloadPlan, planned: RankPlan, timeline: Timeline, rank: int, window: Interval
 ) -> Iterator[str]:
-    """The first group that is not that of the plan, whatever leaves, or the microbatches."""
+    """The first group that differs from the plan, and another number of microbatches."""
     if timeline.metadata[rank].get("has_captures"):
         return  # groups of a graph are not in the trace
-    names: dict[tuple[int, int], str] = {}
-    microbatches = set()
-    for span in timeline.spans:
-        is_inside = span.rank == rank and window[0] <= span.begin_s < window[1]
-        if is_inside and "position" in span.args and fig.kind_of(span) is Kind.FORWARD:
-            place = span.args["vp_stage"], span.args["position"]
-            names[place] = span.name.removesuffix(" (forward)")
-            microbatches.add(span.args["microbatch"])
+    forwards = [
+        span
+        for span in timeline.spans
+        if span.rank == rank and fig.kind_of(span) is Kind.FORWARD and "position" in span.args
+    ]
+    forwards = [span for span in forwards if window[0] <= span.begin_s < window[1]]
+    names = {
+        (span.args["vp_stage"], span.args["position"]): span.name.removesuffix(" (forward)")
+        for span in forwards
+    }
     expected = {
         (vp_stage, position): group.name
         for vp_stage, stage in enumerate(planned.stages)
@@ -219,7 +221,8 @@ def _strangers(
             f"the plan is of another model or schedule: group {place[1]} of stage {place[0]} is "
             f"{names.get(place)}, planned {expected.get(place)}"
         )
-    num, num_planned = len(microbatches), plan.options.get("num_microbatches")
+    num = len({span.args["microbatch"] for span in forwards})
+    num_planned = plan.options.get("num_microbatches")
     if num and num_planned not in (None, num):
         yield f"the plan is of {num_planned} microbatches in a step, which has {num}"
 

@@ -24,16 +24,16 @@ from typing import Any
 from pp_offload.trace.timeline import TRACKS, Flow, Point, Sample, Span, Timeline
 
 OURS, BASE = "pp_offload", "baseTimeNanoseconds"
-FLOWS_OF_A_RANK = 2**32
-FOREIGN_PROCESSES = 2**20
-"""More than a rank has flows, and a system processes: added to keep numbers apart."""
+
+FLOWS_OF_A_RANK, FOREIGN_PROCESSES = 2**32, 2**20
+"""Offsets that keep numbers apart: more than a rank has flows, and than a system has processes."""
 
 Json = dict[str, Any]
 AnyPath = str | os.PathLike[str]
 
 
 def write(timeline: Timeline, path: AnyPath) -> None:
-    """Write a file; compressed if its name ends in ``.gz``."""
+    """Write a file, compressed if its name ends in ``.gz``."""
     ranks = {str(rank): timeline.metadata[rank] for rank in timeline.ranks}
     events = list(_events(timeline))
     head = {"schemaVersion": 1, "displayTimeUnit": "ms", BASE: timeline.base_ns, OURS: ranks}
@@ -104,7 +104,7 @@ def merge(ours: AnyPath, profilers: Sequence[AnyPath], out: AnyPath) -> None:
 
 
 def _write_json(content: Json, path: AnyPath) -> None:
-    """Write a file that replaces an older one only when complete."""
+    """Write a file, which replaces an older one only when complete."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     data = json.dumps(content, separators=(",", ":")).encode()
@@ -115,40 +115,32 @@ def _write_json(content: Json, path: AnyPath) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _read_json(path: AnyPath) -> Json:
+def _read_json(path: AnyPath, key: str = "traceEvents") -> Json:
+    """Content of a file that has this key."""
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        problem: object = None if isinstance(content, dict) and key in content else f"no key {key}"
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as failure:
-        raise ValueError(_refusal(path, failure)) from failure
-    if not isinstance(content, dict) or "traceEvents" not in content:
-        raise ValueError(_refusal(path, "no traceEvents"))
-    return content
+        problem = failure
+    if problem is None:
+        return content
+    expected = "expected a file that a Trace has written"
+    raise ValueError(f"{path} cannot be read as a trace, {expected} ({problem})")
 
 
 def _read_ours(path: AnyPath) -> Json:
-    if not Path(path).is_file():
-        raise FileNotFoundError(_absence(path))
-    content = _read_json(path)
-    if OURS not in content:
-        raise ValueError(_refusal(path, f"no key {OURS}"))
-    return content
-
-
-def _refusal(path: AnyPath, why: object) -> str:
-    return f"{path} cannot be read as a trace, expected a file that a Trace has written ({why})"
-
-
-def _absence(path: AnyPath) -> str:
+    if Path(path).is_file():
+        return _read_json(path, OURS)
     text = f"found no file {path}, expected one that a Trace has written"
     pattern = part_of(escape(os.fspath(path)), "*")
-    if not (parts := sorted(part.name for part in pattern.parent.glob(pattern.name))):
-        return text
-    return f"{text}; found {', '.join(parts)}: give these instead, or merge them with merge_ranks()"
+    if parts := sorted(part.name for part in pattern.parent.glob(pattern.name)):
+        text += f"; found {', '.join(parts)}: give these instead, or merge them with merge_ranks()"
+    raise FileNotFoundError(text)
 
 
 def _events(timeline: Timeline) -> Iterator[Json]:
-    """Names of ranks and tracks, then spans, samples and flows."""
+    """Events of a file: names of ranks and tracks, then spans, samples and flows."""
     points = [(flow.rank, point.track) for flow in timeline.flows for point in flow.points]
     used = sorted({(span.rank, span.track) for span in timeline.spans} | set(points))
     others = sorted({track for _, track in used} - set(TRACKS))
@@ -182,7 +174,7 @@ def _event(kind: str, name: str, rank: int, tid: int, time_s: float) -> Json:
 
 
 def _timeline(content: Json, shift_s: float) -> Timeline:
-    """The timeline of a file. Events of other programs are left out."""
+    """Make the timeline of a file, without events of other programs."""
     ranks = {int(rank): facts for rank, facts in content[OURS].items()}
     timeline = Timeline(content[BASE], metadata=ranks)
     tracks: dict[tuple[int, int], str] = {}

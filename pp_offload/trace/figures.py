@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pp_offload.trace import timeline as tl
@@ -41,10 +41,10 @@ COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ)
 
 _BY_TRACK = {tl.D2H: Kind.OFFLOAD, tl.H2D: Kind.RELOAD, tl.OPERATORS: Kind.OPERATORS}
 _BY_NAME = {
-    (tl.DISK, "write"): Kind.WRITE,
-    (tl.DISK, "read"): Kind.READ,
-    (tl.COMPUTE, tl.WAITS_FOR_UNKNOWN): Kind.WAITS_FOR_DISK,
-    (tl.COMPUTE, tl.WAITS_FOR_OTHERS): Kind.WAITS_FOR_RANK,
+    "write": Kind.WRITE,
+    "read": Kind.READ,
+    tl.WAITS_FOR_UNKNOWN: Kind.WAITS_FOR_DISK,
+    tl.WAITS_FOR_OTHERS: Kind.WAITS_FOR_RANK,
 }
 _BY_END = {
     "(forward)": Kind.FORWARD,
@@ -56,9 +56,8 @@ _BY_END = {
 
 def kind_of(span: Span) -> Kind | None:
     """Kind of a span; None for a step."""
-    track = span.track.split(" ")[0]
-    kind = _BY_TRACK.get(track) or _BY_NAME.get((track, span.name))
-    return kind or (_BY_END.get(span.name.split(" ")[-1]) if track == tl.COMPUTE else None)
+    by_track = _BY_TRACK.get(span.track)
+    return by_track or _BY_NAME.get(span.name) or _BY_END.get(span.name.split(" ")[-1])
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
@@ -115,18 +114,26 @@ class RankFigures:
 
     @property
     def offload_bytes_per_s(self) -> float | None:
-        """Rate while copying; None without copies."""
+        """Rate while copying to the host; None without copies."""
         return self.offloaded_bytes / self.offload_s if self.offload_s else None
 
     @property
     def reload_bytes_per_s(self) -> float | None:
-        """Rate while copying; None without copies."""
+        """Rate while copying to the device; None without copies."""
         return self.reloaded_bytes / self.reload_s if self.reload_s else None
 
     @property
     def waited_for_copies_s(self) -> float:
         """Time in which compute waited for copies."""
         return sum(self.waited_s[kind] for kind in WAITS_FOR_COPIES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures in seconds and bytes, as JSON can hold them."""
+        return asdict(self) | {
+            "offload_bytes_per_s": self.offload_bytes_per_s,
+            "reload_bytes_per_s": self.reload_bytes_per_s,
+            "waited_s": {kind.value: seconds for kind, seconds in self.waited_s.items()},
+        }
 
 
 def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:

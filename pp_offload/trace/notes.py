@@ -1,8 +1,10 @@
-"""Notes of a recording, whose events are still to come, and the timeline made of them at the end.
+"""Notes of a recording, and the timeline made of them when it ends.
 
 clock = Clock(backend, begin)        # begin: an event on compute, recorded just now
 notes.append(Note("d2h", "mlp (offload)", begin=lap.begin, end=lap.end))
 spans = spans_of(notes, clock, rank=0)
+
+A note has events of the device, whose times are asked for only at the end.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ Reading = tuple[Any, dict[str, int]]
 
 
 class Clock:
-    """Seconds of a recording from events of a device, from ``begin`` on.
+    """Seconds of events, from ``begin`` on.
 
-    Of a device with a clock, the host waits for ``begin`` once, and reads the wall clock beside it.
-    Where a simulated device has no times, copies have those at which the host queued them.
+    On a device with a clock, the host waits for ``begin`` once and reads the wall clock beside it.
+    A simulated device has no times, so its copies have those at which the host queued them.
     """
 
     def __init__(self, backend: Backend, begin: Any) -> None:
@@ -63,14 +65,14 @@ class Note:
     end: Any = None
     args: dict[str, Any] = field(default_factory=dict)
     counts: Counts | None = None
-    """Counts of a group, whose bytes are final only at the end of the recording."""
+    """Counts of a group, whose bytes are final only when the recording ends."""
 
     used: tuple[str, Any] | None = None
-    """Track and event of the first use of what a reload brought."""
+    """Track and event of the first use of reloaded bytes."""
 
 
 def spans_of(notes: Iterable[Note], clock: Clock, *, rank: int) -> dict[Note, Span]:
-    """Spans, without those that have no begin or no end."""
+    """Make spans of the notes that have a begin and an end."""
     spans: dict[Note, Span] = {}
     for note in notes:
         begin_s, end_s = clock.seconds(note.begin), clock.seconds(note.end)
@@ -81,7 +83,7 @@ def spans_of(notes: Iterable[Note], clock: Clock, *, rank: int) -> dict[Note, Sp
 
 
 def flow_of(source: Span, reload: Span, used: tuple[str, Any] | None, clock: Clock) -> Flow:
-    """Flow from a copy to the host to the copy back and its first use."""
+    """Make the flow from a copy to the host to the copy back and its first use."""
     points = [Point(span.track, span.begin_s) for span in (source, reload)]
     if used is not None and (used_s := clock.seconds(used[1])) is not None:
         points.append(Point(used[0], used_s))
@@ -89,7 +91,7 @@ def flow_of(source: Span, reload: Span, used: tuple[str, Any] | None, clock: Clo
 
 
 def samples_of(readings: Iterable[Reading], clock: Clock, *, rank: int) -> Iterator[Sample]:
-    """Samples of each counter where its value changes."""
+    """Make samples of each counter where its value changes."""
     last: dict[str, int] = {}
     for at, values in readings:
         time_s = clock.seconds(at)
@@ -100,7 +102,7 @@ def samples_of(readings: Iterable[Reading], clock: Clock, *, rank: int) -> Itera
 
 
 def spread(disk: Iterable[Note], clock: Clock) -> Iterator[Note]:
-    """Disk work, each on the first disk track that is free at its begin."""
+    """Put each work of the disk on the first disk track that is free at its begin."""
     ends_s: list[float] = []
     for note in sorted(disk, key=lambda note: float(note.begin)):
         note.begin, note.end = clock.of_host(note.begin), clock.of_host(note.end)

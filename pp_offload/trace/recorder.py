@@ -1,11 +1,11 @@
-"""Observer of one engine, which notes when groups, copies and waits run on the device.
+"""Observer of an engine that notes when groups, copies and waits run on the device.
 
     recorder = Recorder(offloader, max_events=10**6)
     recorder.start()                    # the host waits for compute, once
     ...                                 # the host does not wait
     timeline = recorder.finish(rank=0)  # the host waits for all events of the notes
 
-In a capture nothing runs, and nothing is noted. Around what the host does for a group the recorder
+In a capture nothing runs, and nothing is noted. Around the host's work for a group the recorder
 enters ``torch.profiler.record_function``, so that a profiler shows the same names.
 """
 
@@ -31,10 +31,10 @@ from pp_offload.trace.virtual import VirtualStreams
 
 
 class Recorder(Observer):
-    """Notes of one engine, until ``max_events`` events of a file are noted.
+    """Notes of an engine, up to ``max_events`` events of a file.
 
     Attributes:
-        clock: None before the start.
+        clock: Clock of the notes; None before the start.
         notes: Future spans.
         is_cut: Whether a capture ran, which has no times.
     """
@@ -233,13 +233,13 @@ def _facts(group: Group) -> dict[str, Any]:
 
 
 class Copies:
-    """The way of payloads: which copy brought them to the host, and which one back.
+    """Copies of each batch to the host and back.
 
-    A batch is known by its ``id``, because a reference would keep its bytes. A later batch with the
+    A batch is noted by its ``id``, because a reference would keep its bytes. A later batch with the
     same ``id`` replaces it at its own copy to the host, which comes first.
 
     Attributes:
-        pairs: Copies to the host and back, of the same bytes.
+        pairs: Copies to the host and back of the same bytes.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class Copies:
         self._back: dict[int, Note] = {}
 
     def add(self, note: Note, moved: Moved, event: Event) -> None:
-        """Add a copy before ``event``."""
+        """Add a copy that is queued before ``event``."""
         self._before[id(event)] = event, note
         if note.track == tl.D2H:
             self._sent.update((id(batch), note) for batch, _ in moved)
@@ -264,7 +264,7 @@ class Copies:
         return tl.WAITS_FOR_UNKNOWN if copy is None else f"waits for {copy[1].name}"
 
     def first_use(self, saved: Saved) -> Note | None:
-        """The copy that brought a tensor, unless something that it brought was used before."""
+        """Copy that brought a tensor back; None if another tensor of the copy was used before."""
         reload = saved.batch.back.reloads[saved.index]
         if reload is None or reload.event is None:  # its source was still there
             return None
@@ -273,7 +273,7 @@ class Copies:
 
 
 class Counters:
-    """Bytes of an engine, read without waiting, and ``readings`` of them with their events."""
+    """Bytes of an engine, read without waiting; ``readings`` have their events."""
 
     def __init__(self, offloader: Offloader) -> None:
         self.readings: list[Reading] = []
@@ -296,8 +296,8 @@ class Counters:
     def end_step(self) -> dict[str, int]:
         """Facts of the step since the last call.
 
-        A device tells its peak since somebody reset it: the peak of this step where it has risen
-        since any reading in the step.
+        A device knows its peak since the last reset of the peak. It is the peak of this step where
+        it rose above all readings of the step.
         """
         num = self._offloader.engine.mover.counts.on_demand_reloads
         facts = {"on_demand_reloads": num - self._num_on_demand}

@@ -1,11 +1,11 @@
-"""A trace of some steps of a manager, as a user makes it.
+"""A trace of some steps of a manager.
 
     with Trace("out.json.gz", steps=range(2, 4)) as trace:
         train()
     trace.timeline
 
 A step runs from one ``manager.reset()``, which a schedule calls, to the next. After the last step
-of the range the file is written and recording ends; at the latest at the end of the block.
+of the range, and at the latest at the end of the block, recording ends and the file is written.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Trace:
         self._is_written = False
 
     def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
-        """This trace, for all ranks of a virtual pipeline, whose devices share one clock."""
+        """Record all ranks of a virtual pipeline, whose devices share one clock."""
         self._managers, self._is_virtual = managers, True
         return self
 
@@ -90,7 +90,9 @@ class Trace:
         if self._recordings:
             raise OffloadError("this Trace records already; make another one for a file of its own")
         managers = self._managers or (PipelineOffloadManager.get_instance(),)
-        first, num_ranks = (0, len(managers)) if self._is_virtual else _rank_of_process()
+        first, num_ranks = 0, len(managers)
+        if not self._is_virtual and dist.is_available() and dist.is_initialized():
+            first, num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeline, self._is_written = None, False
         facts = {"num_ranks": num_ranks, "max_events": self._max_events // len(managers)}
         for rank, manager in enumerate(managers, first):
@@ -111,7 +113,7 @@ class Trace:
             self._recordings.clear()
 
     def _ended(self) -> None:
-        """The last step of a rank is over."""
+        """Write the file when the last step of the last rank is over."""
         try:
             self._write()
         except OSError as failure:  # NOTE [ Failures in the log ]
@@ -140,7 +142,7 @@ class Trace:
 
 
 class Recording:
-    """The recording of one rank, which follows its manager to another engine, too.
+    """Recording of one rank, which follows its manager to another engine.
 
     Args:
         manager: Manager to record.
@@ -167,26 +169,22 @@ class Recording:
             self._recorder.start()
 
     def _begin(self) -> None:
-        """A step begins, or ``configure()`` made another engine."""
-        if self._recorder.offloader is not self._manager.offloader:
-            self._begin_anew()
+        """Begin a step, or record the engine that ``configure()`` made."""
+        recorder, steps = self._recorder, self._steps
+        if recorder.offloader is not self._manager.offloader:
+            recorder.stop()
+            self._recorder = Recorder(self._manager.offloader, self._facts["max_events"])
+            if recorder.notes:
+                self._facts["began_anew"] = True
+                logger.warning("configure() was called while a trace ran: it begins anew")
             return
         self._step += 1
-        steps, is_capturing = self._steps, self._manager.backend.is_capturing
-        if steps is not None and self._step >= steps.stop and not is_capturing:
+        if steps is None or self._step in steps:
+            recorder.start()
+            recorder.step(self._step)
+        elif self._step >= steps.stop and not self._manager.backend.is_capturing:
             self.end()
             self._ended()
-        elif steps is None or self._step in steps:
-            self._recorder.start()
-            self._recorder.step(self._step)
-
-    def _begin_anew(self) -> None:
-        old = self._recorder
-        old.stop()
-        self._recorder = Recorder(self._manager.offloader, self._facts["max_events"])
-        if old.notes:
-            self._facts["began_anew"] = True
-            logger.warning("configure() was called while a trace ran: it begins anew")
 
     def end(self) -> None:
         """End, and make the timeline. A second call does nothing.
@@ -218,10 +216,3 @@ class Recording:
             "is_truncated": recorder.is_full,
             "has_captures": recorder.is_cut,
         }
-
-
-def _rank_of_process() -> tuple[int, int]:
-    """Number of this process, and how many there are."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
