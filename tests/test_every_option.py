@@ -1,7 +1,7 @@
 """Every option of ``OffloadConfig`` reaches, through every product, what acts on it.
 
-What it does there is tested where that is. Here the one who acts is listened to, while a product
-that was given one option makes its engine and runs two steps.
+What it does there is tested elsewhere. Here calls of what acts are noted, while a product that was
+given the option makes its engine and runs two steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._core.bound import Bound
 from pp_offload._core.mover import Mover
 from pp_offload._core.recipes import Recipes
 from pp_offload._core.verify import Verifier
@@ -45,7 +44,6 @@ from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory import disk_file
 from pp_offload._memory.budget import HostBudget
-from pp_offload._slices import plain_copies
 
 
 class Listened(NamedTuple):
@@ -223,21 +221,3 @@ def test_an_option_reaches_what_acts_on_it(
     product(OffloadConfig(**options))
     is_right = to.expected if callable(to.expected) else lambda value: value == to.expected
     assert any(map(is_right, found)), found
-
-
-@pytest.mark.parametrize("name", ["max_in_flight_bytes", "host_budget_bytes"])
-def test_parameters_in_slices_have_what_the_inputs_kept_have(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound = Listened(Bound, "__init__", "given", 12345)
-    found = listen(monkeypatch, bound if name == "max_in_flight_bytes" else LISTENED[name])
-    through_offload_model(OffloadConfig(**{name: VALUES[name]}))
-    assert found.count(VALUES[name]) == 2
-
-
-def test_parameters_in_slices_are_verified_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = listen(monkeypatch, Listened(plain_copies, "check_same", "came", True))
-    through_offload_model(OffloadConfig(verify=False))
-    assert found == []
-    through_offload_model(OffloadConfig(verify=True))
-    assert any("slice" in came for came in found)

@@ -86,13 +86,6 @@ def test_every_name_is_there_and_listed() -> None:
     assert set(pp_offload.__all__) <= set(names)
 
 
-def test_every_error_can_be_imported_from_the_top() -> None:
-    from pp_offload import errors
-
-    found = {name for name, one in vars(errors).items() if isinstance(one, type)}
-    assert found <= set(pp_offload.__all__)
-
-
 def test_a_name_that_does_not_exist_names_a_near_one() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'atach' .did you mean attach"):
         pp_offload.atach  # noqa: B018

@@ -6,7 +6,6 @@ import getpass
 import json
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.cli import check_refused, good, run
@@ -55,31 +54,22 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_a_cgroup_of_version_2(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/job\n",
-            "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
-            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
-        },
-    )
-    assert list(doctor._cgroups(tmp_path)) == ["version 2: 3.00 GiB used of 8.00 GiB"]
-
-
 @pytest.mark.parametrize(
     ("limit", "text"), [(2 * GIB, "2.00 GiB"), (9223372036854771712, "no limit")]
 )
-def test_a_cgroup_of_version_1(limit: int, text: str, tmp_path: Path) -> None:
+def test_cgroups_of_both_versions(limit: int, text: str, tmp_path: Path) -> None:
     write(
         tmp_path,
         {
-            "proc/self/cgroup": "4:cpu:/other\n5:memory,hugetlb:/job\n",
+            "proc/self/cgroup": "0::/job\n4:cpu:/other\n5:memory,hugetlb:/job\n",
+            "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
             "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{limit}\n",
             "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
         },
     )
-    assert list(doctor._cgroups(tmp_path)) == [f"version 1: 1.00 GiB used of {text}"]
+    facts = doctor.facts_of(tmp_path, 0, root=tmp_path)["host memory"]["cgroup"]
+    assert facts == f"version 2: 3.00 GiB used of 8.00 GiB; version 1: 1.00 GiB used of {text}"
 
 
 def test_nodes_of_memory(tmp_path: Path) -> None:
@@ -100,17 +90,9 @@ def test_what_cannot_be_found_says_why(tmp_path: Path) -> None:
     assert facts["NUMA"] == {"nodes": "not known: the system has no list of them"}
     assert facts["disk"]["free"].startswith("not known: FileNotFoundError")
     assert facts["disk"]["speed, 1 MiB"].startswith("not known: FileNotFoundError")
-
-
-def test_a_full_disk_is_not_filled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "disk_usage", lambda directory: SimpleNamespace(free=3 * MIB))
-    assert doctor._speed(tmp_path, 2 * MIB) == "not tried: less than twice as much is free"
-    assert "GB/s" in doctor._speed(tmp_path, MIB)
-
-
-def test_a_directory_that_is_not_there_is_refused() -> None:
-    problem = "found /no/such, expected a directory that is there"
-    check_refused("doctor --disk-dir /no/such", problem)
+    check_refused(
+        "doctor --disk-dir /no/such", "found /no/such, expected a directory that is there"
+    )
 
 
 def test_what_was_measured_is_hardware_of_other_commands(tmp_path: Path) -> None:

@@ -43,9 +43,12 @@ SOURCES = {
 }
 """Private attributes of other objects, which are looked for in the source of torch."""
 
-OPERATORS = """_grouped_mm _scaled_dot_product_attention_math _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_backward _to_copy _unsafe_view""".split()
+ATTENTION = "_scaled_dot_product"
+OPERATORS = [
+    *("_grouped_mm", "_to_copy", "_unsafe_view", f"{ATTENTION}_attention_math"),
+    *(f"{ATTENTION}_{kind}_attention" for kind in ("efficient", "flash")),
+    *(f"{ATTENTION}_{kind}_attention_backward" for kind in ("efficient", "flash")),
+]
 
 NOT_IN_ALL = {"_inference_mode", "_recomputation_hook", "_c10d_functional"}
 """Names that the package does without where torch lacks them."""

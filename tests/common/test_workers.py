@@ -35,17 +35,6 @@ def is_done_soon(piece: module.Piece) -> bool:
     return piece.done()
 
 
-def test_what_is_queued_is_done_in_turn_however_many_threads_were_started(one: Workers) -> None:
-    """An interrupt may come between the start of a thread and the note of it."""
-    for _ in range(3):
-        one._start_one()
-    is_second_running = threading.Event()
-    seen: list[bool] = []
-    one.submit(lambda: seen.append(is_second_running.wait(0.5)))
-    assert is_done_soon(one.submit(is_second_running.set))
-    assert seen == [False]
-
-
 def test_one_serves_where_its_start_was_cut_off(one: Workers) -> None:
     def start() -> None:
         one.submit(lambda: None).wait()
@@ -88,30 +77,11 @@ def test_who_waits_is_interrupted_and_nobody_else_waits_for_ever(one: Workers) -
         assert is_done_soon(one.submit(lambda: None)), number
 
 
-def test_a_wait_for_what_has_ended_returns(one: Workers) -> None:
-    piece = one.submit(lambda: 3)
-    assert piece.result() == piece.result() == 3
-    assert not piece.call_off()
-
-
 def run_to_the_end(code: str, tmp_path: Path) -> str:
     program = textwrap.dedent(code)
     result = processes.run([sys.executable, "-c", program], tmp_path)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
-
-
-def test_a_thread_inside_torch_may_go_there_again() -> None:
-    """As a finalizer does that garbage collection runs there."""
-    workers = Workers("test")  # nobody waits for its end, to which it would never come
-
-    def work() -> int:
-        with module.inside_torch(), module.inside_torch():
-            return 7
-
-    piece = workers.submit(work)
-    assert is_done_soon(piece)
-    assert piece.result() == 7
 
 
 def test_no_thread_is_inside_torch_when_python_ends(tmp_path: Path) -> None:
