@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,17 @@ class BothTrainer(LayerOffloadingMixin, ActivationOffloadingMixin, Trainer):
     """Activations leave as well."""
 
 
+class OtherOrder(ActivationOffloadingMixin, LayerOffloadingMixin, Trainer):
+    """As well, the other way round."""
+
+
+KINDS: dict[str, Any] = {
+    "layers": LayerTrainer,
+    "layers first": BothTrainer,
+    "activations first": OtherOrder,
+}
+
+
 def adapters(**more: Any) -> Any:
     return make_llama(lora={}, num_hidden_layers=3, **more)
 
@@ -43,30 +53,15 @@ def streamed(model: Any, folder: Path, offload: Any = None, **options: Any) -> A
     return make_trainer(model, folder, kind=kind, trainer=more, **options)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "checkpoints": {CHECKPOINTING: True},
-    "bf16": {"bf16": True},
-    "no clipping": {"max_grad_norm": 0.0},
-    "two epochs": {"max_steps": -1, "num_train_epochs": 2},
-}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {CHECKPOINTING: True},
+    {"bf16": True, "max_grad_norm": 0.0},
+    {"max_steps": -1, "num_train_epochs": 2},
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_frozen_base_is_streamed(options: dict[str, Any], tmp_path: Path) -> None:
-    trainer = streamed(adapters(), tmp_path, **options)
-    got = train(trainer)
-    assert same_bits(got, plain(adapters, tmp_path, **options))
-    offloaded = trainer.layer_offload
-    frozen = [p for p in trainer.model.base_model.model.model.layers.parameters()]
-    base_bytes = sum(p.nbytes for p in frozen if not p.requires_grad)
-    assert offloaded.peak_parameter_bytes_on_device == 2 * base_bytes // 3
-    assert offloaded.statistics().bytes_offloaded == 0
-    assert offloaded.parameter_bytes_on_device == 0
-    assert_no_hooks()
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_weight_is_streamed(options: dict[str, Any], tmp_path: Path) -> None:
     trainer = streamed(make_llama(), tmp_path, {"frozen_only": False}, **options)
     got = train(trainer)
@@ -75,21 +70,25 @@ def test_every_weight_is_streamed(options: dict[str, Any], tmp_path: Path) -> No
     assert trainer.layer_offload.names == ["model.layers.0", "model.layers.1"]
 
 
-@pytest.mark.parametrize("order", ["layers first", "activations first"])
-def test_activations_leave_as_well(order: str, tmp_path: Path) -> None:
-    class Other(ActivationOffloadingMixin, LayerOffloadingMixin, Trainer):
-        pass
-
-    trainer = streamed(
-        adapters(),
-        tmp_path,
-        kind=BothTrainer if order == "layers first" else Other,
-        trainer={"activation_offloading": {"min_offload_size": 1, "max_fwd_stash_size": 3}},
-    )
+@pytest.mark.parametrize("kind", ["layers", "layers first", "activations first"])
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_a_frozen_base_is_streamed(options: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """Activations may leave as well."""
+    more: dict[str, Any] = {"kind": KINDS[kind]}
+    if kind != "layers":
+        activations = {"min_offload_size": 1, "max_fwd_stash_size": 3}
+        more["trainer"] = {"activation_offloading": activations}
+    trainer = streamed(adapters(), tmp_path, **more, **options)
     got = train(trainer)
-    assert same_bits(got, plain(adapters, tmp_path))
-    assert trainer.activation_offload.statistics().bytes_offloaded > 0
-    assert trainer.layer_offload.statistics().bytes_reloaded > 0
+    assert same_bits(got, plain(adapters, tmp_path, **options))
+    offloaded = trainer.layer_offload
+    frozen = [p for p in trainer.model.base_model.model.model.layers.parameters()]
+    base_bytes = sum(p.nbytes for p in frozen if not p.requires_grad)
+    assert offloaded.peak_parameter_bytes_on_device == 2 * base_bytes // 3
+    assert offloaded.statistics().bytes_offloaded == 0 < offloaded.statistics().bytes_reloaded
+    assert kind == "layers" or trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert offloaded.parameter_bytes_on_device == 0
+    assert_no_hooks()
 
 
 def test_saved_and_resumed(tmp_path: Path) -> None:
@@ -115,15 +114,6 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
         ("to", without, streaming),
     ]:
         assert same_bits(run(first, second, tmp_path / name), expected), name
-
-
-def test_a_model_made_anew_is_offloaded_anew(tmp_path: Path) -> None:
-    trainer = streamed(None, tmp_path, trainer={"model_init": lambda: adapters()})
-    first = trainer.layer_offload
-    train(trainer)
-    second = trainer.layer_offload
-    assert second is not first
-    assert first.statistics().bytes_reloaded == 0 < second.statistics().bytes_reloaded
 
 
 @pytest.mark.parametrize("when", ["before", "later"])
@@ -155,19 +145,18 @@ class Arguments(TrainingArguments):
     layer_offloading: Any = False
 
 
-@pytest.mark.parametrize("said", [None, False, True])
-@pytest.mark.parametrize("wanted", [None, False, True, "options"])
-def test_who_says_whether_it_is_on(said: bool | None, wanted: Any, tmp_path: Path) -> None:
-    choice = {"num_resident": 1} if wanted == "options" else wanted
-    trainer = streamed(
-        adapters(),
-        tmp_path,
-        choice,
-        arguments=TrainingArguments if said is None else Arguments,
-        **({} if said is None else {"layer_offloading": said}),
-    )
-    is_on = said in (None, True) if wanted is None else wanted is not False
-    assert (trainer.layer_offload is not None) == is_on
+@pytest.mark.parametrize("argument", [False, True])
+@pytest.mark.parametrize("wanted", [None, False, {"num_resident": 1}])
+def test_who_says_whether_it_is_on(argument: bool, wanted: Any, tmp_path: Path) -> None:
+    how: Any = {"arguments": Arguments, "layer_offloading": argument}
+    trainer = streamed(adapters(), tmp_path, wanted, **how)
+    assert (trainer.layer_offload is not None) == (argument if wanted is None else bool(wanted))
+
+
+@pytest.mark.parametrize("wrong", ["yes", {"num_resident": 1}], ids=str)
+def test_arguments_that_say_neither(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layer_offloading of the trainer's arguments is"):
+        streamed(adapters(), tmp_path, arguments=Arguments, layer_offloading=wrong)
 
 
 @pytest.mark.parametrize(
@@ -184,27 +173,3 @@ def test_who_says_whether_it_is_on(said: bool | None, wanted: Any, tmp_path: Pat
 def test_bad_options_are_refused_at_once(offload: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         streamed(make_llama(), tmp_path, offload)
-
-
-@pytest.mark.parametrize("wrong", ["yes", {"num_resident": 1}], ids=str)
-def test_arguments_that_say_neither(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layer_offloading of the trainer's arguments is"):
-        streamed(adapters(), tmp_path, arguments=Arguments, layer_offloading=wrong)
-
-
-def test_without_a_trainer_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Alone(LayerOffloadingMixin):
-        pass
-
-    with pytest.raises(TypeError, match=r"class Alone\(LayerOffloadingMixin, transformers.Trainer"):
-        Alone()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'pp_offload\[hf\]'"):
-        Alone()
-
-
-def test_behind_the_trainer_it_says_so() -> None:
-    with pytest.raises(TypeError, match="no Trainer behind LayerOffloadingMixin"):
-
-        class Behind(Trainer, LayerOffloadingMixin):
-            pass

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from conftest import BACKENDS, TWO_BACKENDS, make_backend
-from streamed import MODELS, batch, layers_of, loss_of, make, make_lora, pair, state, train
+from streamed import MODELS, batch, make, make_lora, pair, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.utils.checkpoint import checkpoint
-
-from pp_offload import offload_layers, recompute_layers
-
-LAYERS = {
-    "llama": [f"model.layers.{i}" for i in range(3)],
-    "qwen2-moe": [f"model.layers.{i}" for i in range(3)],
-    "gpt2": [f"transformer.h.{i}" for i in range(3)],
-    "t5": [f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(2)],
-}
 
 Checkpoints = Callable[[Any], None]
 
@@ -94,16 +82,6 @@ def test_equal_bit_for_bit(
     assert_no_hooks()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_runs_again_is_brought_again(use_reentrant: bool) -> None:
-    """All layers in forward; in backward all but the last, which is still there."""
-    with pair("llama", "late") as (_, model, offloaded):
-        theirs(model, use_reentrant)
-        train(model, steps=1, microbatches=1)
-        one = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-        assert offloaded.statistics().bytes_reloaded == (3 + 2) * one
-
-
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
 def test_adapters_and_all_about_them_stay_on_the_device(kind: str, name: str) -> None:
@@ -137,85 +115,3 @@ def test_generate(kind: str, name: str) -> None:
         assert torch.equal(generated(model), generated(plain))
         assert offloaded.parameter_bytes_on_device == 0
         assert same_bits(train(model, steps=1), train(plain, steps=1)), "and then it trains"
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_two_forwards_before_their_backwards(name: str) -> None:
-    with pair(name, "random") as (plain, model, _):
-        for one in (plain, model):
-            losses = [loss_of(one, step) for step in range(2)]
-            with torch.no_grad():
-                loss_of(one, 3)
-            for loss in losses:
-                loss.backward(retain_graph=True)
-            losses[0].backward()
-        assert same_bits(state(model), state(plain))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_our_checkpoints_around_the_layers(name: str, when: str) -> None:
-    def recomputed(name: str) -> Any:
-        model = make(name)
-        recompute_layers(model, LAYERS[name])
-        return model
-
-    with pair(name, "late", recomputed if when == "before" else make) as (plain, model, offloaded):
-        if when == "after":
-            recompute_layers(model, LAYERS[name])
-            recompute_layers(plain, LAYERS[name])
-        assert same_bits(train(model), train(plain))
-        assert offloaded.parameter_bytes_on_device == 0
-
-
-def outputs_of(stack: Any, inputs: Tensor) -> Tensor:
-    output: Tensor = stack(inputs_embeds=inputs, use_cache=False)[0]
-    return output
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_around_all_layers(use_reentrant: bool) -> None:
-    """The whole forward runs again in backward, with the order that it had."""
-    with pair("llama", "late") as (plain, model, _):
-        for one in (plain, model):
-            inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
-            whole = partial(outputs_of, one.model)
-            y = checkpoint(whole, inputs.requires_grad_(), use_reentrant=use_reentrant)
-            y.square().sum().backward()
-        assert same_bits(state(model), state(plain))
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_saved_and_resumed(name: str, tmp_path: Path) -> None:
-    """Names are those of the plain model; what was saved of one can be loaded by the other."""
-    with pair(name, "late") as (plain, model, _):
-        names = list(plain.state_dict())
-        assert list(model.state_dict()) == names
-        train(model, steps=1)
-        train(plain, steps=1)
-        model.save_pretrained(tmp_path / "whole")
-        torch.save(model.state_dict(), tmp_path / "state")
-        again = type(model).from_pretrained(tmp_path / "whole")
-        assert same_bits(state(again), [p.detach() for p in plain.parameters()])
-        offload_layers(again, layers_of(name, again))
-        assert same_bits(train(again), train(plain))
-        model.load_state_dict(torch.load(tmp_path / "state"))
-        assert same_bits(train(model), state_of_resumed(name, tmp_path / "state"))
-
-
-def state_of_resumed(name: str, path: Path) -> list[Tensor]:
-    """A plain model that goes on from a file."""
-    model = make(name)
-    model.load_state_dict(torch.load(path))
-    return train(model)
-
-
-def test_a_copy_trains_on_its_own() -> None:
-    with pair("t5", "late") as (plain, model, offloaded):
-        copied = copy.deepcopy(model)
-        expected = train(plain)
-        assert same_bits(train(copied), expected)
-        assert same_bits(train(model), expected), "the copy has changed nothing"
-        before = offloaded.statistics().bytes_reloaded
-        loss_of(copied)
-        assert offloaded.statistics().bytes_reloaded > before, "it is streamed, too"

@@ -118,50 +118,36 @@ def test_a_plan_of_another_model(expected: str, plan: OffloadPlan, tmp_path: Pat
     assert not any("plan again" in text for text in texts), "causes are those of a right plan"
 
 
-def test_another_length(plan: OffloadPlan, tmp_path: Path) -> None:
-    texts = differences(plan, run(tmp_path, plan, length=1024))
-    expected = "give the run the length and the options of the plan"
-    assert any(text.startswith("sent GiB") and expected in text for text in texts)
+SLOWER = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 0.9)
+FASTER = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 1.05)
+SLOWER_LINK = replace(DEVICE, link_bytes_per_s=DEVICE.link_bytes_per_s * 0.9)
+SIX = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=6)
+LENGTH = "give the run the length and the options of the plan"
+BOUNDS = "as with other bounds on what is on its way"
 
 
-def test_another_number_of_microbatches(plan: OffloadPlan, tmp_path: Path) -> None:
-    six = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=6)
-    texts = differences(plan, run(tmp_path, plan, order=six))
-    assert texts[0] == "the plan is of 8 microbatches in a step, which has 6"
+@pytest.mark.parametrize(
+    ("how", "head", "words"),
+    [
+        ({"length": 1024}, "sent GiB", LENGTH),
+        ({"order": SIX}, "the plan is of 8 microbatches", "in a step, which has 6"),
+        ({"hardware": SLOWER}, "busy ms", "operators take other times"),
+        ({"hardware": SLOWER}, "step ms", "longer compute"),
+        ({"hardware": SLOWER_LINK}, "GB/s", "a Hardware of other link"),
+        ({"config": NARROW}, "stalled ms", BOUNDS),
+        ({"config": NARROW}, "on demand", BOUNDS),
+    ],
+)
+def test_a_run_that_differs_names_the_figure_and_the_cause(
+    how: dict[str, Any], head: str, words: str, plan: OffloadPlan, tmp_path: Path
+) -> None:
+    texts = differences(plan, run(tmp_path, plan, **how))
+    assert any(text.startswith(head) and words in text for text in texts), texts
 
 
-def test_a_run_without_the_plan(plan: OffloadPlan, tmp_path: Path) -> None:
-    texts = differences(plan, run(tmp_path, None))
-    assert any(text.startswith("sent GiB") for text in texts)
-
-
-def test_slower_operators(plan: OffloadPlan, tmp_path: Path) -> None:
-    slower = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 0.9)
-    texts = differences(plan, run(tmp_path, plan, hardware=slower))
-    busy = [text for text in texts if text.startswith("busy ms")]
-    assert len(busy) == 4 and all("operators take other times" in text for text in busy)
-    assert any(text.startswith("step ms") for text in texts)
-
-
-def test_faster_operators_are_nothing_worse(plan: OffloadPlan, tmp_path: Path) -> None:
-    faster = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 1.05)
-    texts = differences(plan, run(tmp_path, plan, hardware=faster))
+def test_nothing_is_worse_on_a_faster_device(plan: OffloadPlan, tmp_path: Path) -> None:
+    texts = differences(plan, run(tmp_path, plan, hardware=FASTER))
     assert not any(text.startswith(("busy ms", "step ms")) for text in texts)
-
-
-def test_a_slower_link(plan: OffloadPlan, tmp_path: Path) -> None:
-    slower = replace(DEVICE, link_bytes_per_s=DEVICE.link_bytes_per_s * 0.9)
-    timeline = run(tmp_path, plan, hardware=slower)
-    num = sum(rank.traced.offloaded_bytes > 0 for rank in compare_with_plan(plan, timeline).ranks)
-    texts = [text for text in differences(plan, timeline) if text.startswith("GB/s")]
-    assert len(texts) == num > 0 and all("a Hardware of other link" in text for text in texts)
-
-
-def test_other_bounds(plan: OffloadPlan, tmp_path: Path) -> None:
-    texts = differences(plan, run(tmp_path, plan, config=NARROW))
-    for head in ("stalled ms", "on demand"):
-        (text, *_) = [text for text in texts if text.startswith(head)]
-        assert text.endswith("as with other bounds on what is on its way")
 
 
 def real_step(**worse: float) -> Timeline:

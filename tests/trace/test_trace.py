@@ -27,7 +27,6 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.observer import Observers
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend
-from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, merge, read
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
@@ -151,14 +150,6 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
     assert names["mlp (forward)"] == names["mlp (backward)"] == 2 * 9
 
 
-def test_an_empty_trace_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with use_backend(CpuBackend(), config=CONFIG):
-        with Trace(tmp_path / "out.json", steps=range(5, 6)):
-            train(2)
-    assert read(tmp_path / "out.json").spans == []
-    assert "out.json is empty, for nothing ran" in caplog.text
-
-
 def test_a_full_trace_says_so_once_and_has_whole_spans(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,17 +189,6 @@ def test_an_exception_ends_the_trace_with_what_came_before(tmp_path: Path) -> No
     assert not any(name.startswith("open") for name in names), "a group without an end"
 
 
-def test_two_traces_of_one_manager(tmp_path: Path) -> None:
-    with use_backend(CpuBackend(), config=CONFIG):
-        with Trace(tmp_path / "all.json") as whole:
-            with Trace(tmp_path / "second.json", steps=range(1, 2)) as second:
-                train(3)
-    assert steps_of(whole.timeline) == ["step 0", "step 1", "step 2"]
-    assert steps_of(second.timeline) == ["step 1"]
-    assert whole.timeline and second.timeline
-    assert len(whole.timeline.of(0, "d2h")) > len(second.timeline.of(0, "d2h")) > 0
-
-
 @pytest.mark.parametrize("is_in_a_step", [False, True])
 def test_configure_in_the_block_is_followed(
     is_in_a_step: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -242,19 +222,6 @@ def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
     _, second = timeline.of(0, "steps")
     groups = [span for span in timeline.of(0, "compute") if "waits" not in span.name]
     assert groups and all(span.begin_s >= second.begin_s for span in groups)
-
-
-def test_a_trace_cannot_end_in_a_capture(tmp_path: Path) -> None:
-    with manager_of("late") as (manager, device):
-        before = num_calls(manager)
-        trace = Trace(tmp_path / "out.json")
-        trace.__enter__()
-        step(pair()[0], make_inputs(1))
-        with device.capture():
-            with pytest.raises(NotWhileCapturingError, match="after the capture"):
-                trace.__exit__(None, None, None)
-        assert num_calls(manager) == before
-        assert not (tmp_path / "out.json").exists()
 
 
 def test_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
@@ -334,18 +301,6 @@ def test_wrong_arguments_are_explained(
         Trace(**{"path": tmp_path / "out.json"} | options)
 
 
-def test_a_trace_is_entered_once_at_a_time(tmp_path: Path) -> None:
-    with use_backend(CpuBackend(), config=CONFIG) as manager:
-        trace = Trace(tmp_path / "out.json")
-        for _ in range(2):  # one after the other is fine
-            with trace:
-                with pytest.raises(OffloadError, match="records already"), trace:
-                    pass
-                train(1)
-            assert steps_of(trace.timeline) == ["step 0"]
-        assert not manager.on_begin
-
-
 def test_a_full_disk_does_not_end_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,40 +313,6 @@ def test_a_full_disk_does_not_end_training(
             train(3)
             assert "cannot be written now, training goes on" in caplog.text
     assert steps_of(trace.timeline) == ["step 0"], "it is there all the same"
-
-
-def test_a_full_disk_does_not_hide_what_went_wrong(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    with use_backend(CpuBackend(), config=CONFIG):
-        with pytest.raises(ZeroDivisionError), Trace(folder / "out.json"):
-            folder.rmdir()
-            raise ZeroDivisionError
-    assert "out.json cannot be written" in caplog.text
-
-
-class Failing(CpuBackend):
-    """A device that copies nothing."""
-
-    def copy(self, *arguments: Any) -> None:
-        raise OSError("the copy failed")
-
-
-def test_a_copy_that_fails_has_no_span(tmp_path: Path) -> None:
-    with use_backend(Failing(), config=CONFIG):
-        with pytest.raises(OSError, match="the copy failed"), Trace(tmp_path / "out.json") as trace:
-            train(1)
-    assert trace.timeline is not None and trace.timeline.of(0, "steps")
-    assert not trace.timeline.of(0, "d2h")
-
-
-def test_the_manager_of_the_process_is_traced_by_default(tmp_path: Path) -> None:
-    PipelineOffloadManager.get_instance().configure(CONFIG)
-    with Trace(tmp_path / "out.json") as trace:
-        train(1)
-    assert steps_of(trace.timeline) == ["step 0"]
 
 
 def test_without_a_trace_nothing_of_it_is_called() -> None:

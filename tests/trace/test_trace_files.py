@@ -51,18 +51,6 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [name], "no partial file"
 
 
-def test_an_event_in_full(tmp_path: Path) -> None:
-    write(of_each_kind(), tmp_path / "out.json")
-    events = raw(tmp_path / "out.json")["traceEvents"]
-    at = {"cat": "pp_offload", "pid": 0, "tid": 3}
-    span = {"ph": "X", "name": "mlp (offload)", "ts": 5e5, "dur": 7.5e5, "args": {"bytes": 3}}
-    assert at | span in events
-    assert at | {"ph": "M", "name": "thread_name", "ts": 0, "args": {"name": "d2h"}} in events
-    assert at | {"ph": "s", "name": "mlp", "id": 0, "ts": 5e5} in events
-    counter = {"ph": "C", "name": "host bytes", "ts": 1e6, "args": {"bytes": 7}}
-    assert at | {"tid": 0} | counter in events
-
-
 def test_a_file_that_cannot_be_written_keeps_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write(of_each_kind(), path)
