@@ -27,11 +27,11 @@ from torch.nn import Module
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
-from pp_offload._common.checks import check_flag, check_known
+from pp_offload._common.checks import check_flag
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
-from pp_offload.integrations.trainers import check_bases, check_trainer, meant
+from pp_offload.integrations.trainers import Choice, check_bases, check_trainer
 
 ONLY = "hidden_states"
 """The option by which only the hidden states that checkpointed layers are given leave."""
@@ -40,7 +40,7 @@ OPTIONS = (*tuple(inspect.signature(get_lora_act_offloading_ctx_manager).paramet
 """What ``activation_offloading`` may contain."""
 
 OF_HEADS = ("head", "warn_if_no_head")
-"""Options of these that say nothing about hidden states."""
+"""Options of the output head, which do not go with hidden states."""
 
 MODES: dict[str, Mapping[str, Any] | bool] = {
     "off": False,
@@ -124,74 +124,63 @@ class ActivationOffloadingMixin:
 
 
 class _Offloading:
-    """The offload of one trainer.
+    """Offload of a trainer.
 
     Attributes:
-        is_on: Whether anything is offloaded; None leaves that to the trainer's arguments.
-        options: Of the context.
-        model: What was trained last.
-        offload: Its context.
-        figures: Of that, for logs.
+        model: The model that was trained last.
+        offload: Context of the model.
+        figures: Figures of the context, for logs.
         is_checked: Whether :meth:`check` has looked at a step.
     """
 
     def __init__(self, wanted: Mapping[str, Any] | bool | str | None) -> None:
-        wanted = meant("activation_offloading", wanted, MODES)
-        options = wanted if isinstance(wanted, Mapping) else {}
-        check_known(options, OPTIONS, of="activation_offloading")
-        self.is_on = True if isinstance(wanted, Mapping) else wanted
-        self.options = dict(options)
+        self._choice = Choice("activation_offloading", wanted, OPTIONS, MODES)
         self.model: Module | None = None
         self.offload: OffloadActivations | None = None
         self.figures: Figures | None = None
         self.is_checked = False
 
     def prepare(self, trainer: Any) -> OffloadActivations | None:
-        """The context of the model that ``trainer`` has now."""
-        is_on = self.is_on
-        if is_on is None:
-            name = "activation_offloading of the trainer's arguments"
-            wanted = meant(name, getattr(trainer.args, "activation_offloading", True), MODES)
-            if isinstance(wanted, Mapping):
-                self.options = {**wanted, **self.options}
-            is_on = bool(wanted)
-        if not is_on or trainer.model is None:
+        """Context of the model that ``trainer`` has now."""
+        options = self._choice.options(trainer.args)
+        if options is None or trainer.model is None:
             return None
         if trainer.model is not self.model:
-            backend = self.options.get("backend") or default_backend(trainer.args.device)
-            self.offload = _made(trainer.model, {**self.options, "backend": backend})
+            options["backend"] = options.get("backend") or default_backend(trainer.args.device)
+            self.offload = _made(trainer.model, options)
             self.figures = Figures(self.offload.statistics)
             self.model = trainer.model
         return self.offload
 
     def check(self) -> None:
-        """Warn, once, of a step in which nothing was offloaded."""
-        if self.is_checked or self.offload is None:
+        """Warn once if the first step offloaded nothing."""
+        offload = self.offload
+        if self.is_checked or offload is None:
             return
         self.is_checked = True
-        if self.offload.statistics().bytes_offloaded == 0:
-            offload = self.offload
-            saved = f"it saved no {offload.max_fwd_stash_size} tensors of at least"
-            if isinstance(offload, OffloadHiddenStates):
-                saved = (
-                    "no layer was checkpointed (gradient_checkpointing=True in the arguments does "
-                    "that), or compiled ones were, or none was given hidden states of at least"
-                )
-            warnings.warn(
-                "activation offload is on, but the first training step offloaded nothing: either "
-                f"{saved} {offload.min_offload_size} bytes on the device, or its forward did "
-                "not run inside compute_loss_context_manager(), or on other threads "
-                "(DataParallel); pass activation_offloading=False to do without",
-                stacklevel=3,
+        if offload.statistics().bytes_offloaded:
+            return
+        saved = f"it saved no {offload.max_fwd_stash_size} tensors of at least"
+        if isinstance(offload, OffloadHiddenStates):
+            saved = (
+                "no layer was checkpointed (gradient_checkpointing=True in the arguments does "
+                "that), or compiled ones were, or none was given hidden states of at least"
             )
+        warnings.warn(
+            "activation offload is on, but the first training step offloaded nothing: either "
+            f"{saved} {offload.min_offload_size} bytes on the device, or its forward did "
+            "not run inside compute_loss_context_manager(), or on other threads "
+            "(DataParallel); pass activation_offloading=False to do without",
+            stacklevel=3,
+        )
 
 
 def _made(model: Module, options: dict[str, Any]) -> OffloadActivations:
-    """The context of a model."""
+    """Make the context of a model."""
     check_flag(ONLY, options.setdefault(ONLY, False))
     if not options.pop(ONLY):
         return get_lora_act_offloading_ctx_manager(model, **options)
-    if of_head := [one for one in OF_HEADS if one in options]:
+    if of_head := [name for name in OF_HEADS if name in options]:
         raise ValueError(
             f"activation_offloading has {ONLY} and {' and '.join(of_head)}, expected one of them: "
             "the output head is no checkpointed layer, so it stays"

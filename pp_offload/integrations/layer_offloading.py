@@ -20,10 +20,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from pp_offload._common.checks import check_known, said
 from pp_offload._slices.offloaded_layers import OffloadedLayers
 from pp_offload.backends import default_backend
-from pp_offload.integrations.trainers import check_bases, check_trainer, meant
+from pp_offload.integrations.trainers import Choice, check_bases, check_trainer
 from pp_offload.layers import lists_of_layers, offload_layers
 
 OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
@@ -85,25 +84,19 @@ class LayerOffloadingMixin:
 
 
 class _LayerOffloading:
-    """The offload of one trainer.
+    """Offload of a trainer.
 
     Attributes:
-        is_on: Whether anything waits on the host; None leaves that to the trainer's arguments.
-        options: Of :func:`pp_offload.offload_layers`.
-        offloaded: What it returned for the last model.
+        offloaded: What :func:`pp_offload.offload_layers` returned for the last model.
     """
 
     def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
-        wanted = meant("layer_offloading", wanted)
-        options = wanted if isinstance(wanted, Mapping) else {}
-        check_known(options, OPTIONS, of="layer_offloading")
-        self.is_on = True if isinstance(wanted, Mapping) else wanted
-        self.options = dict(options)
-        self.offloaded: OffloadedLayers | None = None
+        self._choice = Choice("layer_offloading", wanted, OPTIONS)
         self._model: Module | None = None
+        self.offloaded: OffloadedLayers | None = None
 
     def model_of(self, trainer: Any, moved: Module) -> Module:
-        """The model that a trainer trains; before it has one, the first that it moves."""
+        """Model that a trainer trains; before it has one, the first that it moves."""
         model: Module | None = getattr(trainer, "model", None)
         if model is None:
             model = self._model
@@ -111,20 +104,14 @@ class _LayerOffloading:
 
     def prepare(self, trainer: Any, model: Module | None) -> None:
         """Offload the layers of a model, unless that was done."""
-        if model is None or model is self._model or not self._wants(trainer):
+        if model is None or model is self._model:
             return
-        options = {"frozen_only": True, **self.options}
+        wanted = self._choice.options(trainer.args)
+        if wanted is None:
+            return
+        options = {"frozen_only": True, **wanted}
         if not {"backend", "device"} & options.keys():
             options["backend"] = default_backend(trainer.args.device)
         layers = options.pop("layers", None) or lists_of_layers(model)
         self.offloaded = offload_layers(model, layers, **options)
         self._model = model
-
-    def _wants(self, trainer: Any) -> bool:
-        if self.is_on is not None:
-            return self.is_on
-        name = "layer_offloading of the trainer's arguments"
-        wanted = meant(name, getattr(trainer.args, "layer_offloading", True))
-        if isinstance(wanted, Mapping):
-            raise ValueError(f"{name} is {said(wanted)}, expected True or False; give options here")
-        return bool(wanted)
