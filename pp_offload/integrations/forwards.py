@@ -1,15 +1,14 @@
-"""Offload of the training forwards of one model, in a loop that belongs to another library.
+"""Offload of the training forwards of a model, in the loop of another library.
 
     offload = offload_of(model, groups, config, options)
-    with offload.forward(step):       # each microbatch; what it raises ends the step
+    with offload.forward(step):       # each microbatch; an exception inside ends the step
         loss = model(batch)
     loss.backward()
-    ...
     offload.close()
 
-Either all activations leave, or groups by name. A loop only has to say which microbatches are of
-the same step of the optimizer, for that is what groups learn from. What runs outside, such as an
-evaluation, is left alone.
+Either all activations are offloaded, or groups by name. The loop says which microbatches are of the
+same step of the optimizer, because groups learn from steps. Forwards outside, such as those of an
+evaluation, offload nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Union
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -31,29 +30,12 @@ from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.modules import Patterns, offload_modules
 
-OPTIONS = tuple(
-    name
-    for name in inspect.signature(get_lora_act_offloading_ctx_manager).parameters
-    if name not in ("model", "config")
-)
-"""Of all activations, besides the model and a config."""
+OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)
+OPTIONS = tuple(name for name in OPTIONS if name not in ("model", "config"))
+"""Options of all activations, besides the model and a config."""
 
 
-class ForwardOffload(Protocol):
-    """What is offloaded of one model's forwards."""
-
-    def forward(self, step: int) -> AbstractContextManager[object]:
-        """To be entered around the forward of a microbatch.
-
-        Args:
-            step: Another number than that of the microbatch before begins a step.
-        """
-
-    def statistics(self) -> OffloadStatistics:
-        """What was moved and what is in use."""
-
-    def close(self) -> None:
-        """Take it off the model. Twice is fine."""
+ForwardOffload = Union["ActivationForwards", "GroupForwards"]
 
 
 def offload_of(
@@ -62,13 +44,13 @@ def offload_of(
     config: OffloadConfig | None,
     options: Mapping[str, Any],
 ) -> ForwardOffload:
-    """The offload that a user has asked for.
+    """Make the offload of a model as it is trained: wrapped, sharded, on its device.
 
     Args:
-        model: As it is trained: wrapped, sharded, on its device.
-        groups: As of :func:`pp_offload.offload_modules`; None for all activations.
+        model: The model.
+        groups: Groups as of :func:`pp_offload.offload_modules`; None for all activations.
         config: Options of the engine; those of the current manager, or the defaults, when None.
-        options: Of :func:`pp_offload.get_lora_act_offloading_ctx_manager`, without groups.
+        options: Options of :func:`pp_offload.get_lora_act_offloading_ctx_manager`, without groups.
     """
     check_kind("model", model, Module, "an nn.Module")
     check_choice(groups, config, options)
@@ -80,7 +62,7 @@ def offload_of(
 def check_choice(
     groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
 ) -> None:
-    """Check what can be checked before there is a model.
+    """Check options before there is a model.
 
     Raises:
         ValueError: An option is unknown, or is for all activations where there are groups.
@@ -97,7 +79,7 @@ def check_choice(
 
 
 class ActivationForwards:
-    """All activations, but for those of the output head."""
+    """Offload of all activations, but for those of the output head."""
 
     def __init__(
         self, model: Module, config: OffloadConfig | None, options: Mapping[str, Any]
@@ -108,17 +90,18 @@ class ActivationForwards:
         )
 
     def forward(self, step: int) -> AbstractContextManager[object]:
+        """Context for the forward of a microbatch."""
         return self._context
 
     def statistics(self) -> OffloadStatistics:
         return self._context.statistics()
 
     def close(self) -> None:
-        """A context is in place only while it is entered."""
+        """Do nothing: the context is in place only while it is entered."""
 
 
 class GroupForwards:
-    """Groups by name, of the manager of the process; outside its forwards they do nothing."""
+    """Offload of groups by name, which do nothing outside of :meth:`forward`."""
 
     def __init__(self, model: Module, groups: Patterns, config: OffloadConfig | None) -> None:
         self._handle = offload_modules(model, groups)
@@ -135,6 +118,7 @@ class GroupForwards:
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
+        """Context for the forward of a microbatch; another ``step`` than before begins a step."""
         manager = self._manager
         try:
             if step != self._step:
@@ -150,10 +134,10 @@ class GroupForwards:
             manager.end_chunk()
 
     def _begin_step(self) -> None:
-        """Begin a step of the manager, or join the one that another model of the loop has begun.
+        """Begin a step of the manager, or join the step that another model of the loop has begun.
 
-        The manager has one step at a time. So models that are trained in turn have it together, and
-        who has had its part of it and begins another one ends it for all.
+        The manager has one step at a time, which models that are trained in turn share. The model
+        that begins its next step ends the step of all.
         """
         members = _MEMBERS.setdefault(self._manager, WeakSet())
         if not members or self in members:
@@ -175,13 +159,11 @@ class GroupForwards:
 
 
 _MEMBERS: WeakKeyDictionary[Manager, WeakSet[GroupForwards]] = WeakKeyDictionary()
-"""Who has begun a part of the step that runs, by manager."""
+"""Models that have begun a part of the current step, by manager."""
 
 
 def _backend_of(model: Module) -> Backend:
-    """Of the device of its parameters: beside an accelerator, a model may train on the CPU, and its
-    device need not be the current one.
-    """
+    """Backend for the device of a model's parameters, which need not be the current one."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
     if len(devices) > 1:
         devices.discard(torch.device("cpu"))

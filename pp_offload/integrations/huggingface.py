@@ -1,4 +1,4 @@
-"""Offload of activations in the ``Trainer`` of Hugging Face, whose loop stays as it is.
+"""Offload of activations in the ``Trainer`` of Hugging Face.
 
     class MyTrainer(ActivationOffloadingMixin, Trainer): ...
 
@@ -6,11 +6,9 @@
     trainer.train()
     trainer.activation_offload.statistics()
 
-What is logged with each loss has figures of offload, so TensorBoard, wandb and the like have them.
-The trainer computes its loss inside ``compute_loss_context_manager``, whatever a subclass makes of
-``compute_loss``; there offload begins and ends. Backward comes after, so no hook meets what a
-reentrant checkpoint computes again. An evaluation computes its loss there as well, without grad,
-and is left alone. Nothing of Hugging Face is imported here.
+The trainer computes each loss inside ``compute_loss_context_manager``; there offload begins and
+ends. An evaluation computes its loss there as well, without grad, and offloads nothing. The logs of
+each loss have figures of offload. Nothing of Hugging Face is imported here.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.trainers import Choice, check_bases, check_trainer
 
 ONLY = "hidden_states"
-"""The option by which only the hidden states that checkpointed layers are given leave."""
+"""Option that offloads only the hidden states that checkpointed layers are given."""
 
 OPTIONS = (*tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:], ONLY)
-"""What ``activation_offloading`` may contain."""
+"""Options of ``activation_offloading``."""
 
 OF_HEADS = ("head", "warn_if_no_head")
 """Options of the output head, which do not go with hidden states."""
@@ -48,11 +46,11 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
     "hidden_states": {ONLY: True},
     "legacy": {ONLY: True, "use_streams": False},
 }
-"""Words that other trainers have for ``activation_offloading``, and what they mean here."""
+"""Words of other trainers for ``activation_offloading``, and their meaning here."""
 
 
 class ActivationOffloadingMixin:
-    """Named before a ``Trainer`` among the bases, it offloads what each training forward saves.
+    """Base class before a ``Trainer``, which offloads what each training forward saves.
 
     Args:
         args: The trainer's.
@@ -107,15 +105,15 @@ class ActivationOffloadingMixin:
         return stack
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's; after the first, a warning if nothing was offloaded."""
+        """Run the trainer's step; warn after the first step if nothing was offloaded."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self._offloading.check()
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The trainer's; where the loss of training is logged, with figures of this process.
+        """Log as the trainer, and with the loss of training also figures of this process.
 
-        ``offload/bytes_offloaded`` and others: what was moved since the loss before; see
+        ``offload/bytes_offloaded`` and others, since the loss before: see
         :mod:`pp_offload.integrations.figures`. Evaluation and summaries are logged as they are.
         """
         if "loss" in logs and self._offloading.figures is not None:

@@ -1,4 +1,4 @@
-"""Parameters of layers on the host in the ``Trainer`` of Hugging Face, whose loop stays as it is.
+"""Parameters of layers on the host in the ``Trainer`` of Hugging Face.
 
     class MyTrainer(LayerOffloadingMixin, Trainer): ...
 
@@ -7,9 +7,8 @@
     trainer.layer_offload.peak_parameter_bytes_on_device
 
 The layers are offloaded when the trainer moves its model to the device, before anything is moved,
-so that the device never has all of them. When it moves the model again, what waits on the host
-stays there. Another model that it moves, such as a reference model, is left alone. Nothing of
-Hugging Face is imported here.
+so that the device never has all of them, and stay on the host when it moves the model again. Other
+models, such as a reference model, are left alone. Nothing of Hugging Face is imported here.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from pp_offload.integrations.trainers import Choice, check_bases, check_trainer
 from pp_offload.layers import lists_of_layers, offload_layers
 
 OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
-"""What ``layer_offloading`` may contain."""
+"""Options of ``layer_offloading``."""
 
 
 class LayerOffloadingMixin:
-    """Named before a ``Trainer`` among the bases, it keeps parameters of layers on the host.
+    """Base class before a ``Trainer``, which keeps parameters of layers on the host.
 
     Args:
         args: The trainer's.
@@ -65,20 +64,17 @@ class LayerOffloadingMixin:
 
     @property
     def layer_offload(self) -> OffloadedLayers | None:
-        """What was made of the model, with its figures; None where nothing waits on the host.
-
-        A model that ``model_init`` makes anew gets a new one.
-        """
+        """Layers of the current model, with their figures; None where none is on the host."""
         return self._layer_offloading.offloaded
 
     def _move_model_to_device(self, model: Module, device: Any) -> None:
-        """The trainer's; what waits on the host is put there before."""
+        """Offload the layers, and move the rest as the trainer."""
         if model is self._layer_offloading.model_of(self, model):
             self._layer_offloading.prepare(self, model)
         super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's; a model that was not moved is prepared now."""
+        """Offload the layers of a model that was not moved, and create the optimizer."""
         self._layer_offloading.prepare(self, getattr(self, "model", None))
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 

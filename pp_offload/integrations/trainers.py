@@ -55,10 +55,8 @@ class Choice:
         """
         wanted = self._wanted
         if wanted is None:
-            name, given = (
-                f"{self._name} of the trainer's arguments",
-                getattr(args, self._name, True),
-            )
+            name = f"{self._name} of the trainer's arguments"
+            given = getattr(args, self._name, True)
             if isinstance(given, Mapping):
                 raise ValueError(
                     f"{name} is {said(given)}, expected True or False; give options here"
