@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
     ConfigError,
-    GroupStateError,
     OffloadConfig,
     OffloadError,
     PipelineOffloadManager,
@@ -182,57 +180,6 @@ def test_two_schedules_share_a_manager(schedule: Any) -> None:
         assert same(expected, step(other))
 
 
-def test_a_step_that_is_refused_leaves_that_of_another_thread_as_it_is(
-    manager: PipelineOffloadManager, one_rank: None
-) -> None:
-    """Both are of one manager, whose steps have one begin for all threads."""
-    inside, refused = threading.Event(), threading.Event()
-    refused.set()
-
-    class Waits(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.set()
-            assert refused.wait(60), "the other step was not refused"
-            return super().forward(x)
-
-    def step_of(layer: nn.Module) -> tuple[Any, nn.Module]:
-        model = nn.Sequential(layer, nn.Tanh()).to(device)
-        stage = PipelineStage(model, 0, 1, device)
-        return Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss), model
-
-    def run(schedule: Any, failures: list[BaseException]) -> None:
-        try:
-            schedule.step(x, target=x, losses=[])
-        except BaseException as failure:  # noqa: BLE001  # it is looked at on the other thread
-            failures.append(failure)
-
-    device = manager.backend.device
-    x = torch.randn(4, 8, device=device)
-    (slow, model), (other, _) = step_of(Waits(8, 8)), step_of(nn.Linear(8, 8))
-    failures: list[BaseException] = []
-    with attach(slow, {"layer": "*"}), attach(other, {"layer": "*"}):
-        for one in (slow, other):  # in a first step stages learn their shapes
-            one.step(x, target=x, losses=[])
-        model.zero_grad()
-        inside.clear()
-        refused.clear()
-        thread = threading.Thread(target=run, args=(slow, failures))
-        thread.start()
-        try:
-            assert inside.wait(60)
-            with pytest.raises(GroupStateError, match="waits for its backward"):
-                other.step(x, target=x, losses=[])
-        finally:
-            refused.set()
-            thread.join()
-        assert not failures
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    slow.step(x, target=x, losses=[])
-    assert same_bits(found, [p.grad for p in model.parameters()])
-    assert_no_hooks()
-
-
 def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> None:
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
@@ -255,21 +202,6 @@ def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> Non
     assert before.config == options
     assert before.offload_summary_bytes == summary != {}
     assert "step" not in vars(schedule)
-
-
-def test_what_the_user_put_on_the_schedule_is_there_again(schedule: Any) -> None:
-    inner = schedule.step
-    calls: list[str] = []
-
-    def mine(*args: Any, **kwargs: Any) -> Any:
-        calls.append("mine")
-        return inner(*args, **kwargs)
-
-    schedule.step = mine
-    with attach(schedule, {"layer": "*"}, ALL):
-        step(schedule)
-    assert vars(schedule)["step"] is mine
-    assert calls == ["mine"]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:

@@ -5,7 +5,6 @@ Nothing is changed by it: the next step on the manager works.
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -347,15 +345,6 @@ def test_a_flag_that_is_none(manager: PipelineOffloadManager, name: str) -> None
         refused(manager, lambda value=value: FLAGS[name](value), ValueError, words)
 
 
-@pytest.mark.parametrize("groups", [{"a": "layers.0", "b": None}, {"a": "layers.0", 3: "x"}])
-def test_groups_that_are_none_leave_the_model_as_it_was(
-    manager: PipelineOffloadManager, groups: Any
-) -> None:
-    model = Net()
-    refused(manager, lambda: offload_modules(model, groups), TypeError)
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 # Groups
 
 
@@ -371,24 +360,6 @@ def test_a_switch_that_is_neither_on_nor_off(manager: PipelineOffloadManager, wr
     refused(manager, commit, ValueError, message("delay_offload"))
     off_interface.group_commit(y, "mlp").sum().backward()
     assert manager.statistics().bytes_offloaded == y.nbytes
-
-
-@pytest.mark.parametrize(
-    ("on", "off"), [(True, None), (1, 0), (np.True_, np.False_), (True, False)], ids=repr
-)
-def test_what_stands_for_on_and_off(manager: PipelineOffloadManager, on: Any, off: Any) -> None:
-    """A config may have such, and always could."""
-    chunk, x = open_chunk(manager), ones(manager)
-    with off_interface(off, x, "mlp") as inside:
-        y = inside.exp()
-    assert chunk.is_empty_chunk()
-    with off_interface(on, y, "mlp") as inside:
-        z = inside.exp()
-    off_interface.group_commit(z, "mlp", None, on)
-    assert len(manager.offloader.delayed) == 1
-    manager.flush_delayed_groups()
-    z.sum().backward()
-    assert manager.statistics().bytes_offloaded == z.nbytes
 
 
 @pytest.mark.parametrize("wrong", ["", None, 3, b"mlp", ["mlp"]], ids=repr)
@@ -431,23 +402,6 @@ def test_forced_release_of_what_is_no_list_of_tensors(
     assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
 
 
-def test_a_group_never_committed_is_not_blamed_on_size(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
-    open_chunk(manager)
-    with off_interface(True, ones(manager), "mlp") as x:
-        x.exp()
-    with off_interface(True, ones(manager), "small") as x:
-        y = x + 1
-    off_interface.group_commit(y, "small")
-    with caplog.at_level(logging.WARNING):
-        manager.reset()
-    mlp, small = (record.getMessage() for record in caplog.records)
-    assert mlp.startswith("group 'mlp' offloaded nothing: it was started 1 times and never commit")
-    assert "group_commit(output, name)" in mlp
-    assert small.startswith("group 'small' offloaded nothing: none of its 1 groups saved a tensor")
-
-
 def test_a_group_without_a_chunk(manager: PipelineOffloadManager) -> None:
     x = ones(manager)
     parts = "'mlp'", "without a chunk", r"init_chunk_handler\(", "attach"
@@ -474,17 +428,6 @@ def test_a_commit_without_its_start(manager: PipelineOffloadManager) -> None:
     y = commit(y, "mlp")
     refused(manager, lambda: commit(y, "mlp"), kind, "'mlp'", "committed already", "once")
     y.sum().backward()
-
-
-def test_a_group_never_committed_still_has_its_tensors(manager: PipelineOffloadManager) -> None:
-    open_chunk(manager)
-    x = ones(manager)
-    with off_interface(True, x, "mlp") as inside:
-        y = inside.exp()
-    y.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-    with pytest.raises(GroupStateError, match="'mlp'.*never committed.*group_commit"):
-        manager.reset()
 
 
 def on_another_thread(action: Callable[[], object]) -> BaseException | None:

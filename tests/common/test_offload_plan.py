@@ -28,28 +28,19 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert OffloadPlan.load(tmp_path / "plan.json") == PLAN
     for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), PLAN):
         assert OffloadConfig(plan=given).offload_plan == PLAN
-
-
-def test_a_file_without_bounds_leaves_them_to_the_engine() -> None:
-    assert [rank.bounds for rank in PLAN.ranks] == [None, (5, 0)]
-    older = PLAN.to_dict()
-    for rank in older["ranks"]:
-        del rank["max_in_flight_bytes"], rank["prefetch_bytes"]
-    assert [rank.bounds for rank in OffloadPlan.from_dict(older).ranks] == [None, None]
-
-
-def test_options_with_a_plan_go_to_a_file_and_back() -> None:
     config = OffloadConfig(plan=PLAN)
     assert OffloadConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert OffloadConfig.from_dict(OffloadConfig().to_dict()).offload_plan is None
+    assert [rank.bounds for rank in PLAN.ranks] == [None, (5, 0)]
 
 
-def test_an_older_file_does_not_say_with_which_options_it_was_made() -> None:
-    found = PLAN.to_dict()
-    del found["options"]
-    older = OffloadPlan.from_dict(found)
-    assert older.options == {} and replace(older, options=OPTIONS) == PLAN
-    assert len({older, older, PLAN}) == 2, "a plan has a hash, for plans of steps are cached"
+def test_an_older_file_has_fewer_facts() -> None:
+    older = PLAN.to_dict()
+    del older["options"]
+    for rank in older["ranks"]:
+        del rank["max_in_flight_bytes"], rank["prefetch_bytes"], rank["on_demand_reloads"]
+    plan = OffloadPlan.from_dict(older)
+    assert plan.options == {} and [rank.bounds for rank in plan.ranks] == [None, None]
+    assert len({plan, plan, PLAN}) == 2, "a plan has a hash, for plans of steps are cached"
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -147,20 +138,6 @@ def test_what_is_planned_stays_from_the_first_step_on() -> None:
         assert torch.equal(one, other) and torch.equal(one, third)
 
 
-def test_microbatches_that_no_step_had_before_go_by_the_plan() -> None:
-    with use_backend(CpuBackend(), config=OffloadConfig(plan=plan_of(True))) as manager:
-        model = make_model()
-        for num in (1, 1, 3):
-            off_interface.reset()
-            losses = []
-            for _ in range(num):
-                off_interface.init_chunk_handler(None, None, 1)
-                losses.append(model(torch.ones(2, 8)).sum())
-            for loss in losses:
-                loss.backward()
-        assert manager.statistics().bytes_offloaded == 0
-
-
 def bounds_by(config: OffloadConfig, num_steps: int) -> tuple[int, int]:
     """Of an engine, when a chunk of the last step has begun."""
     with use_backend(CpuBackend(), config=config) as manager:
@@ -195,17 +172,6 @@ def with_bounds(plan: OffloadPlan) -> OffloadPlan:
     return replace(plan, ranks=(replace(rank, max_in_flight_bytes=5000, prefetch_bytes=300),))
 
 
-def test_where_a_group_is_not_as_planned_bounds_are_of_the_engine() -> None:
-    config = OffloadConfig(plan=with_bounds(plan_of(False, wrong_bytes=1)))
-    with use_backend(CpuBackend(), config=config) as manager:
-        for _ in range(2):
-            off_interface.reset()
-            off_interface.init_chunk_handler(None, None, 1)
-            make_model()(torch.ones(2, 8)).sum().backward()
-        off_interface.reset()
-        assert manager.offloader.plan.bounds is None
-
-
 def test_groups_with_other_bytes_leave_and_are_told_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -219,15 +185,3 @@ def test_groups_with_other_bytes_leave_and_are_told_of_once(
     assert line.endswith(
         "on a CPU some operators save other bytes than on the GPU of a plan, as dropout does"
     )
-
-
-def test_a_plan_for_fewer_groups_or_stages_leaves_the_others() -> None:
-    _, sent = steps(OffloadConfig())
-    full = plan_of(True)
-    (groups,) = full.ranks[0].stages
-    for stages in ((), (groups[:1],)):
-        less = replace(full, ranks=(replace(full.ranks[0], stages=stages),))
-        _, other = steps(OffloadConfig(plan=less))
-        assert 0 < other[1] <= sent[1]
-    more = replace(full, ranks=(replace(full.ranks[0], stages=((*groups, groups[0]),)),))
-    assert steps(OffloadConfig(plan=more))[1] == [0, 0, 0]

@@ -7,7 +7,6 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import processes
 import pytest
@@ -51,30 +50,6 @@ def test_one_serves_where_its_start_was_cut_off(one: Workers) -> None:
         pieces = [one.submit(lambda n=n: n) for n in range(3)]
         assert all(map(is_done_soon, pieces)), number
         assert [piece.result() for piece in pieces] == [0, 1, 2]
-
-
-def test_who_waits_is_interrupted_and_nobody_else_waits_for_ever(one: Workers) -> None:
-    """At every line of it; the wait itself is C."""
-    one.submit(lambda: None).wait()
-
-    def wait() -> None:
-        gate: SimpleQueue[None] = SimpleQueue()
-        try:
-            piece = one.submit(gate.get)
-            threading.Thread(target=gate.put, args=(None,), daemon=True).start()
-            piece.wait()
-        finally:
-            gate.put(None)
-
-    total = num_lines(LINES, wait)
-    assert total > 5
-    for number in range(1, total + 1):
-        try:
-            with interrupt_at(number, LINES):
-                wait()
-        except Injected:
-            pass
-        assert is_done_soon(one.submit(lambda: None)), number
 
 
 def run_to_the_end(code: str, tmp_path: Path) -> str:

@@ -116,28 +116,6 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
         assert same_bits(run(first, second, tmp_path / name), expected), name
 
 
-@pytest.mark.parametrize("when", ["before", "later"])
-def test_another_model_that_the_trainer_moves_is_left_alone(when: str, tmp_path: Path) -> None:
-    """As a reference model is moved, for example."""
-    reference = adapters()
-
-    class WithReference(LayerTrainer):
-        def _move_model_to_device(self, model: Any, device: Any) -> None:
-            if when == "before":
-                super()._move_model_to_device(reference, device)
-            super()._move_model_to_device(model, device)
-            if when == "later":
-                super()._move_model_to_device(reference, device)
-
-    trainer = streamed(adapters(), tmp_path, kind=WithReference)
-    first = trainer.layer_offload
-    got = train(trainer)
-    assert same_bits(got, plain(adapters, tmp_path))
-    assert trainer.layer_offload is first
-    assert first.statistics().bytes_reloaded > 0
-    assert not any({"forward", "_apply"} & vars(one).keys() for one in reference.modules())
-
-
 @dataclass
 class Arguments(TrainingArguments):
     """As those of axolotl."""

@@ -16,7 +16,6 @@ from toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend
-from pp_offload.testing import SimulatedBackend
 
 pytest.importorskip("lightning")
 
@@ -74,16 +73,6 @@ def test_same_bits_with_the_options_of_a_trainer(
     assert same_bits(got, fit(kind(), make_trainer(**options)))
     assert callback.statistics().bytes_offloaded > 0
     assert_nothing_left(model, callback)
-
-
-@pytest.mark.parametrize("name", ["activations", "groups"])
-def test_copies_may_be_late(name: str) -> None:
-    with use_backend(SimulatedBackend("late")) as manager:
-        more = {"backend": manager.backend} if name == "activations" else {}
-        callback, model = CALLBACKS[name](**more), Model()
-        got = fit(model, make_trainer(callback, accumulate_grad_batches=2))
-        assert callback.statistics().bytes_offloaded > 0
-    assert same_bits(got, fit(Model(), make_trainer(accumulate_grad_batches=2)))
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

@@ -69,13 +69,3 @@ def test_a_model_from_its_config_takes_the_time_of_its_products(name: str) -> No
     assert busy_s == pytest.approx(seconds)
     assert moved > LAYERS * 10 * LENGTH * WIDTH * 2
     assert step(CONFIGS[name], offload=False) == (pytest.approx(seconds), 0)
-
-
-def test_a_mask_is_data() -> None:
-    """Which a virtual device has not; the error says so, and what to do."""
-    with use_backend(VirtualBackend(DEVICES["H100"])):
-        model = model_from_config(CONFIGS["llama"])
-        model.set_attn_implementation("sdpa")
-        ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
-        with pytest.raises(RuntimeError, match="depends on data"):
-            model(input_ids=ids, use_cache=False)

@@ -82,24 +82,6 @@ def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) ->
     assert max(host) == statistics.host_bytes_peak
 
 
-def test_copies_are_in_order_by_the_clock_of_the_host(tmp_path: Path) -> None:
-    """With threads that copy."""
-    with use_backend(CpuBackend(inline_bytes=0), config=CONFIG):
-        with Trace(tmp_path / "out.json") as trace:
-            train(3, width=64)
-    assert trace.timeline is not None and trace.timeline.metadata[0]["clock"] == "host"
-    ends = {}
-    for track in ("d2h", "h2d"):
-        spans = trace.timeline.of(0, track)
-        pairs = zip(spans, spans[1:], strict=False)
-        assert all(first.end_s <= second.begin_s for first, second in pairs)
-        ends |= {span.begin_s: span.end_s for span in spans}
-    assert trace.timeline.flows
-    for flow in trace.timeline.flows:
-        sent, back, used = (point.time_s for point in flow.points)
-        assert ends[sent] <= back and ends[back] <= used
-
-
 @pytest.mark.parametrize(
     ("make", "tiers"),
     [(CpuBackend, ("disk",)), (CpuBackend, ("host", "disk")), (AwayBackend, ("disk",))],
@@ -299,20 +281,6 @@ def test_wrong_arguments_are_explained(
 ) -> None:
     with pytest.raises(kind, match=message):
         Trace(**{"path": tmp_path / "out.json"} | options)
-
-
-def test_a_full_disk_does_not_end_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    with use_backend(CpuBackend(), config=CONFIG):
-        trace = Trace(folder / "out.json", steps=range(1))
-        with pytest.raises(FileNotFoundError), trace:
-            folder.rmdir()
-            train(3)
-            assert "cannot be written now, training goes on" in caplog.text
-    assert steps_of(trace.timeline) == ["step 0"], "it is there all the same"
 
 
 def test_without_a_trace_nothing_of_it_is_called() -> None:

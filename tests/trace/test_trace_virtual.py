@@ -18,13 +18,9 @@ from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
-from pp_offload._core.observer import Lap
 from pp_offload.simulate import DEVICES, Modules, PeerLink, VirtualBackend, run_pipeline
 from pp_offload.trace import Span, Timeline, Trace
 from pp_offload.trace.figures import Kind, figures_of
-from pp_offload.trace.notes import Note
-from pp_offload.trace.timeline import WAITS_FOR_OTHERS
-from pp_offload.trace.virtual import VirtualStreams
 
 FORWARD_S = FLOPS / (990e12 * 0.6)
 
@@ -131,35 +127,6 @@ def test_spans_add_up_to_what_the_streams_count(length: int, tmp_path: Path) -> 
     assert busy_s(timeline.of(0, "operators")) == pytest.approx(compute.busy_s - busy, rel=1e-12)
     assert busy_s(timeline.of(0, "d2h")) == pytest.approx(d2h.busy_s, rel=1e-12)
     assert busy_s(timeline.of(0, "h2d")) == pytest.approx(h2d.busy_s, rel=1e-12)
-
-
-def test_a_wait_is_shown_as_far_as_work_waited() -> None:
-    """A host that is late launches work when some of the wait is over; messages are of others."""
-    notes: list[Note] = []
-
-    def add(*what: Any) -> Note:
-        notes.append(Note(*what))
-        return notes[-1]
-
-    backend = VirtualBackend(DEVICES["H100"])
-    streams, call = VirtualStreams(add, backend), backend.compute
-    compute = call.heard[-1]
-    for name, begin_s, end_s in (("mlp", 1.0, 3.0), ("attn", 5.0, 9.0)):
-        begin, end = (backend.timed_event(call) for _ in range(2))
-        begin.time_s, end.time_s = begin_s, end_s
-        streams.waits.append((name, Lap(begin, end, 0)))
-    compute(2.0, 7.0, 8.0)
-    compute(8.0, 8.0, 9.0)
-    compute(10.0, 11.0, 12.0)
-    spans = [(note.name, note.begin, note.end) for note in notes]
-    assert spans == [
-        ("mlp", 2.0, 3.0),
-        (WAITS_FOR_OTHERS, 3.0, 5.0),
-        ("attn", 5.0, 7.0),
-        ("operators", 7.0, 9.0),
-        (WAITS_FOR_OTHERS, 10.0, 11.0),
-        ("operators", 11.0, 12.0),
-    ]
 
 
 def modules(num_stages: int) -> Modules:
