@@ -1,10 +1,10 @@
-"""Picture of a step of a trace: what the streams of each rank did, and bytes over time.
+"""Picture of a step of a trace: the work of each rank's streams, and bytes over time.
 
     draw(read("out.json.gz"), "out.png")
     draw(read("out.json.gz"), "out.png", ranks=[0], predicted=read("virtual.json.gz"))
 
-A wait of compute for a copy has the one strong colour, and a band of it goes down to the copies and
-the bytes. Needs matplotlib: the extra ``plots``.
+Waits of compute for copies have the one strong colour, with a band down to the copies and bytes.
+Needs matplotlib: the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def draw(
 
     Raises:
         ImportError: There is no matplotlib.
-        ValueError: The trace has no such step or rank, or the name ends otherwise.
+        ValueError: The trace has no such step or rank, or the name has another suffix.
         OSError: The file cannot be written.
     """
     art.check_format(path)
@@ -78,7 +78,7 @@ def picture(
     step: int | None = None,
     predicted: Timeline | None = None,
 ) -> Figure:
-    """The picture as a figure of matplotlib, for a notebook.
+    """Make the picture as a figure of matplotlib, for a notebook.
 
     Args:
         timeline: A real run, or a virtual one.
@@ -113,14 +113,18 @@ def picture(
 
 
 class _Panel(NamedTuple):
-    """One rank. Times are in ms from the begin of the first rank's step on."""
+    """A rank. Times are in ms from the begin of the first rank's step on."""
 
     figures: RankFigures
     end_ms: float
     times: dict[Kind, list[Interval]]
     lines: dict[str, list[tuple[float, int]]]
-    longest: tuple[Span, float] | None
-    """Longest wait for a copy, and its middle."""
+
+    longest: Span | None
+    """Longest wait for a copy."""
+
+    longest_ms: float
+    """Middle of that wait."""
 
     is_whole: bool
 
@@ -128,9 +132,9 @@ class _Panel(NamedTuple):
 def _panels(timeline: Timeline, step: int) -> dict[int, _Panel]:
     windows = fig.steps_of(timeline)[step]
     zero_s = min(begin_s for begin_s, _ in windows.values())
+    figures = {each.rank: each for each in fig.figures_of(timeline, step)}
     return {
-        figures.rank: _panel(timeline, figures, windows[figures.rank], zero_s)
-        for figures in fig.figures_of(timeline, step)
+        rank: _panel(timeline, figures[rank], window, zero_s) for rank, window in windows.items()
     }
 
 
@@ -139,7 +143,7 @@ def _panel(timeline: Timeline, figures: RankFigures, window: Interval, zero_s: f
         return (time_s - zero_s) * 1e3
 
     spans = [span for span in timeline.spans if span.rank == figures.rank]
-    finest = figures.seconds / 4000  # nobody sees a smaller gap, but each wait counts
+    finest = figures.seconds / 4000  # smaller gaps cannot be seen, but each wait counts
     times = {
         kind: [(ms(b), ms(e)) for b, e in fig.merged(each, 0 if kind in WAITS else finest)]
         for kind, each in fig.times_of(spans, window).items()
@@ -152,9 +156,9 @@ def _panel(timeline: Timeline, figures: RankFigures, window: Interval, zero_s: f
     waits = [span for span in spans if fig.kind_of(span) in WAITS_FOR_COPIES]
     waits = [span for span in waits if window[0] <= span.begin_s and span.end_s <= window[1]]
     wait = max(waits, key=lambda span: span.end_s - span.begin_s, default=None)
-    longest = None if wait is None else (wait, ms((wait.begin_s + wait.end_s) / 2))
+    middle_ms = 0.0 if wait is None else ms((wait.begin_s + wait.end_s) / 2)
     is_whole = not timeline.metadata.get(figures.rank, {}).get("is_truncated", False)
-    return _Panel(figures, ms(window[1]), times, lines, longest, is_whole)
+    return _Panel(figures, ms(window[1]), times, lines, wait, middle_ms, is_whole)
 
 
 def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
@@ -165,13 +169,20 @@ def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
             widths = [(begin, end - begin) for begin, end in panel.times[kind]]
             axes.broken_barh(widths, (row - 0.4, 0.8), zorder=2, **_style(kind))
     _draw_bands(axes, panel)
-    _mark_longest_wait(axes, panel, shown_ms, len(names) - 0.35)
+    if panel.longest is not None:
+        _mark(axes, panel.longest, panel.longest_ms, shown_ms, len(names) - 0.35)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(-0.5, len(names) - (0.5 if panel.longest is None else -0.1))
     axes.tick_params(axis="both", length=0)
     axes.tick_params(axis="x", labelbottom=False)
     axes.spines[:].set_visible(False)
-    axes.set_title(_title(panel), fontsize=9.5, loc="left")
+    figures, others_s = panel.figures, panel.figures.waited_s[Kind.WAITS_FOR_RANK]
+    waited_s = figures.waited_for_copies_s
+    title = f"rank {figures.rank}: {figures.seconds * 1e3:.1f} ms, waited for copies "
+    title += f"{waited_s * 1e3:.1f} ms ({waited_s / figures.seconds:.1%})"
+    title += f", for other ranks {others_s * 1e3:.1f} ms" if others_s else ""
+    title += "" if panel.is_whole else "; the recording stopped early"
+    axes.set_title(title, fontsize=9.5, loc="left")
 
 
 def _style(kind: Kind) -> dict[str, Any]:
@@ -184,18 +195,15 @@ def _draw_bands(axes: Axes, panel: _Panel) -> None:
         axes.axvspan(begin, end, color=art.VERMILION, alpha=0.13, linewidth=0, zorder=0)
 
 
-def _mark_longest_wait(axes: Axes, panel: _Panel, shown_ms: float, y: float) -> None:
+def _mark(axes: Axes, wait: Span, middle_ms: float, shown_ms: float, y: float) -> None:
     """Say what the longest wait for a copy is for, unless it is too short to be seen."""
-    if panel.longest is None:
-        return
-    span, middle_ms = panel.longest
-    took_ms, kind = (span.end_s - span.begin_s) * 1e3, fig.kind_of(span)
+    took_ms, kind = (wait.end_s - wait.begin_s) * 1e3, fig.kind_of(wait)
     if took_ms < shown_ms / 500:
         return
-    name = kind.value if kind is Kind.WAITS_FOR_DISK else span.name  # which is long
+    name = kind.value if kind is Kind.WAITS_FOR_DISK else wait.name  # which is long
     side, offset = ("right", -7) if middle_ms > shown_ms / 2 else ("left", 7)
     axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.VERMILION)
-    text = axes.annotate(
+    axes.annotate(
         f"{name} {took_ms:.3g} ms, the longest of its waits",
         xy=(middle_ms, y),
         xytext=(offset, 0),
@@ -204,17 +212,7 @@ def _mark_longest_wait(axes: Axes, panel: _Panel, shown_ms: float, y: float) -> 
         va="center",
         fontsize=8.5,
         color=art.VERMILION,
-    )
-    text.set_in_layout(False)  # or a long name would make the picture narrow
-
-
-def _title(panel: _Panel) -> str:
-    figures, others_s = panel.figures, panel.figures.waited_s[Kind.WAITS_FOR_RANK]
-    waited_s = figures.waited_for_copies_s
-    text = f"rank {figures.rank}: {figures.seconds * 1e3:.1f} ms, waited for copies "
-    text += f"{waited_s * 1e3:.1f} ms ({waited_s / figures.seconds:.1%})"
-    text += f", for other ranks {others_s * 1e3:.1f} ms" if others_s else ""
-    return text if panel.is_whole else f"{text}; the recording stopped early"
+    ).set_in_layout(False)  # or a long name would make the picture narrow
 
 
 def _draw_bytes(axes: Axes, panel: _Panel, predicted: _Panel | None) -> None:

@@ -35,14 +35,6 @@ def test_a_plan_that_the_engine_follows(tmp_path: Path) -> None:
     assert peaks(figures) == [rank.peak_bytes for rank in plan.ranks]
 
 
-def test_layers_to_recompute_before(tmp_path: Path) -> None:
-    layered = ("helpers.cli_models:layered", *SIZES, "--length", 4096, "--limit", "220MiB")
-    output = good("plan", *layered, "-o", tmp_path / "plan.json")
-    assert "before that, for each stage of a rank: recompute_layers(module, " in output
-    output = good("plan", *layered, "-o", tmp_path / "plan.json", "--no-recompute")
-    assert "recompute_layers" not in output
-
-
 def test_groups_go_to_the_disk_behind_a_full_host(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     how = ("--tiers", "host,disk", "--host-gib", 0.0001)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from helpers.cli import check_refused, good, run
 
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload.cli.commands import progress_line
 from pp_offload.trace import read
 
 SIZES = "--ranks 2 --microbatches 4 --length 256 --min-numel 1".split()
 SMALL = ("simulate", "helpers.cli_models:good", *SIZES)
 DEEP = ("helpers.cli_models:deep", *SIZES, "--length", "1024")
-ADAM = ("--optimizer", "AdamW")
 
 
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
@@ -26,19 +22,13 @@ def test_a_row_for_each_rank(tmp_path: Path) -> None:
     output = good(*SMALL, "--trace", trace, "--pp", 3, "--device", "h200")
     assert "cli_models:good on 3 virtual H200, 1f1b, 1 stage each, 4 microbatches of 256" in output
     assert "linear and gelu may leave" in output
-    rows = [line.split()[0] for line in output.splitlines() if line[:1].isdigit()]
-    assert rows == ["0", "1", "2"]
-    assert read(trace).ranks == [0, 1, 2]
-
-
-def test_figures_in_json() -> None:
     figures = json.loads(good(*SMALL, "--json", "--groups", "linear"))
     none, ours = figures["without offload"]["ranks"], figures["with offload"]["ranks"]
     assert all(rank["bytes_offloaded"] == 0 for rank in none)
-    assert [rank["num_in_flight"] for rank in ours] == [2, 1]
-    nbytes = 256 * 64 * 2  # what a linear saves of each of four microbatches
-    assert 0 < ours[0]["bytes_offloaded"] <= 4 * nbytes
-    assert ours[1]["bytes_offloaded"] == 0, "its only group is the last one, which stays"
+    assert ours[0]["bytes_offloaded"] > 0 == ours[1]["bytes_offloaded"], "the last group stays"
+    rows = [line.split()[0] for line in output.splitlines() if line[:1].isdigit()]
+    assert rows == ["0", "1", "2"]
+    assert read(trace).ranks == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +36,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     good("plan", *DEEP, "--limit", "300MiB", "-o", path)
     return path
-
-
-def test_an_optimizer_that_only_the_plan_or_only_the_run_has(plan: Path, tmp_path: Path) -> None:
-    with_state = tmp_path / "plan.json"
-    good("plan", *DEEP, *ADAM, "--limit", "1GiB", "-o", with_state)
-    output = good("simulate", *DEEP, "--plan", with_state)
-    assert "The plan counts the state of an optimizer, and this run has none" in output
-    assert "caution" not in json.loads(
-        good("simulate", *DEEP, *ADAM, "--plan", with_state, "--json")
-    )
-    output = run("simulate", *DEEP, *ADAM, "--plan", plan)[1]
-    assert "This run has the state of an optimizer, which the plan does not count: plan" in output
 
 
 def test_a_plan_and_its_limit(plan: Path, tmp_path: Path) -> None:
@@ -77,22 +55,6 @@ def test_a_plan_of_another_pipeline(plan: Path) -> None:
     assert code == 2 and "the plan is for 2 pipeline ranks, and this is rank 2" in output
     code, output = run("simulate", *DEEP, "--plan", plan, "--fraction", 0.5)
     assert code == 2 and "expected one way to say what stays" in output
-
-
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_line_of_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    with progress_line() as progress:
-        assert progress is None, "there is no terminal"
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_line() as progress:
-        assert progress is not None
-        progress("with offload")(3, 10)
-    assert terminal.getvalue() == "\r\033[Kwith offload: 3 of 10\r\033[K"
 
 
 GOOD = "simulate helpers.cli_models:good --ranks 2"

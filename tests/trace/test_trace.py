@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -204,34 +203,6 @@ def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
     _, second = timeline.of(0, "steps")
     groups = [span for span in timeline.of(0, "compute") if "waits" not in span.name]
     assert groups and all(span.begin_s >= second.begin_s for span in groups)
-
-
-def test_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
-    with use_backend(CpuBackend(), config=CONFIG) as manager:
-        models = [make_model() for _ in range(3)]
-        with Trace(tmp_path / "out.json") as trace:
-            off_interface.reset()
-            together = threading.Barrier(3)
-
-            def work(number: int) -> None:
-                manager.begin_chunk(None, None, 1, microbatch=number)
-                x = batches(1, step=number)[0].requires_grad_()
-                together.wait()
-                models[number](x).square().mean().backward()
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    assert trace.timeline is not None
-    check_file(tmp_path / "out.json", 1)
-    tracks = {span.track for span in trace.timeline.spans} - {"d2h", "h2d", "steps"}
-    assert tracks == {"compute 2", "compute 3", "compute 4"}, "the first is the main thread's"
-    for track in tracks:
-        names = Counter(span.name for span in trace.timeline.of(0, track))
-        for group in ("mix", "mlp"):  # also the last one, which ends with the step
-            assert names[f"{group} (forward)"] == names[f"{group} (backward)"] == 3
 
 
 def test_a_profiler_has_the_same_names_and_one_file_has_both(tmp_path: Path) -> None:
