@@ -4,17 +4,17 @@
     ...
     handle.remove()
 
-Each matching module becomes a group around its forward. Its parameters and buffers, like those of
-the whole model, stay on the device. A chunk must be open when the forward runs: attach a schedule,
-or call ``init_chunk_handler``. Copies of the model have its groups until the handle is removed, and
-none once they were pickled.
+Each matching module becomes a group around its forward. The model's parameters and buffers stay on
+the device. A chunk must be open when the forward runs: attach a schedule, or call
+``init_chunk_handler``. Copies of the model have the same groups until the handle is removed; a
+pickled model has none.
 
 NOTE [ Module forward ]
-    PyTorch calls no hook behind a forward that a KeyboardInterrupt ends. So a group is around the
-    module's forward: an object in the module's ``__dict__``, in whose ``finally`` hooks for saved
-    tensors are popped. Replicas of ``DataParallel`` and ``copy.copy`` take that object over, and
-    would compute with the parameters of the original. So a hook before the forward, which is given
-    the module that is called, notes it for the object.
+    PyTorch calls no hook after a forward that a KeyboardInterrupt ends. So a group is around the
+    module's forward: an object in the module's ``__dict__`` pops hooks for saved tensors in its
+    ``finally``. Replicas of ``DataParallel`` and ``copy.copy`` take that object over, and would
+    compute with the parameters of the original. So a pre-hook, which gets the called module, notes
+    the module for the object.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ are as in a state dict, or as in ``named_modules()``.
 
 
 class OffloadModulesHandle:
-    """Undoes :func:`offload_modules`.
+    """Removes the groups of :func:`offload_modules`.
 
     Args:
-        hooks: Takes off what was registered.
-        lifetime: Of the groups, which ends with this handle.
+        hooks: Callbacks that take the groups off the modules.
+        lifetime: Lifetime of the groups, which this handle ends.
         modules: Names of the modules of each group.
-        running: Groups that are to come in every step.
+        running: Groups that should run in every step.
 
     Attributes:
-        manager: Whose groups they are.
+        manager: Manager of the groups.
     """
 
     def __init__(
@@ -61,18 +61,16 @@ class OffloadModulesHandle:
         modules: dict[str, list[str]],
         running: Sequence[str],
     ) -> None:
-        self._hooks = hooks
-        self._lifetime = lifetime
+        self._hooks, self._lifetime, self._running = hooks, lifetime, running
         self.modules = modules
-        self._running = running
         self.manager = PipelineOffloadManager.get_instance()
         self._idle_groups = self.manager.idle_groups
         self._idle_groups.expect(running)
 
     def remove(self) -> None:
-        """Take the groups off the model; those of its copies do nothing any more. Twice is fine.
+        """Take the groups off the model and its copies. A second call does nothing.
 
-        A group that is open is committed when its module's forward ends.
+        An open group is committed when its module's forward ends.
         """
         if not self._lifetime.is_over:
             self._idle_groups.forget(self._running)
@@ -92,18 +90,17 @@ def offload_modules(
     """Make a group of every module whose name matches.
 
     Args:
-        model: Its parameters and buffers are kept on the device.
-        groups: Group name to pattern, or to several.
-        missing_ok: A pattern that matches nothing is no error, as on a pipeline stage that lacks
-            the layer.
+        model: Model, whose parameters and buffers stay on the device.
+        groups: Pattern or patterns of module names by group name.
+        missing_ok: Whether a pattern may match nothing, as on a stage that lacks the layer.
 
     Returns:
-        A handle to undo it; also a context manager.
+        A handle that removes the groups; also a context manager.
 
     Raises:
-        ValueError: A pattern matches no module, and the message lists names that come near; or a
-            module is a group already, or matches two, or takes no hooks; or there is no group, no
-            pattern, or no name. The model is as before.
+        ValueError: A pattern matches no module (the message lists near names), a module is a group
+            already, matches two groups or takes no hooks, or there is no group, pattern or name.
+            The model is as before.
         TypeError: ``model`` is no module, ``groups`` no mapping, or a name or pattern no ``str``.
     """
     check_kind("model", model, Module, "an nn.Module")
@@ -122,13 +119,14 @@ def offload_modules(
 
 
 def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModulesHandle:
-    """As :func:`offload_modules`, of several models at once: a module that they share is marked
-    once, and a pattern may match nothing. Parameters are left to the caller.
+    """Make groups of the modules of several models, as :func:`offload_modules` does for one.
+
+    A module that models share is marked once, and a pattern may match nothing. The caller keeps
+    parameters on the device.
 
     Args:
-        models: By what errors say behind the name of a module, such as ``" of stage 1"``.
-        groups: Group name to patterns; empty if the models mark their groups themselves, so that
-            only what FSDP gathers is kept.
+        models: Models by the text that errors append to a module's name, as ``" of stage 1"``.
+        groups: Patterns by group name; empty if the models mark their groups themselves.
 
     Raises:
         ValueError: A module is a group already, or would be two, or takes no hooks. The models are
@@ -140,22 +138,22 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
         for group, patterns in groups.items()
         for name in matching(model, patterns)
     ]
-    wanted = _once_each(places)
-    found = {group: [place.name for place in places if place.group == group] for group in groups}
-    running = {one.group for one in places if not is_inside_recomputed(one.model, one.name)}
+    distinct = _once_each(places)
+    names = {group: [place.name for place in places if place.group == group] for group in groups}
+    running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
     lifetime = _Lifetime()
-    with ExitStack() as hooks:  # takes off what is on already, where a module takes none
+    with ExitStack() as hooks:  # undoes the others where a module takes no hooks
         _keep_gathered(models.values(), hooks)
-        for place in wanted:
+        for place in distinct:
             _mark(place, lifetime, hooks)
-        return OffloadModulesHandle(hooks.pop_all(), lifetime, found, sorted(running))
+        return OffloadModulesHandle(hooks.pop_all(), lifetime, names, sorted(running))
 
 
 def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
     module, around = place.module, _GroupAround(place.group, lifetime)
     for other in _groups_around(module):
-        other.take_off(module)  # its handle was removed: one in place was refused before
-    hooks.callback(around.take_off, module)  # first, for the module may refuse
+        other.take_off(module)  # its handle was removed: a living group was refused before
+    hooks.callback(around.take_off, module)  # first, because the module may refuse
     try:
         around.put_on(module)
     except Exception as failure:
@@ -167,13 +165,13 @@ def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
 
 
 class _Place(NamedTuple):
-    """A module that a pattern is for."""
+    """A module that matches a pattern."""
 
     group: str
     name: str
     model: Module
     where: str
-    """Which model that is, as errors say it."""
+    """Text for errors that names the model."""
 
     @property
     def module(self) -> Module:
@@ -184,23 +182,24 @@ class _Place(NamedTuple):
 
 
 def check_patterns(groups: object) -> None:
-    """Check patterns of module names by group, whatever model they are for.
+    """Check patterns of module names by group, before there is a model.
 
     Raises:
-        ValueError: There are none, or none for a group, or a name is empty.
-        TypeError: They are no mapping, or a name or pattern is no ``str``.
+        ValueError: There is no group, a group without patterns, or an empty name.
+        TypeError: ``groups`` is no mapping, or a name or pattern is no ``str``.
     """
-    such = 'such as {"mlp": "layers.*.mlp"}'
-    check_kind(
-        "groups", groups, Mapping, f"a mapping of group names to patterns of module names, {such}"
-    )
+    example = 'such as {"mlp": "layers.*.mlp"}'
+    expected = f"a mapping of group names to patterns of module names, {example}"
+    check_kind("groups", groups, Mapping, expected)
     assert isinstance(groups, Mapping)
     if not groups:
-        raise ValueError(f"groups is empty, expected at least one group, {such}; else leave it out")
+        problem = f"groups is empty, expected at least one group, {example}; else leave it out"
+        raise ValueError(problem)
     for group, patterns in groups.items():
-        check_kind("the name of a group", group, str, f"a str, {such}")
+        check_kind("the name of a group", group, str, f"a str, {example}")
         if not group:
-            raise ValueError(f"the name of a group is '', expected one that is not empty, {such}")
+            problem = f"the name of a group is '', expected one that is not empty, {example}"
+            raise ValueError(problem)
         _check_patterns_of(group, patterns)
 
 
@@ -243,10 +242,10 @@ def _keep_parameters(module: Module, args: object) -> None:
 
 
 class _Lifetime:
-    """Whether the handle of some hooks was removed.
+    """Lifetime of groups, which their handle ends.
 
-    Hooks of a copied model share it with those of the original, whose handle is also theirs. What
-    was pickled has no handle that could be removed, so its hooks are over from the start.
+    A copied model shares the lifetime with the original. A pickled model has no handle that could
+    be removed, so its groups are over from the start.
     """
 
     def __init__(self, is_over: bool = False) -> None:
@@ -260,7 +259,7 @@ class _Lifetime:
 
 
 class _GroupAround:
-    """The group of one module and of its copies. See NOTE [ Module forward ]."""
+    """Group of a module and its copies. See NOTE [ Module forward ]."""
 
     def __init__(self, name: str, lifetime: _Lifetime) -> None:
         self.name = name
@@ -277,7 +276,7 @@ class _GroupAround:
         module.forward = _Forward(self, module, vars(module).get("forward"))
 
     def take_off(self, module: Module) -> None:
-        """A forward that runs goes on as it began."""
+        """Restore the module. A forward that runs goes on as it began."""
         hooks = module._forward_pre_hooks
         for number, hook in list(hooks.items()):
             if getattr(hook, "__self__", None) is self:
@@ -290,18 +289,18 @@ class _GroupAround:
                 module.forward = forward.own
 
     def meet(self, module: Module, args: object) -> None:
-        """Before the forward: note which module it is of."""
+        """Note the module whose forward is about to run."""
         if not torch.compiler.is_compiling():
             _here.met[self] = module
 
 
 class _Forward:
-    """The forward of a module that is a group.
+    """Forward of a module that is a group.
 
     Args:
-        around: Its group.
-        module: Whose forward it is, unless a replica or a copy was noted.
-        own: What was the module's forward, if not that of its class.
+        around: Group of the module.
+        module: Module of the forward, unless the pre-hook noted a replica or a copy.
+        own: The module's own forward; None for that of its class.
     """
 
     def __init__(
@@ -313,7 +312,7 @@ class _Forward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward; :func:`inspect.signature` asks for it."""
+        """Own forward of the module, for :func:`inspect.signature`."""
         return self._own_of(self._module)
 
     def _own_of(self, module: Module) -> Callable[..., Any]:
@@ -330,14 +329,14 @@ class _Forward:
 
 
 def _keep_buffers(module: Module) -> None:
-    """A copied or moved model has buffers nobody has seen."""
+    """Keep buffers on the device; a copied or moved model has new ones."""
     kept = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for buffer in module.buffers():
         kept.add(buffer)
 
 
 class _OfThread(threading.local):
-    """Modules whose forward is about to run on a thread, by their groups."""
+    """Modules whose forward is about to run on a thread, by group."""
 
     def __init__(self) -> None:
         self.met: dict[_GroupAround, Module] = {}
@@ -347,30 +346,30 @@ _here = _OfThread()
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:
-    """These places, but for those whose module came before.
+    """Places without repeated modules.
 
     Raises:
         ValueError: A module is a group already, or would be two.
     """
-    wanted: dict[Module, _Place] = {}
+    by_module: dict[Module, _Place] = {}
     for place in places:
-        first = wanted.setdefault(place.module, place)
+        first = by_module.setdefault(place.module, place)
         if first.group != place.group:
             raise ValueError(
                 f"module {place} is to be group '{place.group}' and is group '{first.group}' "
                 f"already, as {first}; change the patterns, so that it is one group"
             )
-        there = [one.name for one in _groups_around(place.module) if not one.lifetime.is_over]
-        if there:
+        living = [each.name for each in _groups_around(place.module) if not each.lifetime.is_over]
+        if living:
             raise ValueError(
-                f"module {place} is to be group '{place.group}' and is group '{there[0]}' already; "
-                "remove() or detach() the handle it came from, or change the patterns"
+                f"module {place} is to be group '{place.group}' and is group '{living[0]}' already;"
+                " remove() or detach() the handle it came from, or change the patterns"
             )
-    return list(wanted.values())
+    return list(by_module.values())
 
 
 def _groups_around(module: Module) -> list[_GroupAround]:
-    """Those in place, and in a copied module those whose handle was removed."""
+    """Groups of a module; of a copied module also those whose handle was removed."""
     owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, _GroupAround)]
 

@@ -1,14 +1,12 @@
-"""Offload in a schedule of ``torch.distributed.pipelining``; the training loop does not change.
+"""Offload in a schedule of ``torch.distributed.pipelining``, without a change of the loop.
 
     with attach(schedule, groups={"mlp": "layers.*.mlp"}, config=OffloadConfig(...)):
         for batch in data:
             schedule.step(batch, target=..., losses=losses)
 
-Every forward of a stage becomes a chunk. The order of backward is read from the schedule's own
-actions, so prefetch is right from the first step; of a schedule without such a list, it is learned
-in a first step.
-What the schedule runs outside its chunks, such as its inference of shapes, and ``schedule.eval``,
-passes through untouched.
+Every forward of a stage becomes a chunk. The order of backward is read from the schedule's list of
+actions, so prefetch is right from the first step; without such a list it is learned in a first
+step. Forwards outside chunks, such as the inference of shapes and ``schedule.eval``, are untouched.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from pp_offload.modules import (
 _ATTACHED = "_pp_offload_handle"
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
-"""The module of those that PyTorch has."""
+"""Module of PyTorch's schedules."""
 
 
 def attach(
@@ -54,8 +52,8 @@ def attach(
         A handle, also a context manager; ``detach()`` restores schedule and modules.
 
     Raises:
-        OffloadError: The schedule is attached already, or another one is with other options; or
-            the plan of the options has too few ranks, or has layers recomputed that are not.
+        OffloadError: The schedule is attached already, another schedule is attached with other
+            options, or the plan has too few ranks or recomputes layers that are not recomputed.
         ValueError: A pattern matches nothing on this rank.
         TypeError: ``schedule`` is no schedule, ``groups`` no mapping of names to patterns, or
             ``config`` no :class:`OffloadConfig`.
@@ -102,9 +100,9 @@ class AttachedSchedule:
             _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
         self._mark_modules(groups)
         if config is not None:
-            manager.configure(config)  # after what may fail, for it forgets the old options
-        told = _told_by(self._schedule, self._stages)
-        manager.plan_check.check(manager.config, _rank_of(self._stages), **told)
+            manager.configure(config)  # last, because it forgets the old options
+        facts = _facts_of(self._schedule, self._stages)
+        manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
             self._split = SplitBackward(self._order.split, is_keeping=is_keeping)
@@ -120,7 +118,7 @@ class AttachedSchedule:
         self._wrap(self._schedule, "step", self._step)
 
     def detach(self) -> None:
-        """Restore the schedule and the modules. Twice is fine."""
+        """Restore the schedule and the modules. A second call does nothing."""
         for owner, name, own in reversed(self._wrapped):
             owner.__dict__.pop(name, None)
             if own is not None:
@@ -154,7 +152,7 @@ class AttachedSchedule:
                 self._raise_no_match(group, patterns)
 
     def _raise_no_match(self, group: str, patterns: str | Collection[str]) -> None:
-        """Say that no stage has a module of a group, with names of the first one that come near."""
+        """Raise the error of a group without modules, with near names of the first stage."""
         try:
             offload_modules(self._stages[0].submod, {group: patterns})
         except ValueError as failure:
@@ -166,7 +164,7 @@ class AttachedSchedule:
             ) from None
 
     def _keep_modules(self) -> None:
-        # In each step: parameters may get other memory, and modules others, at any time.
+        # In each step, because parameters may get other memory, and stages other modules.
         kept = self.manager.offloader.engine.eligibility.kept
         for stage in self._stages:
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
@@ -223,7 +221,7 @@ class AttachedSchedule:
         return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.begin_step()  # if that is refused, the step of another thread goes on
+        self.begin_step()  # outside of try: if it raises, another thread's step goes on
         try:
             return inner(*args, **kwargs)
         except BaseException:
@@ -231,7 +229,7 @@ class AttachedSchedule:
             raise
 
     def begin_step(self) -> None:
-        """What ``schedule.step`` does first, for who runs the schedule's actions in its place."""
+        """Begin a step. ``schedule.step`` does so; a caller of single actions must."""
         manager = self.manager
         self._keep_modules()
         manager.reset()
@@ -242,22 +240,24 @@ class AttachedSchedule:
 
 
 def _rank_of(stages: list[Any]) -> int:
-    """The pipeline rank that has these stages."""
+    """Pipeline rank of the stages."""
     return int(getattr(stages[0], "group_rank", 0))
 
 
-def _told_by(schedule: Any, stages: list[Any]) -> dict[str, Any]:
-    """What the options of a plan say of a schedule, too; nothing of what is not known."""
-    kind, num = type(schedule), getattr(schedule, "_n_microbatches", None)
-    found: dict[str, Any] = {} if num is None else {"num_microbatches": num}
-    num_ranks = getattr(stages[0], "group_size", None)
-    found |= {} if num_ranks is None else {"num_ranks": num_ranks}
-    is_known = kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_")
-    return found | ({"schedule": kind.__name__} if is_known else {})  # a list of actions has none
+def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
+    """Known facts of a schedule that the options of a plan have, too."""
+    kind = type(schedule)
+    facts = {
+        "num_microbatches": getattr(schedule, "_n_microbatches", None),
+        "num_ranks": getattr(stages[0], "group_size", None),
+    }
+    if kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_"):
+        facts["schedule"] = kind.__name__  # a list of actions has no name
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
-    """Raise if a layer is not recomputed that the plan has recomputed."""
+    """Raise if the plan recomputes a layer that is not recomputed."""
     for vp_stage, stage in enumerate(stages):
         names = plan.recomputed_in(vp_stage)
         missing = [name for name in names if not is_recomputed(stage.submod, name)]
@@ -294,20 +294,20 @@ def _stages(schedule: Any) -> list[Any]:
 
 
 class BackwardOrder(NamedTuple):
-    """What a schedule's actions say of backward on this rank; empty if it has no list of them."""
+    """Order of backward on this rank; empty if the schedule has no list of actions."""
 
     keys: list[ChunkKey | WeightPassKey]
-    """First to run first."""
+    """Backwards in order."""
 
     split: frozenset[ChunkKey]
     """Chunks whose backward comes in two parts."""
 
     late: frozenset[ChunkKey]
-    """Chunks whose first part does nothing, for a first stage has no inputs to differentiate."""
+    """Chunks whose first part does nothing, as a first stage has no inputs to differentiate."""
 
 
 def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
-    """The order that the schedule's own actions say."""
+    """Read the order of backward from the schedule's actions."""
     keys: list[ChunkKey | WeightPassKey] = []
     late = []
     for kind, vp_stage, microbatch in _actions(schedule, stages):
@@ -332,25 +332,23 @@ def _actions(schedule: Any, stages: list[Any]) -> Iterator[tuple[str, int, int]]
 
 
 class Action(NamedTuple):
-    """One action of a schedule; of those that overlap, each is one."""
+    """An action of a schedule."""
 
     kind: str
-    """A name of PyTorch's computation types, such as ``FULL_BACKWARD``."""
+    """Name of one of PyTorch's computation types, such as ``FULL_BACKWARD``."""
 
     stage_index: int
     microbatch: int
 
 
 def actions_of(schedule: Any, rank: int) -> Iterator[Action]:
-    """What the schedule's own list says for a rank, in order; nothing if it has no list."""
+    """Actions of a rank in the order of the schedule's list; none if it has no list.
+
+    Overlapping actions come one by one.
+    """
     with_comms = getattr(schedule, "pipeline_order_with_comms", None)
     order = with_comms or getattr(schedule, "pipeline_order", None) or {}
     for action in order.get(rank, ()):
-        for part in _parts(action):
-            yield Action(part.computation_type.name, part.stage_index, part.microbatch_index)
-
-
-def _parts(action: Any) -> list[Any]:
-    if action is None:
-        return []
-    return list(getattr(action, "sub_actions", None) or [action])
+        if action is not None:
+            for part in getattr(action, "sub_actions", None) or [action]:
+                yield Action(part.computation_type.name, part.stage_index, part.microbatch_index)

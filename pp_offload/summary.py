@@ -1,9 +1,9 @@
-"""The table over all ranks: what each offloaded, by group.
+"""Table of the bytes that each rank offloaded, by group.
 
     print_offload_summary_table(manager.offload_summary_bytes)
 
-It gathers, so every rank of the process group must call it, those without groups as well; nothing
-else in this package communicates.
+The table gathers, so every rank of the process group must call it, also a rank without groups.
+Nothing else in this package communicates.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ NOTHING_YET = (
 
 
 def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool = False) -> str:
-    """What every rank of the group offloaded in its last complete step, as text.
+    """Format what every rank of the group offloaded in its last complete step.
 
-    Collective: every rank of ``process_group`` calls it. A rank without groups, or without a
+    Collective: every rank of ``process_group`` must call it. A rank without groups, or without a
     complete step, counts as zero.
 
     Args:
         process_group: The default group when None. Without ``torch.distributed``, one rank.
-        local: Of this rank alone, which no other rank need call: what became of the bytes that
-            each group saved.
+        local: Whether to format this rank alone, which is not collective.
 
     Returns:
-        A table with a row per rank and a column per group, and what backward computes again in
-        place of a copy, in MiB; the same on every rank. With ``local``, a row per group. A step
-        is complete when backward reached every group, and counts from the next ``reset()`` or
-        ``schedule.step()`` on; before, the table says so.
+        A table in MiB, the same on every rank: a row per rank, a column per group, and what
+        backward computes again in place of a copy. With ``local``, a row per group: what became of
+        the bytes that it saved. A step is complete when backward reached every group, and counts
+        from the next ``reset()`` or ``schedule.step()`` on; before, the table says so.
     """
     manager = PipelineOffloadManager.get_instance()
     if local:
@@ -57,7 +56,7 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
 
 
 def format_groups(groups: Mapping[str, GroupBytes]) -> str:
-    """A table of what became of the bytes that groups saved, with sums, in MiB."""
+    """Format what became of the bytes that groups saved, with sums, in MiB."""
     total = GroupBytes()
     for each in groups.values():
         total = total.plus(each)
@@ -96,7 +95,7 @@ def print_offload_summary_table(
 
 
 def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | None = None) -> str:
-    """A table of bytes by rank and group, with sums.
+    """Format bytes by rank and group, with sums.
 
     Args:
         rows: Bytes by group name, one mapping per rank.
@@ -120,11 +119,7 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
 
 
 def format_duplicates(rows: Sequence[Mapping[str, tuple[int, int]]]) -> list[str]:
-    """A line for each rank and group that copied bytes more than once.
-
-    Args:
-        rows: Copies and bytes by group name, one mapping per rank.
-    """
+    """Format a line for each rank and group that copied bytes more than once."""
     return [
         f"rank {rank}, {name}: {num} copies of what was copied before, {_mib(nbytes)} MiB"
         for rank, row in enumerate(rows)

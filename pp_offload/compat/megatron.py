@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 THEIRS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 """Megatron's own module."""
 
-if THEIRS in sys.modules:  # who has imported it goes on with it, and nothing would say so
+if THEIRS in sys.modules:  # modules that imported it keep it, without any sign
     logger.warning(
         "%s is imported already, so parts of Megatron may use it and not this engine; put "
         "pp_offload.compat.megatron into sys.modules before anything of Megatron is imported",
@@ -52,10 +52,10 @@ if THEIRS in sys.modules:  # who has imported it goes on with it, and nothing wo
     )
 
 DEBUG = False
-"""Whether :func:`debug_rank` says anything. Set it here, in this module."""
+"""Whether :func:`debug_rank` logs. Set it in this module."""
 
 DEBUG_RANK = 0
-"""The rank it speaks on."""
+"""Rank on which :func:`debug_rank` logs."""
 
 
 def debug_rank(message: str) -> None:
