@@ -1,9 +1,9 @@
-"""Observer of an engine that notes when groups, copies and waits run on the device.
+"""Recording of a rank: notes of when groups, copies and waits run on the device.
 
-    recorder = Recorder(offloader, max_events=10**6)
-    recorder.start()                    # the host waits for compute, once
-    ...                                 # the host does not wait
-    timeline = recorder.finish(rank=0)  # the host waits for all events of the notes
+    recorder = Recorder(manager, rank, steps, facts, ended)
+    ...                                 # the host waits for compute once, when recording starts
+    recorder.end()                      # the host waits for all events of the notes
+    recorder.timeline
 
 In a capture nothing runs, and nothing is noted. Around the host's work for a group the recorder
 enters ``torch.profiler.record_function``, so that a profiler shows the same names.
@@ -11,7 +11,9 @@ enters ``torch.profiler.record_function``, so that a profiler shows the same nam
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -22,62 +24,100 @@ from pp_offload._core.observer import Lap, Moved, Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import direction, named, time_of
+from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import Event
+from pp_offload.errors import NotWhileCapturingError
 from pp_offload.trace import timeline as tl
 from pp_offload.trace.notes import Clock, Note, Reading, flow_of, samples_of, spans_of, spread
 from pp_offload.trace.timeline import Timeline
 from pp_offload.trace.virtual import VirtualStreams
 
+logger = logging.getLogger(__name__)
+
 
 class Recorder(Observer):
-    """Notes of an engine, up to ``max_events`` events of a file.
+    """Recording of a rank. It follows its manager to the engine that ``configure()`` makes.
+
+    Args:
+        manager: Manager to record.
+        rank: Number of the rank.
+        steps: Steps to record; None for all.
+        facts: Metadata of the rank, to which the recorder adds its own.
+        ended: Called when the last of ``steps`` is over.
 
     Attributes:
-        clock: Clock of the notes; None before the start.
-        notes: Future spans.
-        is_cut: Whether a capture ran, which has no times.
+        timeline: Timeline of the rank; None while recording.
     """
 
-    def __init__(self, offloader: Offloader, max_events: int) -> None:
-        self.offloader = offloader
-        self.clock: Clock | None = None
-        self.notes: list[Note] = []
-        self.is_cut = False
-        self._room = max_events
-        self._counters = Counters(offloader)
-        self._copies = Copies()
+    def __init__(
+        self,
+        manager: Manager,
+        rank: int,
+        steps: range | None,
+        facts: dict[str, Any],
+        ended: Callable[[], None],
+    ) -> None:
+        self.timeline: Timeline | None = None
+        self._manager, self._rank, self._steps, self._ended = manager, rank, steps, ended
+        self._facts, self._step = facts | {"began_anew": False}, -1
+        self._follow(manager.offloader)
+        manager.on_begin = (*manager.on_begin, self._begin)
+        if steps is None:
+            self._start()
+
+    def _follow(self, offloader: Offloader) -> None:
+        """Record this engine, with nothing noted yet."""
+        self._offloader, self._backend = offloader, offloader.backend
+        self._clock: Clock | None = None
+        self._notes: list[Note] = []
+        self._is_cut = False  # whether a capture ran, which has no times
+        self._room = self._facts["max_events"]  # below 0 when recording stopped at the limit
+        self._counters, self._copies = Counters(offloader), Copies()
         self._virtual: VirtualStreams | None = None
         self._disk: Any = None
         self._streams: list[object] = []
         self._open: dict[int, tuple[Group, Note, AbstractContextManager[object]]] = {}
         self._running: dict[str, Note] = {}  # by track: the step, and the last group of backward
 
-    @property
-    def is_full(self) -> bool:
-        """Whether recording stopped at the limit."""
-        return self._room < 0
-
-    def start(self) -> None:
-        """Start, unless a graph is captured. A second call does nothing."""
-        backend, begin = self.offloader.backend, self._now()
-        if begin is None or self.clock is not None:
+    def _begin(self) -> None:
+        """Begin a step, or follow the manager to another engine."""
+        steps = self._steps
+        if self._offloader is not self._manager.offloader:
+            self._stop()
+            if self._notes:
+                self._facts["began_anew"] = True
+                logger.warning("configure() was called while a trace ran: it begins anew")
+            self._follow(self._manager.offloader)
             return
-        self.clock = Clock(backend, begin)
+        self._step += 1
+        if steps is None or self._step in steps:
+            self._start()
+            self._note_step()
+        elif self._step >= steps.stop and not self._backend.is_capturing:
+            self.end()
+            self._ended()
+
+    def _start(self) -> None:
+        """Start, unless a graph is captured. A second call does nothing."""
+        begin = self._now()
+        if begin is None or self._clock is not None:
+            return
+        self._clock = Clock(self._backend, begin)
         self._track()  # the current stream is the first
-        with self.offloader.lock:
-            if self.clock.is_virtual:
-                self._virtual = VirtualStreams(self._add, backend)
-            disk = self.offloader.engine.mover.tier.disk
+        with self._offloader.lock:
+            if self._clock.is_virtual:
+                self._virtual = VirtualStreams(self._add, self._backend)
+            disk = self._offloader.engine.mover.tier.disk
             if hasattr(disk, "listeners"):
                 self._disk = disk
                 disk.listeners = (*disk.listeners, self._disk_worked)
-            self.offloader.observers.add(self)
+            self._offloader.observers.add(self)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Observe no more. A second call does nothing."""
-        with self.offloader.lock:
-            self.offloader.observers.remove(self)
+        with self._offloader.lock:
+            self._offloader.observers.remove(self)
             if self._disk is not None:
                 others = [call for call in self._disk.listeners if call != self._disk_worked]
                 self._disk.listeners = tuple(others)
@@ -86,44 +126,70 @@ class Recorder(Observer):
         while self._open:
             self._open.popitem()[1][2].__exit__(None, None, None)
 
-    def step(self, number: int) -> None:
-        """End a step, and begin the next."""
+    def _note_step(self) -> None:
+        """End the last step, and begin the next."""
         at = self._now()
-        if at is None or self.clock is None:
-            return
-        self._end_step(at)
-        if (note := self._add(tl.STEPS, f"step {number}", at, step=number)) is not None:
-            self._running[tl.STEPS] = note
-        self._read(at)
+        if at is not None and self._clock is not None:
+            self._end_step(at)
+            note = self._add(tl.STEPS, f"step {self._step}", at, step=self._step)
+            if note is not None:
+                self._running[tl.STEPS] = note
+            self._read(at)
 
     def _end_step(self, at: Any) -> None:
         facts = self._counters.end_step()
         if tl.STEPS in self._running:
             self._running[tl.STEPS].args |= facts
-        for note in self._running.values() if not self.is_full else ():
+        for note in self._running.values() if self._room >= 0 else ():
             note.end = at
         self._running.clear()
 
-    def finish(self, rank: int) -> Timeline:
-        """Stop, wait for all events of the notes, and make the timeline. Not in a capture."""
-        self.stop()
-        clock = self.clock
-        if clock is None:
-            return Timeline(0)
+    def end(self) -> None:
+        """Stop, wait for all events of the notes, and make the timeline. Twice is once.
+
+        Raises:
+            NotWhileCapturingError: A graph is captured, where no event can be waited for.
+        """
+        if self.timeline is not None:
+            return
+        manager, clock, is_full = self._manager, self._clock, self._room < 0
+        manager.on_begin = tuple(call for call in manager.on_begin if call != self._begin)
+        self._stop()
+        if clock is not None and self._backend.is_capturing:
+            raise NotWhileCapturingError(
+                "a trace ends while a graph is captured, and no event can be asked for its time; "
+                "leave its block after the capture"
+            )
+        self.timeline = Timeline(0) if clock is None else self._timeline(clock)
+        if is_full:
+            logger.warning(
+                "a trace has its %d events, and what came then is missing; ask for fewer steps, or "
+                "for more events",
+                self._facts["max_events"],
+            )
+        self.timeline.metadata[self._rank] = self._facts | {
+            "device": self._backend.name,
+            "clock": None if clock is None else clock.kind,
+            "steps": [note.args["step"] for note in self._notes if note.track == tl.STEPS],
+            "is_truncated": is_full,
+            "has_captures": self._is_cut,
+        }
+
+    def _timeline(self, clock: Clock) -> Timeline:
         self._end_step(self._now())
-        for note in self.notes if not clock.is_virtual else ():
+        for note in self._notes if not clock.is_virtual else ():
             for at in (note.begin, note.end):
                 with suppress(Exception):  # a failed copy is reported where its bytes are used
                     at.synchronize()
-        disk = [note for note in self.notes if note.track == tl.DISK]
-        notes = [note for note in self.notes if note.track != tl.DISK]
-        spans = spans_of([*notes, *spread(disk, clock)], clock, rank=rank)
+        disk = [note for note in self._notes if note.track == tl.DISK]
+        notes = [note for note in self._notes if note.track != tl.DISK]
+        spans = spans_of([*notes, *spread(disk, clock)], clock, rank=self._rank)
         flows = [
             flow_of(spans[source], spans[back], back.used, clock)
             for source, back in self._copies.pairs
             if source in spans and back in spans
         ]
-        samples = list(samples_of(self._counters.readings, clock, rank=rank))
+        samples = list(samples_of(self._counters.readings, clock, rank=self._rank))
         return Timeline(clock.base_ns, list(spans.values()), samples, flows)
 
     # Calls of the engine
@@ -177,26 +243,26 @@ class Recorder(Observer):
             note.used = self._track(), self._now()
 
     def _disk_worked(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
-        if self._room > 0:  # never stops, for which a thread of the disk would need the lock
+        if self._room > 0:  # does not stop, for which a thread of the disk would need the lock
             self._room -= 1
-            self.notes.append(Note(tl.DISK, name, begin_s, end_s, {"bytes": nbytes}))
+            self._notes.append(Note(tl.DISK, name, begin_s, end_s, {"bytes": nbytes}))
 
     # Notes
 
     def _add(self, track: str, name: str, begin: Any, end: Any = None, **args: Any) -> Note | None:
         """Add a note; None in a capture, and at the limit."""
-        self.is_cut = self.is_cut or begin is None
+        self._is_cut = self._is_cut or begin is None
         if begin is None or not self._takes(1):
             return None
         note = Note(track, name, begin, end, args)
-        self.notes.append(note)
+        self._notes.append(note)
         return note
 
     def _takes(self, num: int) -> bool:
         self._room = -1 if self._room < num else self._room - num
-        if self.is_full:
-            self.stop()
-        return not self.is_full
+        if self._room < 0:
+            self._stop()
+        return self._room >= 0
 
     def _mark(self) -> tuple[str, Any]:
         """The compute track, and an event there, which ends the group of backward before."""
@@ -207,7 +273,7 @@ class Recorder(Observer):
 
     def _now(self) -> Any:
         """An event on the live compute stream; None in a capture."""
-        return time_of(self.offloader.backend, self.offloader.backend.current_stream())
+        return time_of(self._backend, self._backend.current_stream())
 
     def _read(self, at: Any) -> None:
         if at is not None and self._takes(len(values := self._counters.read())):
@@ -215,7 +281,7 @@ class Recorder(Observer):
 
     def _track(self) -> str:
         """Track of the live compute stream; where the host is the device, of the thread."""
-        backend, streams = self.offloader.backend, self._streams
+        backend, streams = self._backend, self._streams
         stream = threading.get_ident() if backend.is_host else backend.current_stream()
         if stream not in streams:
             streams.append(stream)
@@ -224,7 +290,7 @@ class Recorder(Observer):
 
 
 def _facts(group: Group) -> dict[str, Any]:
-    """Arguments of a group's spans. A note keeps no group, which could keep tensors."""
+    """Arguments of a group's spans: a note of the group itself would keep its tensors."""
     state = {"state": group.state.value}
     if group.key is None:
         return state

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload.errors import NotWhileCapturingError, OffloadError
+from pp_offload.errors import OffloadError
 from pp_offload.trace.chrome import part_of, write
 from pp_offload.trace.recorder import Recorder
-from pp_offload.trace.timeline import STEPS, Timeline
+from pp_offload.trace.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Trace:
         self._steps, self._max_events = steps, max_events
         self._managers: Sequence[Manager] = () if manager is None else (manager,)
         self._is_virtual = False
-        self._recordings: list[Recording] = []
+        self._recorders: list[Recorder] = []
         self._is_written = False
 
     def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
@@ -87,7 +86,7 @@ class Trace:
         return self
 
     def __enter__(self) -> Trace:
-        if self._recordings:
+        if self._recorders:
             raise OffloadError("this Trace records already; make another one for a file of its own")
         managers = self._managers or (PipelineOffloadManager.get_instance(),)
         first, num_ranks = 0, len(managers)
@@ -96,13 +95,13 @@ class Trace:
         self.timeline, self._is_written = None, False
         facts = {"num_ranks": num_ranks, "max_events": self._max_events // len(managers)}
         for rank, manager in enumerate(managers, first):
-            self._recordings.append(Recording(manager, rank, self._steps, facts, self._ended))
+            self._recorders.append(Recorder(manager, rank, self._steps, facts, self._ended))
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
         try:
-            for recording in self._recordings:
-                recording.end()
+            for recorder in self._recorders:
+                recorder.end()
             if not self._is_written:
                 self._write()
         except OSError as failure:
@@ -110,7 +109,7 @@ class Trace:
                 raise
             logger.error("%s cannot be written: %s", self.path, str(failure))
         finally:
-            self._recordings.clear()
+            self._recorders.clear()
 
     def _ended(self) -> None:
         """Write the file when the last step of the last rank is over."""
@@ -121,8 +120,8 @@ class Trace:
             logger.error("%s cannot be written now, training goes on: %s", self.path, text)
 
     def _write(self) -> None:
-        parts = [part for each in self._recordings if (part := each.timeline) is not None]
-        if len(parts) < len(self._recordings):
+        parts = [part for each in self._recorders if (part := each.timeline) is not None]
+        if len(parts) < len(self._recorders):
             return  # another rank goes on
         self.timeline = whole = Timeline(parts[0].base_ns)
         for part in parts:
@@ -139,80 +138,3 @@ class Trace:
                 path,
             )
         logger.info("%d spans of ranks %s are in %s", len(whole.spans), whole.ranks, path)
-
-
-class Recording:
-    """Recording of one rank, which follows its manager to another engine.
-
-    Args:
-        manager: Manager to record.
-        rank: Number of the rank.
-        steps: Steps to record; None for all.
-        facts: Metadata of the rank, to which the recording adds its own.
-        ended: Called when the last of ``steps`` is over.
-    """
-
-    def __init__(
-        self,
-        manager: Manager,
-        rank: int,
-        steps: range | None,
-        facts: dict[str, Any],
-        ended: Callable[[], None],
-    ) -> None:
-        self.timeline: Timeline | None = None
-        self._manager, self._rank, self._steps, self._ended = manager, rank, steps, ended
-        self._facts, self._step = facts | {"began_anew": False}, -1
-        self._recorder = Recorder(manager.offloader, facts["max_events"])
-        manager.on_begin = (*manager.on_begin, self._begin)
-        if steps is None:
-            self._recorder.start()
-
-    def _begin(self) -> None:
-        """Begin a step, or record the engine that ``configure()`` made."""
-        recorder, steps = self._recorder, self._steps
-        if recorder.offloader is not self._manager.offloader:
-            recorder.stop()
-            self._recorder = Recorder(self._manager.offloader, self._facts["max_events"])
-            if recorder.notes:
-                self._facts["began_anew"] = True
-                logger.warning("configure() was called while a trace ran: it begins anew")
-            return
-        self._step += 1
-        if steps is None or self._step in steps:
-            recorder.start()
-            recorder.step(self._step)
-        elif self._step >= steps.stop and not self._manager.backend.is_capturing:
-            self.end()
-            self._ended()
-
-    def end(self) -> None:
-        """End, and make the timeline. A second call does nothing.
-
-        Raises:
-            NotWhileCapturingError: A graph is captured, where no event can be waited for.
-        """
-        if self.timeline is not None:
-            return
-        manager, recorder, clock = self._manager, self._recorder, self._recorder.clock
-        manager.on_begin = tuple(call for call in manager.on_begin if call != self._begin)
-        recorder.stop()
-        if clock is not None and manager.backend.is_capturing:
-            raise NotWhileCapturingError(
-                "a trace ends while a graph is captured, and no event can be asked for its time; "
-                "leave its block after the capture"
-            )
-        self.timeline = recorder.finish(self._rank)
-        if recorder.is_full:
-            logger.warning(
-                "a trace has its %d events, and what came then is missing; ask for fewer steps, or "
-                "for more events",
-                self._facts["max_events"],
-            )
-        self.timeline.metadata[self._rank] = self._facts | {
-            "device": manager.backend.name,
-            "clock": None if clock is None else clock.kind,
-            "steps": [note.args["step"] for note in recorder.notes if note.track == STEPS],
-            "is_truncated": recorder.is_full,
-            "has_captures": recorder.is_cut,
-        }
