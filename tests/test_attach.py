@@ -295,23 +295,6 @@ def test_stages_that_share_a_module(
     assert same_bits(step_of_all(schedule), expected)
 
 
-@between_stages
-def test_a_shared_module_that_would_be_two_groups(
-    manager: PipelineOffloadManager, one_rank: None
-) -> None:
-    attn = nn.Linear(8, 8)
-    schedule = two_stages(ScheduleInterleaved1F1B, Stage(attn), Stage(attn, "blocks"))
-    said = (
-        r"module 'blocks\.0\.attn' of stage 1 is to be group 'b' and is group 'a' already, as "
-        r"'layers\.0\.attn' of stage 0; change the patterns"
-    )
-    with pytest.raises(ValueError, match=said):
-        attach(schedule, {"a": "layers.*.attn", "b": "blocks.*.attn"})
-    assert num_hooks(schedule) == 0
-    with attach(schedule, {"a": ["layers.*.attn", "blocks.*.attn"]}):
-        step_of_all(schedule)
-
-
 def test_a_module_that_has_a_group_of_somebody_else(
     manager: PipelineOffloadManager, one_rank: None
 ) -> None:

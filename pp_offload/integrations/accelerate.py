@@ -10,7 +10,7 @@
             optimizer.zero_grad()
     offload.close()
 
-The accelerator knows which microbatch is the last of a step, which groups learn from; under
+The accelerator says which microbatch is the last of a step; groups learn from steps. Under
 ``no_grad`` nothing is offloaded. Nothing of accelerate is imported here.
 """
 
@@ -31,12 +31,11 @@ from pp_offload.modules import Patterns
 
 
 class ActivationOffload:
-    """A context for each training forward of a model, which offloads what is saved for backward.
+    """Context for each training forward of a model, which offloads what is saved for backward.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
-        model: As its ``prepare`` returned it, so that what it was wrapped in or sharded by is
-            there.
+        model: The model that ``prepare`` of the accelerator returned.
         groups: Group name to patterns of module names, as of
             :func:`pp_offload.offload_modules`; None for all activations but the output head's.
         config: Options of the engine; those of the current manager, or the defaults, when None.
@@ -46,8 +45,8 @@ class ActivationOffload:
     Raises:
         ValueError: A pattern matches nothing, or an option is unknown, cannot be right, or goes
             with no groups.
-        TypeError: ``accelerator`` or ``model`` is none, ``groups`` is no mapping, or ``config`` no
-            :class:`OffloadConfig`.
+        TypeError: ``accelerator`` is no accelerator, ``model`` no module, ``groups`` no mapping, or
+            ``config`` no :class:`OffloadConfig`.
     """
 
     def __init__(
@@ -81,20 +80,20 @@ class ActivationOffload:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """The forward is over."""
+        """End the forward."""
         self._entered.pop().__exit__(*error)
 
     def statistics(self) -> OffloadStatistics:
-        """What was moved and what is in use."""
+        """Bytes that were moved, and that are in use."""
         return self._offload.statistics()
 
     def figures(self) -> dict[str, int | float]:
-        """What was moved since they were asked for last, for ``accelerator.log``.
+        """Figures since the last call, for ``accelerator.log``.
 
         See :mod:`pp_offload.integrations.figures`.
         """
         return self._figures.since_last()
 
     def close(self) -> None:
-        """Take groups off the model. Twice is fine."""
+        """Take groups off the model. A second call does nothing."""
         self._offload.close()

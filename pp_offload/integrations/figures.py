@@ -1,10 +1,10 @@
-"""Figures of offload for loggers: what was done since they were asked for last.
+"""Figures of offload for loggers: what was moved since the last call.
 
     figures = Figures(offload.statistics)
     train_a_step()
     logger.log(figures.since_last())
 
-A logger shows each of these over time, so they are few: the others are in the statistics.
+A logger shows each figure over time, so there are few; the statistics have the others.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from pp_offload._core.statistics import OffloadStatistics
 PREFIX = "offload/"
 LOGGED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak", "on_demand_reloads", "stalled_ms")
 LOGGED_OF_DISK = ("disk_bytes_written", "disk_bytes_read", "disk_bytes_peak")
-"""Fields of :class:`OffloadStatistics` that are logged; those of a disk where it was used."""
+"""Logged fields of :class:`OffloadStatistics`; those of a disk only where it was used."""
 
 
 class Figures:
-    """Of one engine, whose ``statistics`` they are made of.
-
-    Args:
-        statistics: Called now, and whenever figures are wanted.
-    """
+    """Figures of an engine, made of its ``statistics``."""
 
     def __init__(self, statistics: Callable[[], OffloadStatistics]) -> None:
         self._statistics = statistics
         self._last = statistics()
 
     def since_last(self) -> dict[str, int | float]:
-        """By name, such as ``offload/bytes_offloaded``; a peak is the most there ever was."""
+        """Figures by name, such as ``offload/bytes_offloaded``; a peak is that of the whole run."""
         before, self._last = self._last, self._statistics()
-        found = self._last.since(before).as_dict()
+        values = self._last.since(before).as_dict()
         names = LOGGED + (LOGGED_OF_DISK if self._last.disk_bytes_peak else ())
-        return {PREFIX + name: found[name] for name in names if name in found}
+        return {PREFIX + name: values[name] for name in names if name in values}

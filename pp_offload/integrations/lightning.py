@@ -3,9 +3,9 @@
     trainer = Trainer(callbacks=[ActivationOffload()])                           # all activations
     trainer = Trainer(callbacks=[ActivationOffload({"mlp": "model.layers.*.mlp"})])      # groups
 
-From the start of training to its end, the module's ``training_step`` runs in an offload; sanity
-checks, validation, tests and prediction do not. It begins when strategies have wrapped and sharded
-the module. Each step of the optimizer logs what it moved, as the module's own ``log`` does.
+While the module trains, its ``training_step`` runs in an offload; sanity checks, validation, tests
+and prediction do not. The callback acts after strategies have wrapped and sharded the module. Each
+step of the optimizer logs what it moved through the module's own ``log``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ActivationOffload(Callback):
         return None if self._offload is None else self._offload.statistics()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put it in place, after strategies have made of the module what is trained."""
+        """Begin the offload of the module, which strategies have wrapped before."""
         self._close()
         self._offload = offload_of(pl_module, *self._wanted)
         self._running = _Running(trainer, pl_module, self._offload)
@@ -90,11 +90,11 @@ class ActivationOffload(Callback):
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take it off."""
+        """End the offload."""
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take it off: no other hook comes."""
+        """End the offload: Lightning calls no other hook."""
         self._close()
 
     def _close(self) -> None:
@@ -104,10 +104,10 @@ class ActivationOffload(Callback):
 
 
 class _Running:
-    """The offload of one training.
+    """Offload of a training.
 
     Attributes:
-        figures: What it moved.
+        figures: Figures of the offload, for logs.
     """
 
     def __init__(self, trainer: Any, module: Module, offload: ForwardOffload) -> None:
@@ -127,12 +127,12 @@ class _Running:
         module.__dict__[WRAPPED] = training_step
 
     def has_stepped(self) -> bool:
-        """Whether the optimizer made a step since this was asked last."""
+        """Whether the optimizer made a step since the last call."""
         before, self._seen = self._seen, self._trainer.global_step
         return before != self._seen
 
     def close(self) -> None:
-        """The module as it was."""
+        """Restore the module."""
         self._module.__dict__.pop(WRAPPED, None)
         if self._own is not None:
             self._module.__dict__[WRAPPED] = self._own

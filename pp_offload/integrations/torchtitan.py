@@ -1,13 +1,12 @@
-"""Offload in the pipelines of torchtitan, whose trainer stays as it is.
+"""Offload in the pipelines of torchtitan.
 
     # my_offload.py, which --experimental.custom_import=my_offload imports
     spec = get_train_spec("llama3")
     register_train_spec("llama3", with_offload(spec, {"mlp": "layers.*.feed_forward"}))
 
-A spec of torchtitan names the function that cuts a model into stages, has them checkpointed,
-compiled and sharded, and makes a schedule of them. What that function returns is attached, so
-groups are marked on what trains. Parameters may be on meta then, as torchtitan has them: every step
-looks at what they are. Nothing of torchtitan is imported here.
+A spec of torchtitan names the function that makes stages and their schedule, after checkpoints,
+compile and sharding were applied. The schedule that the function returns is attached. Parameters
+may still be on meta: every step looks at them anew. Nothing of torchtitan is imported here.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pp_offload.pipelining import attach
 Spec = TypeVar("Spec")
 
 PIPELINING = "pipelining_fn"
-"""The field of a spec; what it holds returns the schedule first."""
+"""Field of a spec: a function whose first result is the schedule."""
 
 
 def with_offload(
     spec: Spec, groups: Patterns | None = None, config: OffloadConfig | None = None
 ) -> Spec:
-    """A spec whose pipelines offload, and which is ``spec`` otherwise.
+    """Copy a spec so that its pipelines offload.
 
     Args:
         spec: A ``TrainSpec`` of torchtitan 0.2, or a ``ModelSpec`` of later ones.

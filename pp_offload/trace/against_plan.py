@@ -4,10 +4,9 @@
     print(compared.table())
     compared.is_as_planned
 
-A virtual device knows when compute of a rank last worked in a step, which is compared with the plan
-of the rank. Of other devices only the time to the next step is known, in which a rank also waits
-for others, and which is compared with the step of the pipeline. Host memory is the most in any step
-up to this one, as in a plan.
+On a virtual device the end of the last work of compute is compared with the plan of the rank. On
+other devices only the time to the next step is known, with waits for other ranks, and is compared
+with the step of the whole pipeline. Host memory is the peak of all steps up to this one.
 """
 
 from __future__ import annotations

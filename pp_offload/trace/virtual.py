@@ -1,7 +1,7 @@
-"""Listener of the streams of a virtual device, which know when they work.
+"""Listener of the streams of a virtual device, which report each work with its exact times.
 
-An event between two works has the end of the first as its time, though the host may launch the
-second later. So spans of a virtual device are made of what its streams say, which is exact.
+Events would be less exact: an event between two works has the end of the first as its time, though
+the host may launch the second later.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class VirtualStreams:
             stream.heard = (*stream.heard, call)
 
     def stop(self) -> None:
-        """Listen no more. A second call does nothing."""
+        """Stop listening. A second call does nothing."""
         for stream, call in self._calls:
             stream.heard = tuple(other for other in stream.heard if other != call)
 
     def fit(self, note: Note) -> None:
-        """Give a note of copies the times of the copies since the last call."""
+        """Set the times of a note to those of the copies since the last call."""
         works, self._works = self._works, []
         works = [work for work in works if work[0] >= note.begin.time_s]  # not those of others
         if works:
