@@ -291,23 +291,6 @@ def test_parameters_and_buffers_stay(manager: PipelineOffloadManager, copied: An
     assert moved_by(copied(net), manager) == 5 * 8 * 4, "only the input is an activation"
 
 
-def test_a_module_called_twice_is_two_groups(manager: PipelineOffloadManager) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mlp(self.mlp(x))
-
-    net = Twice().to(manager.backend.device)
-    expected = step(net, manager, chunk=False)
-    offload_modules(net, {"mlp": "mlp"})
-    for _ in range(3):
-        assert same_bits(step(net, manager), expected)
-    assert group_names(manager) == ["mlp", "mlp"]
-
-
 @pytest.mark.parametrize("whose", ["own", "others"])
 def test_a_handle_is_removed_inside_a_forward(manager: PipelineOffloadManager, whose: str) -> None:
     """Groups that are open there are committed, and those of other handles go on."""

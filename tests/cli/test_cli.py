@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers.cli import check_refused, good, run
 
-from pp_offload import __version__
-from pp_offload.cli.arguments import COMMANDS
+from pp_offload import OffloadConfig, __version__
+from pp_offload.cli.arguments import ARGUMENTS, COMMANDS
 from pp_offload.simulate import DEVICES
 from pp_offload.simulate.schedules import SCHEDULES
 
@@ -63,6 +63,7 @@ def test_help_names_all_devices_and_schedules() -> None:
     output = " ".join(good("simulate", "-h").split())
     assert f"{', '.join(DEVICES)}, or a file" in output
     assert f"{', '.join(SCHEDULES)}, or a CSV" in output
+    assert ARGUMENTS["--min-numel"]["default"] == OffloadConfig().min_offloaded_tensor_size
 
 
 WRONG = {

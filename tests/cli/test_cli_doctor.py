@@ -6,6 +6,7 @@ import getpass
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.cli import check_refused, good, run
@@ -106,3 +107,9 @@ def test_what_was_measured_is_hardware_of_other_commands(tmp_path: Path) -> None
     sizes = "--ranks 2 --microbatches 4 --length 256 --hardware".split()
     output = run("simulate", "helpers.cli_models:good", *sizes, out)[1]
     assert "on 2 virtual measured cpu, 1f1b" in output
+
+
+def test_a_full_disk_is_not_filled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "disk_usage", lambda directory: SimpleNamespace(free=3 * MIB))
+    speed = doctor.facts_of(tmp_path, 2 * MIB)["disk"]["speed, 2 MiB"]
+    assert speed == "not tried: less than twice as much is free"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from helpers.cli import check_refused, good, run
 
 from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload.cli.commands import progress_line
 from pp_offload.trace import read
 
 SIZES = "--ranks 2 --microbatches 4 --length 256 --min-numel 1".split()
@@ -117,3 +120,15 @@ def test_errors_of_the_user_keep_their_traceback(
     (tmp_path / "lacking.py").write_text("import nothing_like_it\n")
     with pytest.raises(ModuleNotFoundError, match="nothing_like_it"):
         run("simulate", "lacking:stages")
+
+
+def test_a_line_of_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress_line() as progress:
+        assert progress is None, "there is no terminal"
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_line() as progress:
+        assert progress is not None
+        progress("with offload")(3, 10)
+    assert terminal.getvalue() == "\r\033[Kwith offload: 3 of 10\r\033[K"

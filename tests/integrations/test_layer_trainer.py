@@ -151,3 +151,18 @@ def test_arguments_that_say_neither(wrong: Any, tmp_path: Path) -> None:
 def test_bad_options_are_refused_at_once(offload: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         streamed(make_llama(), tmp_path, offload)
+
+
+def test_another_model_that_the_trainer_moves_is_left_alone(tmp_path: Path) -> None:
+    """As a reference model is moved, before the trainer has its own."""
+    reference = adapters()
+
+    class WithReference(LayerTrainer):
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            super()._move_model_to_device(model, device)
+            super()._move_model_to_device(reference, device)
+
+    trainer = streamed(adapters(), tmp_path, kind=WithReference)
+    assert same_bits(train(trainer), plain(adapters, tmp_path))
+    assert trainer.layer_offload.statistics().bytes_reloaded > 0
+    assert not any({"forward", "_apply"} & vars(module).keys() for module in reference.modules())

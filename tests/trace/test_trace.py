@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.observer import Observers
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend
+from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, merge, read
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
@@ -272,3 +274,55 @@ def test_without_a_trace_nothing_of_it_is_called() -> None:
         finally:
             sys.setprofile(None)
     assert not called
+
+
+def test_a_file_that_cannot_be_written_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error comes at the end of the block, and the timeline is there all the same."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with use_backend(CpuBackend(), config=CONFIG):
+        trace = Trace(folder / "out.json", steps=range(1))
+        with pytest.raises(FileNotFoundError), trace:
+            with pytest.raises(OffloadError, match="records already"), trace:
+                pass
+            folder.rmdir()
+            train(3)
+            assert "cannot be written now, training goes on" in caplog.text
+        with pytest.raises(ZeroDivisionError), Trace(tmp_path / "none.json") as empty:
+            empty.path = folder / "out.json"
+            raise ZeroDivisionError
+    assert steps_of(trace.timeline) == ["step 0"]
+    assert "out.json cannot be written: " in caplog.text
+
+
+def test_a_trace_cannot_end_in_a_capture(tmp_path: Path) -> None:
+    with manager_of("late") as (manager, device):
+        before = num_calls(manager)
+        trace = Trace(tmp_path / "out.json")
+        trace.__enter__()
+        step(pair()[0], make_inputs(1))
+        with device.capture():
+            with pytest.raises(NotWhileCapturingError, match="after the capture"):
+                trace.__exit__(None, None, None)
+        assert num_calls(manager) == before
+
+
+def test_a_thread_has_a_track_of_its_own(tmp_path: Path) -> None:
+    """Groups end in it as in others, also the last one, which ends with the step."""
+    with use_backend(CpuBackend(), config=CONFIG) as manager:
+        model = make_model()
+
+        def work() -> None:
+            manager.begin_chunk(None, None, 1)
+            model(batches(1)[0].requires_grad_()).square().mean().backward()
+
+        with Trace(tmp_path / "out.json") as trace:
+            off_interface.reset()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert trace.timeline is not None and not trace.timeline.of(0, "compute")
+    names = Counter(span.name for span in trace.timeline.of(0, "compute 2"))
+    assert names["mlp (forward)"] == names["mlp (backward)"] == 3
