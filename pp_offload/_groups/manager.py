@@ -27,6 +27,7 @@ from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
+from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
@@ -80,6 +81,7 @@ class Manager:
         self.idle_groups = IdleGroups()
         self._has_warned_of_no_reset = False
         self.on_begin: tuple[Callable[[], None], ...] = ()
+        self._profiler_names = ProfilerNames()
         config, step = config_or_default(config), StepRecord()
         self._follow(config, step, Offloader(backend_or_default(backend), config, step))
 
@@ -121,6 +123,7 @@ class Manager:
         self._call_on_begin()
 
     def _call_on_begin(self) -> None:
+        self._profiler_names.begin(self.offloader.observers)
         for call in self.on_begin:
             call()
 

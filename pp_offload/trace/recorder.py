@@ -5,8 +5,7 @@
     recorder.end()                      # the host waits for all events of the notes
     recorder.timeline
 
-In a capture nothing runs, and nothing is noted. Around the host's work for a group the recorder
-enters ``torch.profiler.record_function``, so that a profiler shows the same names.
+In a capture nothing runs, and nothing is noted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from pp_offload._core.group import Group
 from pp_offload._core.observer import Lap, Moved, Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
-from pp_offload._core.stopwatch import direction, named, time_of
+from pp_offload._core.stopwatch import direction, time_of
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import Event
@@ -77,7 +76,7 @@ class Recorder(Observer):
         self._virtual: VirtualStreams | None = None
         self._disk: Any = None
         self._streams: list[object] = []
-        self._open: dict[int, tuple[Group, Note, AbstractContextManager[object]]] = {}
+        self._open: dict[int, tuple[Group, Note]] = {}  # with the group, which keeps its id
         self._running: dict[str, Note] = {}  # by track: the step, and the last group of backward
 
     def _begin(self) -> None:
@@ -123,8 +122,7 @@ class Recorder(Observer):
                 self._disk.listeners = tuple(others)
             if self._virtual is not None:
                 self._virtual.stop()
-        while self._open:
-            self._open.popitem()[1][2].__exit__(None, None, None)
+        self._open.clear()
 
     def _note_step(self) -> None:
         """End the last step, and begin the next."""
@@ -198,20 +196,15 @@ class Recorder(Observer):
         track, at = self._mark()
         note = self._add(track, f"{group.name} (forward)", at)
         if note is not None:
-            shown = named(group.name, "forward")
-            shown.__enter__()
-            self._open[id(group)] = group, note, shown
+            self._open[id(group)] = group, note
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if id(group) in self._open:
-            _, note, shown = self._open.pop(id(group))
+            _, note = self._open.pop(id(group))
             note.end, note.args, note.counts = self._mark()[1], _facts(group), group.counts
-            shown.__exit__(None, None, None)
             self._read(note.end)
 
     def reached(self, group: Group) -> None:
-        with named(group.name, "backward"):  # a point, because it cannot end in another node
-            pass
         track, at = self._mark()
         note = self._add(track, f"{group.name} (backward)", at, **_facts(group))
         if note is not None:
