@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from conftest import make_backend, skip_on_emulated
 from torch import Tensor, nn
-from toy import moved
+from toy import moved, same_bits
 
+from pp_offload import OffloadModel, offload_layers
+from pp_offload._slices.cache import CacheFigures
 from pp_offload.backends import Backend
-from pp_offload.offload_model import OffloadModel
 
 WIDTH = 8
 
@@ -140,16 +142,6 @@ def waves() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Complex(), nn.Linear(WIDTH, WIDTH))
 
 
-def recurrent() -> nn.Sequential:
-    last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (1, WIDTH)))
-    return nn.Sequential(last, nn.LSTM(WIDTH, WIDTH, batch_first=True), _First(), nn.Tanh())
-
-
-class _First(nn.Module):
-    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
-        return pair[0]
-
-
 def parametrized() -> nn.Sequential:
     model = mlp(4)
     nn.utils.parametrizations.weight_norm(model[1][0])
@@ -159,58 +151,87 @@ def parametrized() -> nn.Sequential:
 
 
 MODELS: list[Callable[[], nn.Sequential]] = [
-    *(mlp, uneven, norms, across, within, frozen, named, images, waves, recurrent, parametrized),
-    inner,
+    *(mlp, uneven, norms, across, within, frozen, named, images, waves, parametrized, inner),
 ]
 """Each takes (batch, WIDTH)."""
 
 REPEATED = [within, named, waves, parametrized]
 """Those with a parameter that is used several times in a slice."""
 
+Offloaded = tuple[nn.Module, CacheFigures]
+"""What is called, and what has the figures."""
+
+
+def as_layers(layers: nn.Sequential, backend: Backend, **options: Any) -> Offloaded:
+    """By ``offload_layers``, each layer for itself."""
+    model = nn.Sequential(layers)
+    return model, offload_layers(model, "0", backend=backend, **options)
+
+
+def as_slices(layers: nn.Sequential, backend: Backend, **options: Any) -> Offloaded:
+    """By ``OffloadModel``."""
+    model = OffloadModel(layers, backend.device, backend=backend, **options)
+    return model, model
+
+
+def run_again(layers: nn.Sequential, backend: Backend, **options: Any) -> Offloaded:
+    """By ``OffloadModel``, each slice once more in backward."""
+    return as_slices(layers, backend, checkpoint_activation=True, **options)
+
+
+Offload = Callable[..., Offloaded]
+
+each_way = pytest.mark.parametrize("offload", [as_layers, as_slices, run_again])
+both_ways = pytest.mark.parametrize("offload", [as_layers, as_slices])
+
+
+def plain_and_offloaded(
+    layers: nn.Sequential, offload: Offload, backend: Backend, **options: Any
+) -> tuple[nn.Module, nn.Module, CacheFigures]:
+    """The layers on the device, and their equal on the host, with figures."""
+    plain = moved(copy.deepcopy(layers), backend.device)
+    return plain, *offload(layers, backend, **options)
+
 
 @contextmanager
 def pair(
-    make: Callable[[], nn.Sequential], kind: str, dtype: torch.dtype = torch.float32, **options: Any
-) -> Iterator[tuple[nn.Sequential, OffloadModel]]:
-    """The plain model on the device, and its equal on the host, in slices."""
+    make: Callable[[], nn.Sequential],
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    offload: Offload = as_slices,
+    **options: Any,
+) -> Iterator[tuple[nn.Module, Any]]:
+    """The plain model on the device, and its equal on the host."""
     backend: Backend = make_backend(kind)
-    if make is recurrent:
-        skip_on_emulated(backend, "PyTorch has no LSTM for such a device but a kernel of its own")
     if make is norms and dtype is torch.bfloat16:
         skip_on_emulated(backend, "PyTorch's kernels of the CPU want other statistics in backward")
     with backend.activate():
         torch.manual_seed(1)
-        plain = make()
-        if dtype is not torch.float32:
-            plain.to(dtype)
-        sliced = copy.deepcopy(plain)
-        yield (
-            moved(plain, backend.device),
-            OffloadModel(sliced, backend.device, backend=backend, **options),
-        )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where it computes."""
-    if isinstance(model, OffloadModel):
-        return model._cache.copies.backend.device
-    return next(model.parameters()).device
+        layers = make() if dtype is torch.float32 else make().to(dtype)
+        plain, model, _ = plain_and_offloaded(layers, offload, backend, **options)
+        yield plain, model
 
 
 def inputs_for(
-    model: nn.Module, num: int, step: int = 0, dtype: torch.dtype = torch.float32
+    device: torch.device, num: int = 1, step: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Leaves that want gradients, the same for the same step."""
     generator = torch.Generator().manual_seed(step)
     drawn = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(num)]
-    return [x.to(device_of(model), dtype).requires_grad_() for x in drawn]
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def input_for(backend: Backend, step: int = 0) -> Tensor:
+    """One leaf."""
+    (x,) = inputs_for(backend.device, step=step)
+    return x
 
 
 def state(model: nn.Module) -> list[Tensor]:
     """Parameters, gradients and buffers, on the host."""
-    found = [p.detach() for p in model.parameters()]
-    found += [p.grad for p in model.parameters() if p.grad is not None]
-    return [one.cpu().clone() for one in (*found, *model.buffers())]
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    return [one.cpu().clone() for one in (*tensors, *model.buffers())]
 
 
 Call = Callable[[Tensor], Tensor]
@@ -228,13 +249,6 @@ def one_by_one(call: Call, leaves: list[Tensor]) -> list[Tensor]:
 def first_in_first_out(call: Call, leaves: list[Tensor]) -> list[Tensor]:
     losses = [call(x).square().mean() for x in leaves]
     for loss in losses:
-        loss.backward()
-    return losses
-
-
-def last_in_first_out(call: Call, leaves: list[Tensor]) -> list[Tensor]:
-    losses = [call(x).square().mean() for x in leaves]
-    for loss in reversed(losses):
         loss.backward()
     return losses
 
@@ -275,32 +289,38 @@ def only_some(call: Call, leaves: list[Tensor]) -> list[Tensor]:
 
 
 ORDERS: list[Order] = [
-    *(one_by_one, first_in_first_out, last_in_first_out, together),
-    *(evaluated_between, twice, only_some),
+    *(one_by_one, first_in_first_out, together, evaluated_between, twice, only_some),
 ]
 
 
 def train(
     model: nn.Module,
     order: Order,
-    make_optimizer: Callable[[Any], OnHost],
+    device: torch.device,
     *,
     call: Call | None = None,
+    make_optimizer: Callable[[Any], OnHost] | None = None,
     steps: int = 3,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Losses, gradients of inputs, and the state after a few steps, on the host."""
-    optimizer = make_optimizer(model.parameters())
+    optimizer = (make_optimizer or sgd)(model.parameters())
     results = []
     for step in range(steps):
         torch.manual_seed(step)
-        leaves = inputs_for(model, 3, step, dtype)
+        leaves = inputs_for(device, 3, step, dtype)
         results += order(call or model, leaves)
         results += [x.grad for x in leaves if x.grad is not None]
         optimizer.step()
         if step < steps - 1:
             optimizer.zero_grad()
     return [one.detach().cpu() for one in results] + state(model)
+
+
+def same_training(plain: nn.Module, model: nn.Module, backend: Backend, **options: Any) -> bool:
+    """Whether steps of both give the same bits."""
+    results = [train(one, one_by_one, backend.device, **options) for one in (plain, model)]
+    return same_bits(*results)
 
 
 def trained(model: nn.Module, backend: Backend, width: int) -> list[Tensor]:

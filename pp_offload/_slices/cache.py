@@ -1,94 +1,54 @@
 """Which slices of a model are on the device: the one in use, and those that come next.
 
+    cache = SliceCache(copies)
+    tensors = cache.use(slice_, run)  # loads it, unless it was prefetched; there as long as the run
+    cache.prefetch(following)         # while compute uses the tensors
+
 NOTE [ Host writes ]
     The program writes parameters on the host whenever it likes, as an optimizer does, or
     ``load_state_dict``. So no copy of them is under way while the program runs: a slice's copy has
     ended before layers use it, that of a prefetched slice before it is given up, and when a forward
     or backward ends no slice is coming. A slice that is still on the device is used again only if
     its parameters have the version and address that they had when they were read.
-
-Call pattern:
-
-    cache = SliceCache(copies)
-    tensors = cache.use(slice_)  # loads it, unless it was prefetched
-    cache.prefetch(following)    # while compute uses the tensors
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch.nn import Parameter
+from torch import Tensor
 
 from pp_offload._common.torch_private import queue_callback
+from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._hooks.regions import is_in_backward
+from pp_offload._slices.places import Slice, stamp
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
-from pp_offload._slices.running import Running
 from pp_offload.errors import OffloadError
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Slice:
-    """The parameters of consecutive layers, in one forward."""
-
-    label: str
-    """For messages."""
-
-    parameters: tuple[Parameter, ...]
-    """On the host, each once."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes on the device."""
-        return sum(parameter.nbytes for parameter in self.parameters)
-
-    def has_same(self, other: Slice) -> bool:
-        """Whether the parameters are the same objects."""
-        mine, theirs = self.parameters, other.parameters
-        return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
 
 
 @dataclass(eq=False, slots=True)
 class Loaded:
-    """A slice on the device, or on its way there."""
+    """A slice on the device, or on its way there.
+
+    Attributes:
+        slice: Which slice.
+        pending: Its tensors.
+        stamps: Version and address of each parameter when it was read.
+    """
 
     slice: Slice
-    """Which one."""
-
     pending: PendingCopy
-    """Its tensors."""
-
     stamps: list[tuple[int, int]]
-    """Version and address of each parameter when it was read."""
 
-    def is_fresh(self) -> bool:
-        """Whether no parameter was written since."""
-        return self.stamps == [stamp(one) for one in self.slice.parameters]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class User:
-    """Who computes with the slices."""
-
-    thread: threading.Thread
-    """On which."""
-
-    running: Running
-    """Says there whether it still does: an interrupt may have cut it off."""
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether it is another thread."""
-        return self.thread is not threading.current_thread() and self.thread.is_alive()
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether it is this thread, which has not come out."""
-        return self.thread is threading.current_thread() and self.running.is_running
+    def is_fresh(self, index: int | None) -> bool:
+        """Whether nobody wrote the parameter of this index since, or any for None."""
+        if index is not None:
+            return self.stamps[index] == stamp(self.slice.parameters[index])
+        return self.stamps == [stamp(parameter) for parameter in self.slice.parameters]
 
 
 class SliceCache:
@@ -107,37 +67,26 @@ class SliceCache:
         self.copies = copies
         self.peak_bytes = 0
         self.num_coming = num_resident - 1
-        self._current: Loaded | None = None
-        self._coming: list[Loaded] = []
+        # The slice in use and those that come, by the forward or backward with which they go.
+        self._users: weakref.WeakKeyDictionary[Any, list[Loaded]] = weakref.WeakKeyDictionary()
         self._ending: Callable[[], EndOfBackward | None] = lambda: None
-        self._served: dict[int, tuple[weakref.ref[object], Sequence[Slice] | None]] = {}
-        self._gone: deque[weakref.ref[object]] = deque()  # of those served
-        self._user: dict[str, User] = {}
+        self._lock = threading.RLock()
+        self._owner = threading.current_thread()
 
     def alone(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What ``call`` returns, which computes with other tensors in place of parameters.
-
-        Raises:
-            OffloadError: Another thread is inside.
-        """
-        running = Running()
-        mine = User(threading.current_thread(), running)
+        """What ``call`` returns; an OffloadError where another thread is in such a call."""
+        if not self._lock.acquire(blocking=False):
+            raise OffloadError(
+                f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy "
+                f"of it, in whose forward thread {self._owner.name!r} is; expected one at a time, "
+                "for the layers' parameters are exchanged meanwhile; take a lock around both, or a "
+                "model for each"
+            )
         try:
-            try:
-                owner = self._user.setdefault("now", mine)  # atomic
-                if owner.is_elsewhere:
-                    raise _busy(owner.thread)
-                if owner is not mine and not owner.is_inside:
-                    self._user["now"] = mine
-                return call(*args)
-            finally:
-                self._release(mine)
+            self._owner = threading.current_thread()
+            return call(*args)
         finally:
-            self._release(mine)  # an interrupt may have cut the first one off
-
-    def _release(self, mine: User) -> None:
-        if self._user.get("now") is mine:
-            del self._user["now"]
+            self._lock.release()
 
     def __deepcopy__(self, memo: object) -> SliceCache:
         """A copy of a model shares what moves its tensors."""
@@ -152,107 +101,74 @@ class SliceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that are on the device or coming."""
-        self._forget_unused()
-        return sum(one.slice.nbytes for one in self._held())
+        return sum([loaded.slice.nbytes for loaded in self._held()])
 
     def _held(self) -> list[Loaded]:
-        return [*([] if self._current is None else [self._current]), *self._coming]
+        return next(iter(self._users.values()), [])
 
-    def use(self, wanted: Slice, index: int | None = None) -> Loaded:
-        """The slice on the device, with its data. Another one that was in use is given up.
+    def use(self, wanted: Slice, user: object, index: int | None = None) -> list[Tensor]:
+        """The tensors of a slice on the device, with their data. Another slice is given up.
 
         Args:
-            wanted: Which one.
-            index: The parameter that is asked for, if it is one only.
+            wanted: Which slice.
+            user: The forward. Slices go with it, or with the backward that runs now.
+            index: The parameter that is asked for; all when None.
         """
-        self._forget_unused()
-        loaded = self._current
-        if loaded is not None and loaded.slice is wanted and index is not None:
-            if loaded.stamps[index] == stamp(wanted.parameters[index]) and self._is_home(loaded):
-                return loaded
-        if loaded is None or not self._is_usable(loaded, wanted):
-            del loaded  # its memory is for what comes now
-            loaded = self._next(wanted)
-        loaded.slice = wanted
-        return loaded
+        if not wanted.parameters:
+            return []
+        if is_in_backward():
+            user = self._backward()
+        held = self._held()
+        if not (held and self._serves(held[0], wanted, index)):
+            del held[:1]  # its memory is for what comes now
+            if not any(self._serves(loaded, wanted, None) for loaded in held):
+                self._give_up(held, held[:])
+                held.append(self._bring(wanted))
+            held.sort(key=lambda loaded: not loaded.slice.has_same(wanted))
+            self.copies.synchronize(held[0].pending)
+        if user not in self._users:
+            self._users = weakref.WeakKeyDictionary({user: held})
+        return held[0].pending.tensors
+
+    def _serves(self, loaded: Loaded, wanted: Slice, index: int | None) -> bool:
+        """Whether this is the slice as it is now, in memory of the live compute stream."""
+        is_same = loaded.slice is wanted or loaded.slice.has_same(wanted)
+        is_home = loaded.pending.stream == self.copies.backend.current_stream()
+        return is_same and is_home and loaded.is_fresh(index)
 
     def prefetch(self, *wanted: Slice) -> None:
-        """Start bringing slices that will be used next, unless they are there or coming.
-
-        Args:
-            wanted: In order. Those for which there is no room are left out.
-        """
-        wanted = wanted[: self.num_coming]
-        if not wanted:
+        """Start bringing slices that will be used next, in order, as far as there is room."""
+        held, wanted = self._held(), wanted[: self.num_coming]
+        if not (held and wanted):
             return
-        useless = [one for one in self._coming if not any(map(one.slice.has_same, wanted))]
-        self._give_up(useless)
-        for one in wanted:
-            if not any(loaded.slice.has_same(one) for loaded in self._held()):
-                self._coming.append(self._bring(one))
-
-    def serve(self, user: object, slices: Sequence[Slice] | None = None) -> None:
-        """Give slices up when ``user`` is gone: nobody will ask for them again.
-
-        That is noticed at the next call, for ``user`` may go while autograd frees a node, where
-        Python code would swallow the exception of a signal handler.
-
-        Args:
-            user: Whoever asks for the slices.
-            slices: Those to give up; all when None.
-        """
-        ref = weakref.ref(user, self._gone.append)
-        self._served[id(ref)] = ref, slices
-
-    def _forget_unused(self) -> None:
-        while self._gone:
-            _, slices = self._served.pop(id(self._gone.popleft()))
-            if slices is None:
-                self.drop()
-            else:
-                self._forget(slices)
-
-    def _forget(self, slices: Sequence[Slice]) -> None:
-        if self._current is not None and self._current.slice in slices:
-            self._current = None
-        self._give_up([one for one in self._coming if one.slice in slices])
-
-    def drop(self) -> None:
-        """Give up all slices."""
-        while self._gone:  # they have nothing left to give up
-            del self._served[id(self._gone.popleft())]
-        self._current = None
-        self.settle()
+        self._give_up(held, [one for one in held[1:] if not any(map(one.slice.has_same, wanted))])
+        for slice_ in wanted:
+            if not any(loaded.slice.has_same(slice_) for loaded in held):
+                held.append(self._bring(slice_))
 
     def settle(self) -> None:
         """Give up the slices that are coming: from now on the program may write on the host."""
-        self._give_up(self._coming)
+        held = self._held()
+        self._give_up(held, held[1:])
 
-    def drop_after_backward(self) -> None:
-        """Give up all slices when the backward that runs now has ended.
+    def drop(self) -> None:
+        """Give up all slices."""
+        self.settle()
+        self._users.clear()
 
-        A backward inside of it, as that of a reentrant checkpoint, changes nothing.
-        """
-        if self._ending() is None:
+    def drop_of(self, user: object) -> None:
+        """Give up all slices, if they go with this user."""
+        if user in self._users:
+            self.drop()
+
+    def _backward(self) -> EndOfBackward:
+        """The backward that runs now; of a reentrant checkpoint's, the one around it."""
+        ending = self._ending()
+        if ending is None:
             ending = EndOfBackward(self)
             queue_callback(ending)
             self._ending = weakref.ref(ending)
-
-    def _next(self, wanted: Slice) -> Loaded:
-        """Make a slice the one in use: one that is coming, or one brought now."""
-        self._current = None
-        loaded = next((one for one in self._coming if one.slice.has_same(wanted)), None)
-        if loaded is None:
-            self.settle()
-        else:
-            self._coming.remove(loaded)
-            self.copies.synchronize(loaded.pending)
-        if loaded is None or not self._is_usable(loaded, wanted):
-            del loaded
-            loaded = self._bring(wanted)
-            self.copies.synchronize(loaded.pending)
-        self._current = loaded
-        return loaded
+        return ending
 
     def _bring(self, wanted: Slice) -> Loaded:
         stamps = [stamp(parameter) for parameter in wanted.parameters]
@@ -260,45 +176,43 @@ class SliceCache:
         self.peak_bytes = max(self.peak_bytes, self.nbytes + wanted.nbytes)
         return Loaded(wanted, self.copies.copy_to_device(sources, wanted.label), stamps)
 
-    def _give_up(self, useless: Sequence[Loaded]) -> None:
-        self._coming = [one for one in self._coming if one not in useless]
+    def _give_up(self, held: list[Loaded], useless: list[Loaded]) -> None:
         for loaded in useless:
+            held.remove(loaded)
             self.copies.synchronize(loaded.pending)
 
-    def _is_usable(self, loaded: Loaded, wanted: Slice) -> bool:
-        return self._is_home(loaded) and loaded.slice.has_same(wanted) and loaded.is_fresh()
 
-    def _is_home(self, loaded: Loaded) -> bool:
-        """Whether its memory belongs to the live compute stream."""
-        return loaded.pending.stream == self.copies.backend.current_stream()
+class CacheFigures:
+    """What a program is told of the parameters that wait on the host."""
+
+    _cache: SliceCache
+
+    def statistics(self) -> OffloadStatistics:
+        """What was moved: parameters count as reloaded, gradients as offloaded.
+
+        What the checkpoints of an ``OffloadModel`` move is not included.
+        """
+        return self._cache.copies.statistics()
+
+    @property
+    def parameter_bytes_on_device(self) -> int:
+        """Bytes of these parameters that the device has now."""
+        return self._cache.nbytes
+
+    @property
+    def peak_parameter_bytes_on_device(self) -> int:
+        """The most bytes of these parameters that the device had at a time."""
+        return self._cache.peak_bytes
 
 
 class EndOfBackward:
-    """Empties a cache when a backward ends. One that raised drops its callbacks uncalled, so the
-    cache is also emptied when this is gone.
-    """
+    """Empties a cache when a backward ends. Where one raises, autograd lets go of this uncalled."""
 
     def __init__(self, cache: SliceCache) -> None:
         self._cache = cache
-        cache.serve(self)
 
     def __call__(self) -> None:
         """The backward has ended."""
-        self._cache.drop()
+        self._cache.drop_of(self)
 
-
-def _busy(owner: threading.Thread) -> OffloadError:
-    return OffloadError(
-        f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy of it, "
-        f"in whose forward thread {owner.name!r} is; expected one at a time, for the layers' "
-        "parameters are exchanged meanwhile; take a lock around both, or a model for each"
-    )
-
-
-def stamp(parameter: Parameter) -> tuple[int, int]:
-    """What changes when a parameter is written, but for writes through ``.data``."""
-    return parameter._version, parameter.data_ptr()
-
-
-def _is_same(one: Parameter, other: Parameter) -> bool:
-    return one is other
+    __del__ = __call__

@@ -1,11 +1,9 @@
 """Inputs of a forward in parts along the batch, and outputs in one piece again.
 
 Tensors are found wherever they stand in tuples, lists and dicts. The parts are those of
-``torch.chunk``: of the same size, but for the last, which has the rest; and there are fewer of them
-where the batch is too small for so many.
+``torch.chunk``, so the last may be smaller, and there may be fewer.
 
-    parts = split(inputs, 4)
-    output = join([model(*part) for part in parts])
+    output = join([model(*part) for part in split(inputs, 4)])
 """
 
 from __future__ import annotations
@@ -20,11 +18,7 @@ from pp_offload._common.torch_private import tree_flatten, tree_unflatten
 
 
 def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...]]:
-    """The arguments of each microbatch.
-
-    Args:
-        inputs: Tensors of one dimension or more are cut along the first; all else goes to each.
-        num_microbatches: At least one. The most there will be.
+    """The arguments of each microbatch; what is no tensor, or has no dimensions, goes to each.
 
     Raises:
         ValueError: Tensors differ in the batch, or there is none; or an input hides tensors.
@@ -53,13 +47,10 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """The outputs of all microbatches as one.
-
-    Args:
-        outputs: Of each, the same structure; tensors are put together along the first dimension.
+    """The outputs of all microbatches as one, tensors put together along the first dimension.
 
     Raises:
-        ValueError: Tensors cannot be put together, or other values differ.
+        ValueError: Structures or plain values differ, or a tensor has no batch dimension.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -80,22 +71,19 @@ def _has_batch(leaf: Any) -> bool:
 
 def _hides_tensors(leaf: Any) -> bool:
     inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
-    return not isinstance(leaf, Tensor) and any(isinstance(one, Tensor) for one in inside)
+    return not isinstance(leaf, Tensor) and any(isinstance(value, Tensor) for value in inside)
 
 
 def _joined(leaves: Sequence[Any]) -> Any:
     if all(map(_has_batch, leaves)):
         return torch.cat(list(leaves))
     first = leaves[0]
-    if not any(isinstance(leaf, Tensor) for leaf in leaves) and all(one == first for one in leaves):
+    is_tensor = isinstance(first, Tensor)
+    if not is_tensor and all(leaf == first for leaf in leaves):
         return first
+    what = f"a tensor of {first.dim()} dimensions" if is_tensor else f"{first!r}"
     raise ValueError(
-        f"an output of {len(leaves)} microbatches is {_said(first)}; expected tensors with a batch "
+        f"an output of {len(leaves)} microbatches is {what}; expected tensors with a batch "
         "dimension, or the same plain value of each; reduce over the batch outside of the model, "
         "or take num_microbatches=1"
     )
-
-
-def _said(leaf: Any) -> str:
-    is_tensor = isinstance(leaf, Tensor)
-    return f"a tensor of {leaf.dim()} dimensions" if is_tensor else f"{leaf!r}"

@@ -1,11 +1,11 @@
-"""Copies of tensors that are no payload of a group, such as parameters and their gradients.
+"""Copies of parameters to the device and of gradients to the host, which no group has.
 
 The host waits for these copies, and no stream: the program, which knows of no event, writes the
 host tensors afterwards.
 
     coming = copies.copy_to_device(parameters, "slice 0")
     going = copies.copy_to_host(gradients, "slice 0")
-    tensors = copies.synchronize(coming)  # the host waits; they hold their data
+    tensors = copies.synchronize(coming)  # the host waits; the tensors hold their data
 
 NOTE [ Both ends ]
     Both ends of a copy stay referenced until it has run. Sources on the device are let go earlier,
@@ -38,65 +38,39 @@ from pp_offload.config import OffloadConfig
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PendingCopy:
-    """Copies under way."""
-
-    tensors: list[Tensor]
-    """They hold no data until :meth:`PlainCopies.synchronize` has returned."""
-
-    event: Event
-    """Behind the copies."""
-
-    stream: Stream
-    """The compute stream that asked for them; device tensors are allocated on it."""
-
-    label: str
-    """For messages."""
-
-    checksums: tuple[int, ...] = ()
-    """Checksums of the sources, with ``verify``."""
-
-
-class UnderWay:
-    """What copies use that were queued together; see NOTE [ Both ends ].
+    """Copies under way that were queued together; see NOTE [ Both ends ].
 
     Attributes:
-        sources: On the device, if they go to the host.
-        others: The rest of both ends.
-        event: Behind the copies; None while they are being queued, or if an interrupt came then.
+        tensors: They hold no data until :meth:`PlainCopies.synchronize` has returned.
+        sources: What is copied.
+        side: The stream that copies.
+        stream: The compute stream that asked for them; device tensors are allocated on it.
+        label: For messages.
+        checksums: Of the sources, with ``verify``.
+        in_flight_bytes: Of sources on the device.
+        event: Behind the copies; None while they are queued, or if an interrupt came then.
     """
 
-    __slots__ = ("event", "others", "sources", "stream")
-
-    def __init__(self, stream: Stream, sources: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        self.stream = stream
-        self.sources = sources
-        self.others = others
-        self.event: Event | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Device bytes that are kept for copies to the host."""
-        return sum([source.nbytes for source in self.sources])
+    tensors: list[Tensor]
+    sources: Sequence[Tensor]
+    side: Stream
+    stream: Stream
+    label: str
+    checksums: tuple[int, ...]
+    in_flight_bytes: int = 0
+    event: Event | None = None
 
     def end(self) -> Event:
-        """Behind the copies."""
+        """The event behind the copies."""
         if self.event is None:
-            self.event = self.stream.record_event()
+            self.event = self.side.record_event()
         return self.event
 
 
 class PlainCopies:
-    """Copies tensors to the device and to the host; two threads of a backward may ask at once.
-
-    Args:
-        backend: Device to work on.
-        config: How much host memory, and how much in flight; whether to ``verify``.
-
-    Attributes:
-        backend: The device.
-    """
+    """Copies tensors to the device and to the host; two threads of a backward may ask at once."""
 
     def __init__(self, backend: Backend, config: OffloadConfig) -> None:
         self.backend = backend
@@ -107,20 +81,11 @@ class PlainCopies:
         self._verify = config.verify
         self._has_warned = False
         self._lock = threading.RLock()  # never held during a wait
-        self._under_way: list[UnderWay] = []
+        self._under_way: list[PendingCopy] = []
         self._bytes_offloaded = self._bytes_reloaded = 0
 
     def copy_to_device(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying host tensors to the device.
-
-        Args:
-            sources: At least one dense tensor on the host, none of which requires grad; not
-                written until :meth:`synchronize` has returned.
-            label: For messages.
-
-        Returns:
-            Device tensors of the same shapes, dtypes and layouts.
-        """
+        """Start copying dense host tensors to the device; nobody writes them until that is over."""
         backend, stream = self.backend, self.backend.current_stream()
         checksums = self._checksums(sources)
         with self._lock:
@@ -128,24 +93,15 @@ class PlainCopies:
             with torch.inference_mode(False):  # other threads are not in it, and may write them
                 targets = [torch.empty_like(source, device=backend.device) for source in sources]
             backend.h2d.wait_event(stream.record_event())  # former users of the memory are done
-            ends = UnderWay(backend.h2d, (), [*sources, *targets])
-            event = self._copy(ends, targets, sources, label)
             self._bytes_reloaded += sum([source.nbytes for source in sources])
-        return PendingCopy(targets, event, stream, label, checksums)
+            copy = PendingCopy(targets, sources, backend.h2d, stream, label, checksums)
+            return self._queue(copy)
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying device tensors to host memory, free again when the results are gone.
+        """Start copying strided device tensors to host memory, free when all results are gone.
 
         Where the host budget has no room they go to ordinary memory, with one warning: gradients
-        have to go somewhere.
-
-        Args:
-            sources: At least one strided tensor on the device; kept alive until they are copied.
-            label: For messages.
-
-        Returns:
-            Host tensors of the same shapes and dtypes, each a storage of its own. The memory is
-            free when all of them are gone.
+        have to go somewhere. Each result is a storage of its own.
         """
         backend, stream = self.backend, self.backend.current_stream()
         dense = [as_dense(source.detach()) for source in sources]
@@ -157,36 +113,34 @@ class PlainCopies:
                 targets = self._gradient_memory(dense)
             self._streams.follow(stream)
             backend.d2h.wait_event(stream.record_event())  # the sources are computed
-            event = self._copy(UnderWay(backend.d2h, dense, targets), targets, dense, label)
             self._bytes_offloaded += nbytes
+            copy = PendingCopy(targets, dense, backend.d2h, stream, label, checksums, nbytes)
+            self._queue(copy)
         self._keep_bounded(nbytes)
-        return PendingCopy(targets, event, stream, label, checksums)
+        return copy
 
-    def _copy(
-        self, ends: UnderWay, targets: list[Tensor], sources: Sequence[Tensor], label: str
-    ) -> Event:
-        """Queue copies, and keep what they use from before: an interrupt may come behind them."""
-        self._under_way.append(ends)
-        self.backend.copy(ends.stream, targets, list(sources), label)
-        return ends.end()
+    def _queue(self, copy: PendingCopy) -> PendingCopy:
+        """Queue copies, and keep both ends from before: an interrupt may come behind them."""
+        self._under_way.append(copy)
+        self.backend.copy(copy.side, copy.tensors, list(copy.sources), copy.label)
+        copy.end()
+        return copy
 
     def _keep_bounded(self, last_bytes: int) -> None:
         """Have compute wait for copies to the host until no more is in flight than may be.
 
-        Args:
-            last_bytes: Of the last copy. Its sources had to be there until now, so a wait for it
-                would take time and lower no peak.
+        The sources of the last copy had to be there until now: a wait for it lowers no peak.
         """
         bound = self._bound.nbytes
         most = max(bound, last_bytes) if bound else 0
         while True:
             with self._lock:
                 self.poll()
-                left = [ends for ends in self._under_way if ends.sources]
-                if sum([ends.nbytes for ends in left]) <= most:
+                going = [copy for copy in self._under_way if copy.in_flight_bytes]
+                if sum([copy.in_flight_bytes for copy in going]) <= most:
                     return
-            self._streams.wait(left[0].end())  # blocks where the device is the host: no lock
-            left[0].sources = ()
+            self._streams.wait(going[0].end())  # blocks where the device is the host: no lock
+            going[0].sources, going[0].in_flight_bytes = (), 0
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Host memory for tensors that must have it, such as parameters.
@@ -215,10 +169,9 @@ class PlainCopies:
     def synchronize(self, pending: PendingCopy) -> list[Tensor]:
         """Block the host until the copies have run; the tensors, which hold their data now.
 
-        Raises:
-            VerifyError: They are not what was copied. Only with ``verify``.
+        With ``verify``, a VerifyError where they are not what was copied.
         """
-        pending.event.synchronize()
+        pending.end().synchronize()
         self.poll()
         for tensor, expected in zip(pending.tensors, pending.checksums, strict=False):
             what = f"a tensor of {pending.label} with shape {tuple(tensor.shape)}"
@@ -231,37 +184,28 @@ class PlainCopies:
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
         with self._lock:
-            self._under_way = [ends for ends in self._under_way if not ends.end().query()]
+            self._under_way = [copy for copy in self._under_way if not copy.end().query()]
 
     def statistics(self) -> OffloadStatistics:
         """Copies to the device count as reloaded, those to the host as offloaded."""
         with self._lock:
             self.poll()
-            pool = self._pool
-            return OffloadStatistics(
-                bytes_offloaded=self._bytes_offloaded,
-                bytes_reloaded=self._bytes_reloaded,
-                bytes_computed_again=0,
-                host_bytes_in_use=pool.in_use_bytes,
-                host_bytes_peak=pool.peak_bytes,
-                host_bytes_reserved=pool.reserved_bytes,
-                bytes_in_flight=sum([ends.nbytes for ends in self._under_way]),
-                bytes_reloaded_unused=0,
-                live_tensors=pool.num_payloads,
-                prefetched_reloads=0,
-                on_demand_reloads=0,
-                taken_back=0,
-                stalled_ms=None,
-                host_allocations=pool.num_allocations,
-                disk_bytes_in_use=0,
-                disk_bytes_peak=0,
-                disk_bytes_written=0,
-                disk_bytes_read=0,
-            )
+            numbers = dict.fromkeys(OffloadStatistics.__dataclass_fields__, 0)
+            numbers |= {
+                "bytes_offloaded": self._bytes_offloaded,
+                "bytes_reloaded": self._bytes_reloaded,
+                "bytes_in_flight": sum([copy.in_flight_bytes for copy in self._under_way]),
+                "host_bytes_in_use": self._pool.in_use_bytes,
+                "host_bytes_peak": self._pool.peak_bytes,
+                "host_bytes_reserved": self._pool.reserved_bytes,
+                "host_allocations": self._pool.num_allocations,
+                "live_tensors": self._pool.num_payloads,
+            }
+            return OffloadStatistics(**numbers | {"stalled_ms": None})  # type: ignore[arg-type]
 
     def __del__(self) -> None:
         """Wait for copies that may still write memory which goes with this: no stream does."""
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
-                for ends in self._under_way:
-                    ends.end().synchronize()
+                for copy in self._under_way:
+                    copy.end().synchronize()

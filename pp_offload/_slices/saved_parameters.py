@@ -5,16 +5,19 @@ reference: which parameter, which view of it, at which version. So nothing keeps
 device between forward and backward, and backward brings each slice once, in reverse order and ahead
 of its use. Other saved tensors go to the hooks that were entered before, if any.
 
-    run = SlicedRun(slices, cache)
-    pack = run.pack(index, tensors)  # the hook while the layers of this slice compute
+    run = SlicedRun(cache)
+    slice_ = run.bring(places, [following])
+    y = slice_.compute(partial(layer, x))
+    slice_.check_not_written()
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -23,72 +26,109 @@ from pp_offload._core.saved import Resident, modified
 from pp_offload._core.tensors import Geometry, flat_bytes
 from pp_offload._hooks.regions import Chaining, is_in_backward
 from pp_offload._memory.storages import has_storage
-from pp_offload._slices.cache import Slice, SliceCache, stamp
+from pp_offload._slices.cache import SliceCache
+from pp_offload._slices.gradients import Gradients, on_device
+from pp_offload._slices.places import Exchange, Places, Slice, stamp
 from pp_offload.errors import OffloadError
 
 
-class Unpacks(Protocol):
-    """What a pack hook returns."""
-
-    @never_compiled
-    def unpack(self) -> Tensor:
-        """The tensor as it was saved."""
-        ...
-
-
 class SlicedRun:
-    """One forward through all slices, and its backwards.
+    """One forward through slices, and its backwards."""
 
-    Args:
-        slices: In the order of the forward; those without parameters are never asked for. Where
-            the order is not known before, see :meth:`add`.
-        cache: Brings them to the device.
-    """
-
-    def __init__(self, slices: Sequence[Slice], cache: SliceCache) -> None:
-        self.slices = list(slices)
+    def __init__(self, cache: SliceCache) -> None:
         self.cache = cache
+        self.slices: list[Slice] = []
         self._wanted: set[int] = set()
-        cache.serve(self, self.slices)
 
-    def add(self, slice_: Slice) -> int:
-        """Append a slice that the forward has come to; its index."""
+    def bring(self, places: Places, following: Sequence[Slice]) -> OnDevice:
+        """The slice that the forward has come to, on the device; others start coming."""
+        slice_ = places.slice()
         self.slices.append(slice_)
-        return len(self.slices) - 1
+        loaded = self.cache.use(slice_, self)
+        self.cache.prefetch(*following)
+        return OnDevice(self, len(self.slices) - 1, loaded)
 
-    def bring(self, index: int) -> list[Tensor]:
-        """The parameters of a slice in forward; those of the next slice are prefetched."""
-        loaded = self.cache.use(self.slices[index])
-        following = next((one for one in self.slices[index + 1 :] if one.parameters), None)
-        if following is not None:
-            self.cache.prefetch(following)
-        return loaded.pending.tensors
+    def bring_back(self, index: int, parameter: int | None = None) -> list[Tensor]:
+        """The parameters of a slice in backward; those of slices before start coming."""
+        tensors = self.cache.use(self.slices[index], self, parameter)
+        if is_in_backward():
+            before = (self.slices[i] for i in reversed(range(index)) if i in self._wanted)
+            self.cache.prefetch(*islice(before, self.cache.num_coming))
+        return tensors
 
     def want(self, index: int) -> None:
         """Note that backward, if there is one, will ask for this slice."""
-        self._wanted.add(index)
+        if self.slices[index].parameters:
+            self._wanted.add(index)
 
-    def bring_back(self, index: int, parameter: int | None = None) -> list[Tensor]:
-        """The parameters of a slice in backward; those of slices before are prefetched."""
-        loaded = self.cache.use(self.slices[index], parameter)
-        if is_in_backward():
-            self.cache.drop_after_backward()
-            before = (self.slices[i] for i in reversed(range(index)) if i in self._wanted)
-            self.cache.prefetch(*islice(before, self.cache.num_coming))
-        return loaded.pending.tensors
 
-    def pack(self, index: int, tensors: Sequence[Tensor]) -> Chaining:
-        """A hook for what the layers of a slice save, whose parameters are ``tensors``."""
-        places = {one.untyped_storage()._cdata: i for i, one in enumerate(tensors) if one.numel()}
+class OnDevice:
+    """A slice of a forward, whose parameters are on the device until :meth:`leave`."""
+
+    def __init__(self, run: SlicedRun, index: int, loaded: Sequence[Tensor]) -> None:
+        self._run = run
+        self._index = index
+        self._slice = run.slices[index]
+        self._gradients = Gradients(run.cache.copies, self._slice.label)
+        self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
+        self._loaded = loaded
+        self._versions = [tensor._version for tensor in loaded]
+        self._tensors: Sequence[Tensor] | None = self._joined(loaded)
+
+    def _joined(self, loaded: Sequence[Tensor]) -> list[Tensor]:
+        return on_device(self._slice.parameters, loaded, self._gradients)
+
+    def compute(
+        self, call: Callable[[], Any], others: Sequence[Exchange] = (), *, saves: bool = True
+    ) -> Any:
+        """What ``call`` returns, which computes with the slice.
+
+        A checkpoint may call this again in backward, when the slice is brought again.
+
+        Args:
+            call: Computes.
+            others: What else is exchanged meanwhile.
+            saves: Whether parameters are saved as references; else the hooks stay as they are.
+        """
+        if self._tensors is None:
+            return self._run.cache.alone(self._compute_again, call)
+        pack = self._pack() if saves and torch.is_grad_enabled() else None
+        return self._slice.compute(self._tensors, call, others, pack)
+
+    def _compute_again(self, call: Callable[[], Any]) -> Any:
+        for parameter, then in zip(self._slice.parameters, self._stamps, strict=True):
+            check_unchanged(parameter, then, self._slice.label)
+        tensors = self._joined(self._run.bring_back(self._index))
+        return self._slice.compute(tensors, call)
+
+    def leave(self, *, is_wanted: bool) -> None:
+        """Let go of what is on the device, whether or not backward computes the slice again."""
+        self._loaded, self._tensors = (), None
+        if is_wanted:
+            self._run.want(self._index)
+
+    def check_not_written(self) -> None:
+        """Raise an OffloadError if the layers changed a parameter in place."""
+        if self._versions != [tensor._version for tensor in self._loaded]:
+            raise OffloadError(
+                f"{self._slice.label} changed one of its parameters in place in its forward, which "
+                "would be lost: it computes with a copy; expected parameters to be changed outside "
+                "of forward; make it a buffer"
+            )
+
+    def _pack(self) -> Chaining:
+        """A hook for what the layers of the slice save."""
+        run, index, loaded = self._run, self._index, self._loaded
+        places = {one.untyped_storage()._cdata: i for i, one in enumerate(loaded) if one.numel()}
         outer = top_hooks(False)
 
         @never_compiled
-        def pack(tensor: Tensor) -> Unpacks:
+        def pack(tensor: Tensor) -> ParameterReference | Resident | Chained:
             if has_storage(tensor):
                 place = places.get(tensor.untyped_storage()._cdata)
                 if place is not None:
-                    self.want(index)
-                    return ParameterReference(self, index, place, tensor)
+                    run.want(index)
+                    return ParameterReference(run, index, place, tensor)
             return Resident(tensor) if outer is None else Chained(tensor, *outer)
 
         chaining = Chaining(pack)
@@ -111,15 +151,9 @@ class ParameterReference:
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """This view of the parameter, on the device.
-
-        Raises:
-            SavedTensorModifiedError: The parameter was changed in place since the forward.
-            OffloadError: Its memory was exchanged.
-        """
+        """This view of the parameter, on the device."""
         slice_ = self._run.slices[self._index]
-        parameter = slice_.parameters[self._parameter]
-        check_unchanged(parameter, self._stamp, slice_.label)
+        check_unchanged(slice_.parameters[self._parameter], self._stamp, slice_.label)
         tensor = self._run.bring_back(self._index, self._parameter)[self._parameter]
         if tensor.dtype != self._geometry.dtype:
             tensor = flat_bytes(tensor)
@@ -129,12 +163,7 @@ class ParameterReference:
 
 
 def check_unchanged(parameter: Parameter, then: tuple[int, int], label: str) -> None:
-    """Raise if a parameter is not what it was at a forward.
-
-    Raises:
-        SavedTensorModifiedError: It was changed in place.
-        OffloadError: Its memory was exchanged.
-    """
+    """Raise if a parameter is not what it was at a forward: changed in place, or exchanged."""
     if parameter._version != then[0]:
         raise modified(parameter, then[0], label)
     if stamp(parameter) != then:

@@ -1,31 +1,47 @@
-"""Where a stack of layers is cut, so that the largest piece is as small as can be.
+"""Slices of a stack of layers, cut so that the largest is as small as can be.
 
 One more layer costs a slice the bytes of those parameters that it does not have yet, so a shared
 parameter counts once. A slice never has fewer bytes than a part of it; so, for a given limit,
 filling each slice up takes the fewest slices, and bisection finds the smallest limit.
 
     slices = partition([{id(p): p.nbytes for p in layer.parameters()} for layer in layers], 3)
+    layers = SliceLayers("slice 0", [layers[i] for i in slices[0]])
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module, ModuleList
+
+from pp_offload._slices.places import Places
 
 Bytes = Mapping[int, int]
 """Of one layer, the bytes of each parameter by identity."""
 
 
+class SliceLayers(Module):
+    """The layers of one slice, as they are now, and the places of all their parameters."""
+
+    def __init__(self, label: str, layers: Iterable[Module]) -> None:
+        super().__init__()
+        self._layers = ModuleList(layers)
+        self.places = Places(label, self._layers, lambda parameter: True)
+
+    def forward(self, *inputs: Any) -> Any:
+        """As a Sequential does it."""
+        first, *others = self._layers
+        value = first(*inputs)
+        del inputs
+        for layer in others:
+            value = layer(value)
+        return value
+
+
 def partition(layers: Sequence[Bytes], num_slices: int) -> list[range]:
-    """Cut ``layers`` into consecutive slices of at least one each; the largest is minimal.
-
-    Args:
-        layers: What each holds, in order.
-        num_slices: At least one, at most as many as there are layers.
-
-    Returns:
-        The indices of each slice's layers.
-    """
+    """Cut layers into consecutive slices of at least one each: the indices of each slice's."""
     limits = range(slice_bytes(layers) + 1)
     enough = bisect_left(limits, True, key=lambda n: len(_cut(layers, num_slices, n)) <= num_slices)
     return _cut(layers, num_slices, limits[enough])

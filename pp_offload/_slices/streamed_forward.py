@@ -1,100 +1,163 @@
 """A layer that brings its own parameters to the device: a layer of any model is a slice.
 
-Nobody calls the layers but their model. So each layer gets a ``forward`` of ours around its own:
+Each layer gets a ``forward`` of ours around its own, and the modules around the layers get hooks,
+which say when a forward begins and ends:
 
-    model.forward             a forward begins (see layer_stream)
+    model.forward             a forward begins
       layer 0                 bring 0 to the device, start bringing 1
         tensors stand in the places of the parameters; its own forward computes
       layer 1                 let 0 go; 1 is there; start bringing 2
     end                       nothing is coming any more
 
-NOTE [ A layer's parameters ]
-    Forward: parameters stay as they are, on the host; tensors on the device stand in their places
-    (:mod:`~pp_offload._slices.places`), joined to them by the nodes that take gradients back
-    (:mod:`~pp_offload._slices.gradients`). What autograd saves of them is saved as references
-    (:mod:`~pp_offload._slices.saved_parameters`). So when the layer's forward ends nobody has its
-    memory, and backward brings it again when it asks for the first reference.
+NOTE [ Interrupted forwards ]
+    A hook of an end is not called when an interrupt comes. So the module that began a forward may
+    begin another, and a layer that is interrupted ends the forward by itself. A forward inside of
+    another may in truth come after one that was interrupted outside of its layers, and weights may
+    have been written since. So it uses nothing that is on the device.
 
 NOTE [ Computed again ]
-    A checkpoint around a layer calls it again in backward, and so this ``forward``: it brings the
-    layer as in forward. Where the layer runs a backward in its own forward, that is while it is
-    there; then only the tensors are taken from the checkpoint that were taken before.
-    A layer may also checkpoint what is in its own forward, with a function that is its attribute
-    :data:`CHECKPOINT`, as those of Hugging Face do. Backward then calls only the inside. So
-    meanwhile the attribute is a function that passes on a callable which brings the layer if it is
-    not there. In that case the checkpoint saves all tensors itself, in forward and again in
-    backward; of what it saves in backward nothing may be taken away, for it counts.
-
-The forward is replaced, and no hook, since hooks are not called when an interrupt comes: tensors
-would be left in the places of parameters.
-
-Call pattern:
-
-    layer.forward = StreamedForward(stream, number, "layers.0", layer, places)
+    A checkpoint around a layer calls this ``forward`` again in backward. A layer may also
+    checkpoint what is in its own forward, with a function that is its attribute :data:`CHECKPOINT`,
+    as those of Hugging Face do. Backward then calls only the inside. So meanwhile the attribute is
+    a function that passes on a callable which brings the layer if it is not there. In that case the
+    checkpoint saves all tensors itself, in forward and again in backward, for it counts them.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from pp_offload._common.torch_private import never_compiled
-from pp_offload._hooks.regions import Chaining, is_in_backward, is_recomputing
-from pp_offload._slices.cache import Slice
-from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device
-from pp_offload._slices.layer_stream import LayerStream
-from pp_offload._slices.places import Places
-from pp_offload._slices.stand_ins import StandIn
-from pp_offload.errors import OffloadError
+from pp_offload._hooks.regions import is_in_backward, is_recomputing
+from pp_offload._slices.cache import SliceCache
+from pp_offload._slices.places import Exchange, Places
+from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Source: transformers ``GradientCheckpointingLayer``."""
 
 
-class StreamedForward:
-    """The forward of a layer. See NOTE [ A layer's parameters ].
+class LayerOrder:
+    """The order in which layers ran in the last forward, to tell which come next.
 
-    Args:
-        stream: Of the model.
-        number: Of the layer.
-        label: For messages.
-        layer: Whose forward it becomes.
-        places: Of its parameters that wait on the host.
-
-    Attributes:
-        own: What was the layer's forward, if not that of its class.
-        is_closed: Whether it does nothing any more.
+    A model may skip layers, call one twice, or have several stacks. A wrong guess costs a copy that
+    nobody uses. ``usual`` is the order expected of a layer that was not in the last forward.
     """
 
-    def __init__(
-        self, stream: LayerStream, number: int, label: str, layer: Module, places: Places
-    ) -> None:
+    def __init__(self, usual: Sequence[int]) -> None:
+        self.usual = list(usual)
+        self._last = self.usual
+        self._seen: list[int] = []
+        self._place = self._place_back = 0
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._seen = []
+        self._place = 0
+
+    def end(self) -> None:
+        """The forward has ended. One that ended early teaches nothing."""
+        if self._seen and self._seen != self._last[: len(self._seen)]:
+            self._last = self._seen
+        self._seen = []
+
+    def arrive(self, layer: int, num: int) -> list[int]:
+        """The forward has come to a layer; the ``num`` that are expected next."""
+        self._seen.append(layer)
+        if layer in self._last[self._place :]:
+            self._place = place = self._last.index(layer, self._place) + 1
+            return self._last[place : place + num]
+        place = self.usual.index(layer) + 1 if layer in self.usual else len(self.usual)
+        return self.usual[place : place + num]
+
+    def return_to(self, layer: int, num: int) -> list[int]:
+        """A backward has come to a layer; the ``num`` that are expected next."""
+        places = [place for place, number in enumerate(self._last) if number == layer]
+        if not places:
+            return []
+        # Above the place of the layer before, it is another backward.
+        self._place_back = max((p for p in places if p < self._place_back), default=places[-1])
+        return self._last[max(0, self._place_back - num) : self._place_back][::-1]
+
+
+class LayerStream:
+    """What the layers of a model have in common: a cache, and the forward that runs."""
+
+    def __init__(self, cache: SliceCache, usual: Sequence[int]) -> None:
+        self.cache = cache
+        self.layers: weakref.WeakValueDictionary[int, StreamedForward]
+        self.layers = weakref.WeakValueDictionary()
+        self._order = LayerOrder(usual)
+        self._run: SlicedRun | None = None
+        self._opener: Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerStream:
+        """That of a copy of some of the layers."""
+        memo[id(self)] = copied = LayerStream(self.cache, self._order.usual)
+        return copied
+
+    def hook(self, module: Module) -> list[RemovableHandle]:
+        """Have a module around the layers say when its forward begins and ends."""
+        return [
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, module: Module, args: object) -> None:
+        if is_in_backward():
+            return
+        self.cache.drop()  # weights may have been written; see NOTE [ Interrupted forwards ]
+        if self._run is None or self._opener is module:
+            self._opener, self._run = module, SlicedRun(self.cache)
+            self._order.begin()
+
+    def _end(self, module: Module, args: object, output: object) -> None:
+        if self._opener is module:
+            self._opener = self._run = None
+            self._order.end()
+            self.cache.settle()
+
+    def abandon(self) -> None:
+        """The forward raised inside a layer."""
+        self._opener = self._run = None
+        self.cache.drop()
+
+    def arrive(self, number: int, places: Places) -> OnDevice:
+        """A layer is called: its parameters on the device. Those expected next start coming."""
+        num = self.cache.num_coming
+        if is_in_backward():
+            return self._bring(SlicedRun(self.cache), places, self._order.return_to(number, num))
+        if self._run is None:  # somebody calls the layer by itself
+            self.cache.drop()
+            return self._bring(SlicedRun(self.cache), places, [])
+        return self._bring(self._run, places, self._order.arrive(number, num))
+
+    def _bring(self, run: SlicedRun, places: Places, following: list[int]) -> OnDevice:
+        layers = [self.layers.get(number) for number in following]
+        slices = [one.places.slice() for one in layers if one is not None and not one.is_closed]
+        return run.bring(places, [slice_ for slice_ in slices if slice_.parameters])
+
+
+class StreamedForward:
+    """The forward of a layer; its own one alone when this is closed."""
+
+    def __init__(self, stream: LayerStream, number: int, layer: Module, places: Places) -> None:
         self.places = places
         self.is_closed = False
+        self.own: Callable[..., Any] | None = vars(layer).get("forward")
         self._stream = stream
         self._number = number
-        self._label = label
         self._layer = layer
-        self.own: Callable[..., Any] | None = vars(layer).get("forward")
         self._thread: threading.Thread | None = None  # that computes with the parameters
-        self._saving: Callable[[], Chaining] | None = None  # makes that thread's pack hook
+        self._arrived: OnDevice | None = None
         stream.layers[number] = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
-        """That of a copy of the layer, which joins the other layers that are copied with it."""
-        copied = object.__new__(StreamedForward)
-        memo[id(self)] = copied
-        for name, value in vars(self).items():
-            setattr(copied, name, copy.deepcopy(value, memo))
-        copied._stream.layers[copied._number] = copied
-        return copied
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -103,126 +166,47 @@ class StreamedForward:
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output.
+        """The layer's output."""
+        return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
 
-        Raises:
-            OffloadError: A parameter is not on the host, the layer writes its parameters, or
-                another thread is in a layer of the model.
+    def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
+        """What ``call`` returns while the layer's parameters are on the device.
+
+        They are saved as references, unless not ``saves``: see NOTE [ Computed again ].
         """
-        compute = self.__wrapped__
-        if self._thread is threading.current_thread() and is_recomputing():
-            call = partial(compute, *args, **kwargs)
-            return call() if self._saving is None else self.places.saving(call, self._saving())
-        return self.with_parameters(compute, args, kwargs, is_again=False)
+        if self.is_closed or not self.places.parameters():
+            return call()
+        if self._arrived is not None and self._thread is threading.current_thread():
+            # A checkpoint around the layer finds tensors by position, so where a backward inside of
+            # the forward runs it again, what was taken from it before is taken again.
+            return self._arrived.compute(call, saves=saves and is_recomputing())
+        return self._stream.cache.alone(self._try, call, saves)
 
-    def slice(self) -> Slice:
-        """The parameters that it computes with now."""
-        return self.places.slice(self._label)
-
-    def with_parameters(
-        self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, *, is_again: bool
-    ) -> Any:
-        """What ``compute`` returns while the layer's parameters are on the device.
-
-        Args:
-            compute: The forward, or what is inside of it.
-            args: Of ``compute``.
-            kwargs: Of ``compute``.
-            is_again: Whether a checkpoint inside the layer runs it. See NOTE [ Computed again ].
-        """
-        self.places.settle()  # first: an interrupt may have left the layer as if it computed
-        if self.is_closed or self._thread is threading.current_thread():
-            return compute(*args, **kwargs)
-        slice_ = self.slice()
-        if not slice_.parameters:
-            return compute(*args, **kwargs)
-        return self._stream.cache.alone(self._try, slice_, compute, args, kwargs, is_again)
-
-    def _try(self, *args: Any) -> Any:
+    def _try(self, call: Callable[[], Any], saves: bool) -> Any:
+        self._stream.layers[self._number] = self  # this may be that of a copy of the model
         try:
-            return self._compute(*args)
+            arrived = self._stream.arrive(self._number, self.places)
+            output = arrived.compute(call, list(self._meanwhile(arrived)), saves=saves)
+            arrived.check_not_written()
+            return output
         except BaseException:
             if not is_in_backward():  # there a checkpoint stops early by raising
                 self._stream.abandon()
             raise
 
-    def _compute(
-        self,
-        slice_: Slice,
-        compute: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        is_again: bool,
-    ) -> Any:
-        cache = self._stream.cache
-        run, index, loaded = self._stream.arrive(self._number, slice_)
-        versions = [tensor._version for tensor in loaded]
-        path = GradientPath(cache.copies, self._label)
-        tensors = on_device(slice_.parameters, loaded, path)
-        args, kwargs, turn = _gated(args, kwargs, tensors, path)
-        is_saving = torch.is_grad_enabled() and not is_again
-        saving = partial(run.pack, index, loaded) if is_saving else None
-        output = self.places.compute(
-            slice_,
-            tensors,
-            partial(compute, *args, **kwargs),
-            others=list(self._meanwhile(saving)),
-            pack=None if saving is None else saving(),
-        )
-        if turn is not None:
-            turn.register([output])
-        if versions != [tensor._version for tensor in loaded]:
-            raise OffloadError(
-                f"{self._label} changed one of its parameters in place in its forward, which would "
-                "be lost: it computes with a copy; expected parameters to be changed outside of "
-                "forward; make it a buffer"
-            )
-        return output
-
-    def _meanwhile(self, saving: Callable[[], Chaining] | None) -> Iterator[StandIn]:
-        """While the parameters are on the device. See NOTE [ Computed again ]."""
-        yield StandIn(vars(self), "_thread", threading.current_thread())
-        yield StandIn(vars(self), "_saving", saving)
+    def _meanwhile(self, arrived: OnDevice) -> Iterator[Exchange]:
+        """What else is exchanged while the parameters are on the device."""
+        yield vars(self), {"_thread": threading.current_thread(), "_arrived": arrived}
         attributes = vars(self._layer)
-        checkpoint = attributes.get(CHECKPOINT)
-        if checkpoint is not None:
-            yield StandIn(attributes, CHECKPOINT, InsideLayer(self, checkpoint))
+        if attributes.get(CHECKPOINT) is not None:
+            yield attributes, {CHECKPOINT: partial(self._checkpoint, attributes[CHECKPOINT])}
 
-
-class InsideLayer:
-    """The function with which a layer checkpoints what is inside of it.
-
-    Args:
-        forward: Of the layer.
-        checkpoint: Its own function.
-    """
-
-    def __init__(self, forward: StreamedForward, checkpoint: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._checkpoint = checkpoint
-
-    def __call__(self, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the checkpoint returns, of ``inside``."""
+    def _checkpoint(
+        self, checkpoint: Callable[..., Any], inside: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """What the layer's own checkpoint returns, of ``inside`` with the layer's parameters."""
 
         def with_parameters(*args: Any, **kwargs: Any) -> Any:
-            return self._forward.with_parameters(inside, args, kwargs, is_again=True)
+            return self._with_parameters(partial(inside, *args, **kwargs), saves=False)
 
-        return self._checkpoint(with_parameters, *args, **kwargs)
-
-
-def _gated(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: GradientPath
-) -> tuple[tuple[Any, ...], dict[str, Any], Turn | None]:
-    """Arguments behind gates, as far as they are tensors themselves: what is in a list or a cache
-    stays where the model finds it.
-    """
-    names = [*range(len(args)), *kwargs]
-    values: dict[int | str, Any] = dict(zip(names, [*args, *kwargs.values()], strict=True))
-    found = {name: one for name, one in values.items() if isinstance(one, Tensor)}
-    (behind,), turn = gated([tuple(found.values())], tensors, path)
-    values.update(zip(found, behind, strict=True))
-    return (
-        tuple(values[i] for i in range(len(args))),
-        {name: values[name] for name in kwargs},
-        turn,
-    )
+        return checkpoint(with_parameters, *args, **kwargs)

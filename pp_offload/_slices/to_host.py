@@ -1,23 +1,56 @@
 """Moves parameters to the host for good; they stay the same objects, with hooks and attributes.
 
-move_to_host(parameter, on_host)  # parameter.is_cpu; optimizers and tied layers still have it
+moved = move_to_host([model.layers[0].parameters(), ...], copies)
+move_buffers(model, device)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from pp_offload._common.torch_private import has_compatible_shallow_copy_type
+from pp_offload._slices.places import HOST
+from pp_offload._slices.plain_copies import PlainCopies
 
 
-def move_to_host(parameter: Parameter, on_host: Tensor) -> None:
-    """Give a parameter other memory, which may be on another device; its gradient goes along.
+def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> set[int]:
+    """Move parameters to host memory from which the device can copy beside compute.
 
-    Args:
-        parameter: Stays the same object.
-        on_host: Has its values.
+    Those of a slice get one allocation. Returns the identities of all.
+    """
+    placed: set[int] = set()
+    for parameters in slices:
+        new = [parameter for parameter in parameters if id(parameter) not in placed]
+        placed.update(map(id, new))
+        for parameter, on_host in zip(new, _on_host(new, copies), strict=True):
+            move(parameter, on_host)
+    return placed
+
+
+def _on_host(parameters: Sequence[Parameter], copies: PlainCopies) -> Sequence[Tensor]:
+    if copies.backend.is_host or not parameters:
+        return [parameter.detach().to(HOST) for parameter in parameters]
+    host = copies.host_tensors(parameters)
+    for copy, parameter in zip(host, parameters, strict=True):
+        copy.copy_(parameter.detach())
+    return host
+
+
+def move_buffers(model: Module, device: torch.device) -> None:
+    """Move all buffers; those that are one object stay one."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+def move(parameter: Parameter, target: Tensor) -> None:
+    """Give a parameter the memory of ``target``, on any device; its gradient goes along.
 
     Raises:
         ValueError: PyTorch cannot do it, for something else refers to the parameter.
@@ -25,18 +58,18 @@ def move_to_host(parameter: Parameter, on_host: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     try:
         # PyTorch's own devices can be exchanged by .data; a device of a plug-in cannot.
-        if has_compatible_shallow_copy_type(parameter, on_host):
-            parameter.data = on_host
+        if has_compatible_shallow_copy_type(parameter, target):
+            parameter.data = target
         else:
-            _exchange(parameter, on_host)
+            _exchange(parameter, target)
     finally:
         if gradient is not None:
             parameter.grad = gradient.to(parameter.device)
 
 
-def _exchange(parameter: Parameter, on_host: Tensor) -> None:
+def _exchange(parameter: Parameter, target: Tensor) -> None:
     """As ``Module.to`` does it, but keeps what the program has attached to the parameter."""
-    fresh = Parameter(on_host, requires_grad=parameter.requires_grad)
+    fresh = Parameter(target, requires_grad=parameter.requires_grad)
     vars(fresh).update(vars(parameter))
     fresh._backward_hooks = parameter._backward_hooks
     fresh._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -216,12 +216,11 @@ CASES: dict[str, Case] = {
     ),
     "plain: sources are kept until they are copied": (
         programs.plain_source_let_go,
-        Fault(f"{PLAIN}.copy_to_host", "UnderWay(backend.d2h, dense,", "UnderWay(backend.d2h, [],"),
-        Fault(f"{PLAIN}._copy", "self._under_way.append(ends)"),
+        Fault(f"{PLAIN}._queue", "self._under_way.append(copy)"),
     ),
     "plain: compute waits where too much is in flight": (
         programs.plain_too_much_in_flight,
-        Fault(f"{PLAIN}._keep_bounded", "self._streams.wait(left[0].end())"),
+        Fault(f"{PLAIN}._keep_bounded", "self._streams.wait(going[0].end())"),
         Fault(f"{PLAIN}.copy_to_host", "self._streams.follow(stream)"),
     ),
     "plain: h2d waits for compute": (
@@ -230,16 +229,16 @@ CASES: dict[str, Case] = {
     ),
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
-        Fault(f"{PLAIN}.copy_to_device", "[*sources, *targets]", "sources"),
-        Fault(f"{PLAIN}.poll", "not ends.end().query()", "False"),
+        Fault(f"{PLAIN}._queue", "self._under_way.append(copy)"),
+        Fault(f"{PLAIN}.poll", "not copy.end().query()", "False"),
     ),
     "plain: copies that go are waited for": (
         programs.plain_copies_gone,
-        Fault(f"{PLAIN}.__del__", "ends.end().synchronize()"),
+        Fault(f"{PLAIN}.__del__", "copy.end().synchronize()"),
     ),
     "plain: the host waits before it reads": (
         programs.plain_read_by_the_host,
-        Fault(f"{PLAIN}.synchronize", "pending.event.synchronize()"),
+        Fault(f"{PLAIN}.synchronize", "pending.end().synchronize()"),
     ),
 }
 

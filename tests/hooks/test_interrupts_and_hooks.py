@@ -39,7 +39,7 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
 from pp_offload._hooks.regions import all_packs
-from pp_offload._slices.stand_ins import StandIns
+from pp_offload._slices.places import Slice
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 WIDTH = 16
@@ -106,7 +106,7 @@ class Program:
             "activations": partial(in_activations, offload),
             "checkpoint": Recompute(stash),
             "group around a checkpoint": in_torchs,
-            "slices": lambda part, x: StandIns().compute(partial(part, x), (), pack=Resident),
+            "slices": lambda part, x: Slice("", (), ()).compute((), partial(part, x), (), Resident),
         }
         for layer in self.model:
             layer.run = runs[way]

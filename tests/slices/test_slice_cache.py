@@ -14,37 +14,19 @@ from pp_offload.testing import SimulatedBackend
 
 
 def slices_of(num: int) -> list[Slice]:
-    return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),)) for i in range(num)]
+    return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),), ()) for i in range(num)]
 
 
-class User:
-    """Of slices, for a while."""
+class Run:
+    """A forward."""
 
 
-def forget(cache: SliceCache, slices: list[Slice]) -> None:
-    """Who might have asked for them is gone."""
-    cache.serve(User(), slices)
+RUN = Run()
 
 
-def values(cache: SliceCache, one: Slice) -> list[float]:
-    (tensor,) = cache.use(one).pending.tensors
+def values(cache: SliceCache, slice_: Slice) -> list[float]:
+    (tensor,) = cache.use(slice_, RUN)
     return tensor.tolist()
-
-
-def test_what_was_foreseen_is_used(backend) -> None:
-    with backend.activate():
-        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
-        slices = slices_of(3)
-        for one, following in zip(slices, [*slices[1:], None], strict=True):
-            assert values(cache, one) == one.parameters[0].tolist()
-            if following is not None:
-                cache.prefetch(following)
-                cache.prefetch(following)
-            assert cache.nbytes == (16 if following is None else 32)
-        assert cache.copies.statistics().bytes_reloaded == 3 * 16
-        assert cache.peak_bytes == 32
-        cache.drop()
-        assert cache.nbytes == 0
 
 
 def write(parameter: Tensor) -> None:
@@ -63,35 +45,14 @@ def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> No
         cache = SliceCache(PlainCopies(backend, OffloadConfig()))
         first, second = slices_of(2)
         wanted = second if is_foreseen else first
-        cache.use(first)
+        cache.use(first, RUN)
         cache.prefetch(second)
         backend.synchronize()
         change(wanted.parameters[0])
         assert values(cache, wanted) == wanted.parameters[0].tolist()
-        (index,) = range(len(wanted.parameters))
-        assert cache.use(wanted, index).pending.tensors[0].tolist() == wanted.parameters[0].tolist()
         change(wanted.parameters[0])
-        assert cache.use(wanted, index).pending.tensors[0].tolist() == wanted.parameters[0].tolist()
+        assert cache.use(wanted, RUN, 0)[0].tolist() == wanted.parameters[0].tolist()
         cache.drop()
-
-
-def test_only_what_belongs_to_a_graph_is_forgotten(backend) -> None:
-    with backend.activate():
-        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
-        first, second, third = slices_of(3)
-        cache.use(first)
-        cache.prefetch(second)
-        forget(cache, [third])
-        assert cache.nbytes == 32
-        forget(cache, [second])
-        assert cache.nbytes == 16
-        same = Slice("of another forward", first.parameters)
-        cache.use(same)
-        forget(cache, [first])
-        assert cache.nbytes == 16, "another forward has taken it over"
-        forget(cache, [same])
-        assert cache.nbytes == 0
-        assert cache.copies.statistics().bytes_reloaded == 2 * 16
 
 
 def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
@@ -100,12 +61,10 @@ def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
     with backend.activate():
         cache = SliceCache(PlainCopies(backend, OffloadConfig()))
         (one,) = slices_of(1)
-        first = cache.use(one).pending
-        other = backend.new_stream("other")
-        with backend.stream(other):
-            second = cache.use(one).pending
-            assert second.stream is other and second.tensors[0] is not first.tensors[0]
-            assert second.tensors[0].add(1).eq(1).all()
+        (first,) = cache.use(one, RUN)
+        with backend.stream(backend.new_stream("other")):
+            (second,) = cache.use(one, RUN)
+            assert second is not first and second.add(1).eq(1).all()
         backend.check()
 
 
@@ -127,7 +86,7 @@ def test_what_was_foreseen_wrongly_is_given_up(backend) -> None:
     with backend.activate():
         cache = SliceCache(PlainCopies(backend, OffloadConfig()), 3)
         first, second, third, fourth = slices_of(4)
-        cache.use(first)
+        cache.use(first, RUN)
         cache.prefetch(second, third)
         cache.prefetch(third, fourth)
         assert cache.copies.statistics().bytes_reloaded == 4 * 16

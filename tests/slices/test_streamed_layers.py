@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
-import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from pp_offload import (
     OffloadedLayers,
     OffloadError,
     OffloadModel,
-    SavedTensorModifiedError,
     offload_layers,
 )
 from pp_offload.backends import Backend
@@ -85,7 +81,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("num_resident", [1, 2, 4])
+@pytest.mark.parametrize("num_resident", [1, 2, 99])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_layers_in_any_order(backend, order: list[int] | None, num_resident: int) -> None:
     with backend.activate():
@@ -160,24 +156,6 @@ def test_device_memory_is_arithmetic(order: str, num_resident: int) -> None:
     backend.check()
 
 
-@pytest.mark.parametrize("num_resident", [1, 2, 3])
-def test_device_memory_without_grad_is_arithmetic(num_resident: int) -> None:
-    backend = SimulatedBackend("late")
-    activation, head = 4 * WIDTH * 4, (WIDTH + 1) * WIDTH * 4
-    with backend.activate(), torch.no_grad():
-        model = stack()
-        handle = offload_layers(model, "layers", backend=backend, num_resident=num_resident)
-        for _ in range(3):
-            x = torch.randn(4, WIDTH)
-            backend.take_device_peak()
-            y = model(x)
-            # x, a layer's input, its product, and what becomes of it.
-            assert backend.take_device_peak() == num_resident * ONE + head + 4 * activation
-            assert handle.parameter_bytes_on_device == 0
-            assert backend.device_bytes == head + 2 * activation
-            del x, y
-
-
 def test_only_what_is_frozen_waits(backend) -> None:
     with backend.activate():
         model = stack()
@@ -194,16 +172,6 @@ def test_only_what_is_frozen_waits(backend) -> None:
         assert handle.statistics().bytes_reloaded > 0
 
 
-def test_a_weight_that_layers_share(backend) -> None:
-    with backend.activate():
-        model = stack()
-        model.layers[3].weight = model.layers[0].weight
-        plain, model, handle = plain_and_streamed(backend, model)
-        assert model.layers[3].weight is model.layers[0].weight
-        assert same_bits(train(model, backend), train(plain, backend))
-        assert handle.parameter_bytes_on_device == 0
-
-
 def test_a_weight_that_something_else_has_stays_on_the_device(backend) -> None:
     """Outside of its layer nobody would bring it."""
     with backend.activate():
@@ -216,99 +184,6 @@ def test_a_weight_that_something_else_has_stays_on_the_device(backend) -> None:
         assert handle.peak_parameter_bytes_on_device == 2 * ONE
 
 
-class Fails(nn.Module):
-    """Raises in one call of its forward."""
-
-    def __init__(self, inside: nn.Module, error: type[BaseException]) -> None:
-        super().__init__()
-        self.inside = inside
-        self.error = error
-        self.left = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inside(x)
-        self.left -= 1
-        if self.left == 0:
-            raise self.error("in a layer")
-        return x
-
-
-@pytest.mark.parametrize("where", [0, 3, DEPTH - 1, "head"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_fails_leaves_nothing_to_the_next(
-    backend, error: type[BaseException], where: int | str
-) -> None:
-    """Also not where an interrupt comes, of which no hook is told."""
-    with backend.activate():
-        model = stack()
-        if isinstance(where, int):
-            model.layers[where] = Fails(model.layers[where], error)
-        else:
-            model.head = Fails(model.head, error)
-        plain, model, handle = plain_and_streamed(backend, model)
-        for one in (plain, model):
-            with pytest.raises(error, match="in a layer"):
-                one(inputs(backend))
-        gc.collect()
-        for layer in model.layers:
-            assert all(isinstance(p, nn.Parameter) and p.is_cpu for p in layer.parameters())
-        if isinstance(where, int):
-            assert handle.parameter_bytes_on_device == 0
-        assert same_bits(train(model, backend), train(plain, backend))
-        assert handle.parameter_bytes_on_device == 0
-    assert_no_hooks()
-
-
-class Looks(nn.Linear):
-    """Notes whether it computes with a parameter itself, and has a checkpoint for its inside."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
-        self.with_parameter: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.with_parameter.append(isinstance(self.weight, nn.Parameter))
-        return super().forward(x)
-
-
-def test_an_interrupt_before_a_layer_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call brings the layer again, and is not taken for one inside of the first."""
-    backend = SimulatedBackend("late")
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with backend.activate():
-        model = stack()
-        model.layers[1] = Looks()
-        offload_layers(model, "layers", backend=backend)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("pp_offload._slices.streamed_forward.InsideLayer", interrupted)
-            model(inputs(backend))
-        model(inputs(backend))
-        assert model.layers[1].with_parameter == [False]
-
-
-def test_a_backward_that_fails_leaves_nothing_to_the_next(backend) -> None:
-    with backend.activate():
-        plain, model, handle = plain_and_streamed(backend, stack())
-
-        def fail(gradients: object) -> None:
-            raise ValueError("in backward")
-
-        for one in (plain, model):
-            y = one(inputs(backend))
-            y.grad_fn.next_functions[1][0].register_prehook(fail)
-            with pytest.raises(ValueError, match="in backward"):
-                y.sum().backward()
-            del y
-            one.zero_grad()
-        gc.collect()
-        assert same_bits(train(model, backend), train(plain, backend))
-        assert handle.parameter_bytes_on_device == 0
-
-
 def test_a_layer_called_by_itself(backend) -> None:
     """Outside of a forward of the model nothing else comes."""
     with backend.activate():
@@ -318,49 +193,6 @@ def test_a_layer_called_by_itself(backend) -> None:
         assert same_bits(state(model), state(plain))
         assert handle.statistics().bytes_reloaded == ONE
         assert handle.parameter_bytes_on_device == 0
-
-
-def test_gradients_of_gradients(backend) -> None:
-    with backend.activate():
-        plain, model, _ = plain_and_streamed(backend, stack())
-        results = []
-        for one in (plain, model):
-            x = inputs(backend)
-            (slope,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
-            slope.square().sum().backward()
-            results.append([x.grad.cpu(), *state(one)])
-        assert same_bits(*results)
-
-
-def test_a_parameter_changed_before_backward_is_an_error(backend) -> None:
-    with backend.activate():
-        model = stack()
-        offload_layers(model, "layers", backend=backend)
-        y = model(inputs(backend))
-        with torch.no_grad():
-            model.layers[2].weight.mul_(2)
-        with pytest.raises(SavedTensorModifiedError, match=r"layers\.2"):
-            y.sum().backward()
-
-
-class Writes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.add_(1)
-        return x * self.weight
-
-
-def test_a_layer_that_writes_its_parameters_is_an_error(backend) -> None:
-    with backend.activate():
-        model = stack()
-        model.layers[1] = Writes()
-        offload_layers(model, "layers", backend=backend)
-        with pytest.raises(OffloadError, match=r"layers\.1 changed one of its parameters"):
-            model(inputs(backend))
 
 
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
@@ -381,24 +213,6 @@ def test_a_model_that_is_moved_keeps_its_layers_on_the_host(kind: str) -> None:
         assert {p.device for p in model.parameters()} == {backend.device}
         assert same_bits(train(model, backend), train(plain, backend)), "it is a plain model again"
         model.double()
-
-
-@pytest.mark.parametrize("way", ["back", "on"])
-def test_a_model_that_is_half_converted_goes_back_or_on(way: str) -> None:
-    """What comes before the layers is converted already when they refuse."""
-    backend = SimulatedBackend("late")
-    with backend.activate():
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), stack())
-        handle = offload_layers(model, "1.layers", backend=backend)
-        with pytest.raises(OffloadError, match=r"back with model.to\(torch.float32\), or "):
-            model.bfloat16()
-        assert model[0].weight.dtype == torch.bfloat16
-        if way == "on":
-            handle.close()
-        dtype = torch.float32 if way == "back" else torch.bfloat16
-        model.to(backend.device, dtype)
-        assert {p.dtype for p in model.parameters()} == {dtype}
-        model(inputs(backend).to(dtype)).sum().backward()
 
 
 def test_when_it_is_closed_the_model_is_as_it_was() -> None:
@@ -443,34 +257,6 @@ def test_another_forward_that_was_there_or_came_later() -> None:
     assert ours.is_closed
 
 
-def test_closed_layers_are_plain_behind_any_function() -> None:
-    """Also behind one that does not say what it is around."""
-    backend = SimulatedBackend("late")
-    with backend.activate():
-        plain, model, handle = plain_and_streamed(backend, stack())
-        first, second = model.layers[0].forward, model.layers[1].forward
-        model.layers[0].forward = lambda x: first(x)
-        model.layers[1].forward = functools.partial(second)
-        handle.close()
-        moved(model, backend.device)
-        x = inputs(backend)
-        assert same_bits([model(x)], [plain(x)])
-        assert handle.statistics().bytes_reloaded == 0
-        assert first.is_closed and second.is_closed
-
-
-def test_two_models_in_turn(backend) -> None:
-    with backend.activate():
-        pairs = [plain_and_streamed(backend, stack(depth=depth)) for depth in (3, 5)]
-        got = [model(inputs(backend, 1)) for _, model, _ in pairs]
-        expected = [plain(inputs(backend, 1)) for plain, _, _ in pairs]
-        for one in (*got, *expected):
-            one.sum().backward()
-        for plain, model, handle in pairs:
-            assert same_bits(state(model), state(plain))
-            assert handle.parameter_bytes_on_device == 0
-
-
 def test_a_copy_of_a_layer_alone() -> None:
     backend = make_backend("late")
     with backend.activate():
@@ -483,49 +269,9 @@ def test_a_copy_of_a_layer_alone() -> None:
         assert torch.equal(layer(x), expected)
 
 
-def test_a_state_with_other_parameters(backend) -> None:
-    """``assign`` puts them in the places of those that waited."""
-    with backend.activate():
-        plain, model, _ = plain_and_streamed(backend, stack())
-        saved = {name: value.cpu() * 2 for name, value in model.state_dict().items()}
-        model.load_state_dict(
-            {n: v.to(model.state_dict()[n].device) for n, v in saved.items()}, assign=True
-        )
-        plain.load_state_dict(saved)
-        assert same_bits(train(model, backend), train(plain, backend))
-
-
-def test_one_thread_at_a_time() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    class Waits(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.set()
-            assert leave.wait(60)
-            return super().forward(x)
-
-    model = nn.ModuleDict({"layers": nn.ModuleList([Waits(WIDTH, WIDTH)])})
-    offload_layers(model, "layers", num_resident=1)
-    x = inputs(make_backend("cpu"))
-    other = threading.Thread(target=model["layers"][0], args=(x,), name="other")
-    other.start()
-    assert inside.wait(60)
-    with pytest.raises(OffloadError, match=r"in whose forward thread 'other' is"):
-        model["layers"][0](x)
-    leave.set()
-    other.join()
-    assert model["layers"][0](x).shape == x.shape
-
-
 def nested() -> nn.Module:
     model = stack()
     model.layers[1] = nn.ModuleList([nn.Linear(2, 2)])
-    return model
-
-
-def views() -> nn.Module:
-    model = stack()
-    model.layers[1].weight = nn.Parameter(model.layers[0].weight.data[:2])
     return model
 
 
@@ -549,19 +295,11 @@ def sliced() -> nn.Module:
     [
         (stack, "layer", {}, r"no module 'layer' \(did you mean layers\?\).*it has \['layers'\]"),
         (stack, "head", {}, r"'head' is a Linear.*expected a ModuleList or a Sequential"),
-        (stack, "layers.0", {}, r"'layers.0' is a Linear \(did you mean layers\?\)"),
         (stack, [], {}, "layers is empty"),
         (stack, "layers", {"num_resident": 0}, "num_resident is 0, expected an integer of at le"),
-        (stack, "layers", {"num_resident": 2.0}, "num_resident is 2.0"),
         (stack, "layers", {"frozen_only": "yes"}, "frozen_only is 'yes', expected True or False"),
         (stack, "layers", {"frozen_only": True}, "have no frozen parameters.*freeze the base"),
         (nested, ["layers", "layers.1"], {}, "'layers.1.0' is inside of 'layers.1'"),
-        (
-            views,
-            "layers",
-            {},
-            r"parameters .*'layers.1.weight'.* share memory",
-        ),
         (
             views_of_one_outside,
             "layers",
@@ -595,21 +333,3 @@ def test_layers_are_given_once() -> None:
     offload_layers(model, "layers")
     with pytest.raises(OffloadError, match=r"layers \['layers.0'.* wait on the host already"):
         offload_layers(model, "layers")
-
-
-def test_more_may_be_resident_than_there_are(backend) -> None:
-    plain, model, handle = plain_and_streamed(backend, stack(), num_resident=99)
-    assert same_bits(train(model, backend), train(plain, backend))
-    assert handle.peak_parameter_bytes_on_device <= DEPTH * ONE
-
-
-def test_a_closed_handle_holds_no_parameters() -> None:
-    model = stack()
-    handle = offload_layers(model, "layers", device="cpu")
-    train(model, handle._stream.cache.copies.backend)
-    handle.close()
-    parameters = [weakref.ref(one) for one in model.parameters()]
-    del model
-    gc.collect()
-    assert not any(one() is not None for one in parameters)
-    assert handle.statistics().bytes_reloaded > 0

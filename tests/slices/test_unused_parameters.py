@@ -130,20 +130,9 @@ def by_backward(model: nn.Module, loss: Tensor) -> None:
     loss.backward()
 
 
-def with_graph(model: nn.Module, loss: Tensor) -> None:
-    loss.backward(create_graph=True)
-
-
 def twice(model: nn.Module, loss: Tensor) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
-
-
-def penalized(model: nn.Module, loss: Tensor) -> None:
-    """A backward through the gradients of all that were used."""
-    wanted = [*model.parameters()]
-    found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-    torch.stack([one.square().sum() for one in found if one is not None]).sum().backward()
 
 
 def towards_some(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
@@ -152,8 +141,7 @@ def towards_some(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
     return list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("backward", [by_backward, with_graph, twice, penalized, towards_some])
+@pytest.mark.parametrize("backward", [by_backward, twice, towards_some])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", BACKENDS)
 def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward: Backward) -> None:
@@ -196,47 +184,6 @@ def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str,
                 computed(one, model, inputs(step, (0, 0), backend.device)).sum().backward()
             results.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
     assert len(results[0]) == 4 and same_bits(*results)
-
-
-def note_copies_to_host(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The label of each, and its bytes."""
-    told: list[tuple[str, int]] = []
-    copy = backend.copy
-
-    def and_note(stream: Any, targets: list[Tensor], sources: list[Tensor], label: str) -> None:
-        if stream is backend.d2h:
-            told.append((label, sum(source.nbytes for source in sources)))
-        copy(stream, targets, sources, label)
-
-    monkeypatch.setattr(backend, "copy", and_note)
-    return told
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("builds_graph", [False, True])
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
-def test_gradients_of_a_slice_leave_in_one_copy(
-    backend, again: bool, builds_graph: bool, monkeypatch
-) -> None:
-    """Of all that the backward came to, also if it is asked for some."""
-    with backend.activate():
-        model = OffloadModel(
-            layers(), backend.device, num_slices=2, backend=backend, checkpoint_activation=again
-        )
-        told = note_copies_to_host(backend, monkeypatch)
-        whole = (WIDTH + 1) * WIDTH * 4  # an expert
-        x = inputs(0, (1, 1), backend.device)
-        wanted = [p for p in model.parameters() if p.dim() == 2]
-        for some, nbytes in ((None, whole), (wanted, WIDTH * WIDTH * 4)):
-            loss = model(x).square().sum()
-            if some is None:
-                torch.autograd.backward(loss, create_graph=builds_graph)
-            else:
-                torch.autograd.grad(loss, some, allow_unused=True, create_graph=builds_graph)
-            assert sorted(told) == [("slice 0", nbytes), ("slice 1", nbytes)]
-            told.clear()
-            for parameter in model.parameters():
-                parameter.grad = None
 
 
 def test_a_gradient_that_only_the_layer_asked_for_does_not_leave(backend) -> None:

@@ -1,0 +1,189 @@
+"""What parameters and modules must be like to wait on the host, in slices or in layers of a model.
+
+    waiting = waiting_parameters(model, {"layers.0": layer}, frozen_only=True)
+    check_waiting(model, {"layers.0": layer}, waiting)
+
+NOTE [ Modules that are refused ]
+    A scripted or traced module computes outside of Python, with parameters of its own. An RNN keeps
+    a list of its weights, where tensors on the device would stay, and gives them other memory on a
+    GPU. The older norms of PyTorch, and its pruning, compute a weight in a forward pre-hook: it
+    would stay on the device until the next forward, and a hook of the layer itself runs before the
+    layer is there. A parametrization has no hook: it computes when the forward asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module, Parameter, RNNBase
+
+from pp_offload._common.checks import said
+from pp_offload._core.tensors import is_dense
+from pp_offload._memory.storages import has_storage
+from pp_offload.backends import Backend, check_backend
+
+FSDP_MARK = "_is_fsdp_managed_module"
+"""FSDP, first and second, sets it on every module whose parameters it owns; seen in torch 2.13."""
+
+WEIGHT_HOOKS = {
+    "torch.nn.utils.spectral_norm": "use torch.nn.utils.parametrizations.spectral_norm",
+    "torch.nn.utils.weight_norm": "use torch.nn.utils.parametrizations.weight_norm",
+    "torch.nn.utils.prune": "make pruning permanent with torch.nn.utils.prune.remove()",
+}
+"""What to do without a hook, by the module of its class. Importing all of them takes time."""
+
+
+def check_device(name: str, given: object, backend: Backend | None = None) -> torch.device:
+    """The device that was given; a ValueError where it is not that of the backend."""
+    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
+        raise TypeError(f"{name} is {said(given)}, expected a torch.device, or its name")
+    try:
+        device = torch.device(given)
+    except RuntimeError as failure:
+        raise ValueError(
+            f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"
+        ) from failure
+    if backend is not None:
+        check_backend(backend)
+        theirs = backend.device
+        is_other = device.index not in (None, theirs.index) and device.type != "cpu"
+        if device.type != theirs.type or is_other:
+            raise ValueError(
+                f"{name} is {device}, but the backend's is {theirs}; expected the same; pass the "
+                "backend of this device, or none"
+            )
+    return device
+
+
+def sharded_problem(model: Module) -> str | None:
+    """What is wrong with a model that FSDP has been given, in whole or in part; else None."""
+    names = [name or "the model" for name, one in model.named_modules() if hasattr(one, FSDP_MARK)]
+    if not names:
+        return None
+    shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    return (
+        f"parameters of {shown} are owned by FSDP; expected layers that are not sharded, for a "
+        "slice is copied to the device as a whole; wrap the OffloadModel in "
+        "DistributedDataParallel, with gloo for tensors of the host, or do without it: "
+        "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps the shards on the host"
+    )
+
+
+def check_waiting(
+    model: Module, layers: Mapping[str, Module], waiting: Mapping[str, Parameter]
+) -> None:
+    """Raise a ValueError for what cannot wait on the host.
+
+    Args:
+        model: That has the layers, and parameters that may share memory with theirs.
+        layers: By name.
+        waiting: Parameters that are to wait on the host, by name.
+    """
+    _check_memory(model, waiting)
+    ids = set(map(id, waiting.values()))
+    modules = {
+        f"{name}.{inner}".removesuffix("."): module
+        for name, layer in layers.items()
+        for inner, module in layer.named_modules()
+        if any(id(parameter) in ids for parameter in module._parameters.values())
+    }
+    problems = [
+        f"{name!r} {problem}" for name, module in modules.items() for problem in _problems(module)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _problems(module: Module) -> Iterator[str]:
+    """What is wrong with a module. See NOTE [ Modules that are refused ]."""
+    if isinstance(module, ScriptModule):
+        yield "is of TorchScript, expected a plain module; give the module that it was made of"
+    if isinstance(module, RNNBase):
+        yield (
+            "is an RNN of PyTorch, which keeps a list of its weights; expected a module without "
+            "one; leave it on the device, outside of the layers, or use RNNCell, LSTMCell, GRUCell"
+        )
+    for hook in module._forward_pre_hooks.values():
+        for kind in {base.__module__ for base in type(hook).__mro__} & WEIGHT_HOOKS.keys():
+            yield (
+                f"has a hook of {kind}, which computes a weight from parameters that wait on the "
+                f"host; expected none; {WEIGHT_HOOKS[kind]}"
+            )
+
+
+def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
+    odd = [name for name, p in waiting.items() if not _is_plain(p)]
+    if odd:
+        raise ValueError(
+            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
+            "materialize lazy and meta parameters first, make others of tensor.contiguous(), and "
+            "do not shard or quantize what waits on the host"
+        )
+    names = {id(p): name for name, p in (*model.named_parameters(), *waiting.items())}
+    spans = [
+        (p.data_ptr(), p.data_ptr() + p.nbytes, names[id(p)])
+        for p in model.parameters()
+        if has_storage(p) and p.numel()
+    ]
+    tied = [pair for pair in overlapping(spans) if any(name in waiting for name in pair)]
+    if tied:
+        raise ValueError(
+            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
+            "under several names, as in head.weight = embedding.weight"
+        )
+
+
+def _is_plain(parameter: Parameter) -> bool:
+    is_tensor = has_storage(parameter) and type(parameter.data) is Tensor
+    return is_tensor and not parameter.is_meta and is_dense(parameter)
+
+
+def overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[str, str]]:
+    """Pairs of names whose spans of addresses overlap. Each that overlaps is in a pair.
+
+    One may lie over several others, as a flat parameter does. So each is compared to that of those
+    before it which goes furthest, and not to its neighbour.
+    """
+    pairs: list[tuple[str, str]] = []
+    reach, furthest = -1, ""
+    for begin, end, name in sorted(spans):
+        if begin < reach:
+            pairs.append((furthest, name))
+        if end >= reach:
+            reach, furthest = end, name
+    return pairs
+
+
+def waiting_parameters(
+    model: Module, layers: Mapping[str, Module], *, frozen_only: bool
+) -> dict[str, Parameter]:
+    """Parameters of layers that wait on the host, by name; a ValueError if there are none.
+
+    One that something outside of the layers has as well, such as a tied embedding, stays on the
+    device: there it would be used without its layer. One that several layers have waits on the
+    host; each layer brings it for itself, and its gradients are summed on the host.
+    """
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    outside = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module._parameters.values()
+    }
+    waiting = {
+        f"{name}.{inner}": parameter
+        for name, layer in layers.items()
+        for inner, parameter in layer.named_parameters()
+        if id(parameter) not in outside and not (frozen_only and parameter.requires_grad)
+    }
+    if not waiting:
+        frozen = " frozen" if frozen_only else ""
+        advice = "freeze the base with requires_grad_(False) first, or say frozen_only=False"
+        raise ValueError(
+            f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
+            f"could wait on the host; {advice if frozen_only else 'name another list of layers'}"
+        )
+    return waiting

@@ -1,0 +1,595 @@
+"""Parameters on the host, in slices or in layers: same bits, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import sliced
+import torch
+from conftest import BACKENDS, NO_SPARSE, make_backend, on_two_backends, skip_on_emulated
+from quick import chosen
+from sliced import (
+    MODELS,
+    ORDERS,
+    REPEATED,
+    WIDTH,
+    Offload,
+    adamw,
+    as_layers,
+    as_slices,
+    both_ways,
+    each_way,
+    first_in_first_out,
+    input_for,
+    mlp,
+    norms,
+    one_by_one,
+    pair,
+    plain_and_offloaded,
+    run_again,
+    same_training,
+    sgd,
+    state,
+    together,
+    train,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from toy import assert_no_hooks, autograd_lets_go, same_bits
+
+from pp_offload import OffloadConfig, OffloadError, SavedTensorModifiedError, VerifyError
+from pp_offload.backends import Backend
+
+
+def name(one: Any) -> str:
+    return getattr(one, "__name__", str(one))
+
+
+def cases() -> Iterator[Any]:
+    """On the host some have every pair of parameters; the others are exhaustive."""
+    every = list(all_cases())
+    names = "kind", "make", "offload", "order"
+    on_host = [index for index, (_, _, marks) in enumerate(every) if not marks]
+    values = [dict(zip(names, map(name, every[index][0]), strict=True)) for index in on_host]
+    quick = {on_host[index] for index in chosen(values, 2)}
+    for index, (case, words, marks) in enumerate(every):
+        if index in on_host and index not in quick:
+            marks = pytest.mark.exhaustive
+        yield pytest.param(*case, id="-".join(words), marks=marks)
+
+
+def all_cases() -> Iterator[tuple[tuple[Any, ...], list[str], tuple[Any, ...]]]:
+    """All orders on two backends; on the others one for each model, in turn."""
+    ways = [as_layers, as_slices, run_again]
+    for kind, (number, make), (turn, way) in product(BACKENDS, enumerate(MODELS), enumerate(ways)):
+        is_whole = kind in ("cpu threads", "late")
+        for order in ORDERS if is_whole else [ORDERS[(number + turn) % len(ORDERS)]]:
+            case, marks = (kind, ()) if isinstance(kind, str) else (kind.values[0], kind.marks)
+            words = [case, name(make), name(way), name(order)]
+            yield (case, make, way, order), words, tuple(marks)
+
+
+@pytest.mark.parametrize(("kind", "make", "offload", "order"), list(cases()))
+def test_equal_bit_for_bit(kind: str, make: Any, offload: Offload, order: Any) -> None:
+    if order is together and make in REPEATED:
+        pytest.skip("sums in another order, see below")
+    backend = make_backend(kind)
+    with backend.activate():
+        torch.manual_seed(1)
+        plain, model, figures = plain_and_offloaded(make(), offload, backend)
+        assert same_bits(train(model, order, backend.device), train(plain, order, backend.device))
+        assert figures.parameter_bytes_on_device == 0
+        assert figures.statistics().bytes_in_flight == 0
+    assert_no_hooks()
+
+
+@pytest.mark.parametrize("make", REPEATED, ids=name)
+def test_sums_in_another_order_are_close(make: Any) -> None:
+    with pair(make, "late") as (plain, model):
+        results = [train(one, together, torch.device("cpu"), steps=1) for one in (model, plain)]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=name)
+@pytest.mark.parametrize("num_slices", [1, 2, 7])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_optimizers_and_dtypes(
+    kind: str, num_slices: int, optimizer: Any, dtype: torch.dtype
+) -> None:
+    device = make_backend(kind).device
+    options: dict[str, Any] = {"make_optimizer": optimizer, "dtype": dtype}
+    with pair(norms, kind, dtype, num_slices=num_slices) as (plain, model):
+        got = train(model, first_in_first_out, device, **options)
+        assert same_bits(got, train(plain, first_in_first_out, device, **options))
+
+
+@each_way
+def test_gradients_of_gradients_of_inputs_alone(backend: Backend, offload: Offload) -> None:
+    """Those of parameters' gradients are refused, and leave nothing behind."""
+    with backend.activate():
+        plain, model, figures = plain_and_offloaded(mlp(), offload, backend)
+        results = []
+        for one in (plain, model):
+            x = input_for(backend)
+            (slope,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+            results.append([x.grad.cpu(), *state(one)])
+            one.zero_grad()
+        assert same_bits(*results)
+        with pytest.raises(OffloadError, match="create_graph=True came to parameters of"):
+            torch.autograd.backward(model(input_for(backend)).sum(), create_graph=True)
+        autograd_lets_go()
+        assert figures.parameter_bytes_on_device == 0
+        model.zero_grad()
+        assert same_training(plain, model, backend)
+
+
+@both_ways
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint(backend: Backend, offload: Offload, use_reentrant: bool) -> None:
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(norms(), offload, backend)
+        results = []
+        for one in (plain, model):
+            torch.manual_seed(2)
+            x = input_for(backend)
+            checkpoint(one, x, use_reentrant=use_reentrant).sum().backward()
+            results.append([x.grad.cpu(), *state(one)])
+        assert same_bits(*results)
+
+
+@each_way
+def test_autocast(backend: Backend, offload: Offload) -> None:
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(mlp(), offload, backend)
+
+        def under(one: nn.Module) -> Callable[[Tensor], Tensor]:
+            def call(x: Tensor) -> Tensor:
+                with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+                    return one(x)
+
+            return call
+
+        results = [
+            train(one, one_by_one, backend.device, call=under(one)) for one in (model, plain)
+        ]
+        assert same_bits(*results) and results[0][0].dtype == torch.bfloat16
+
+
+@both_ways
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=name)
+def test_without_gradients_nothing_stays(backend: Backend, offload: Offload, mode: Any) -> None:
+    if mode is torch.inference_mode:
+        skip_on_emulated(backend, "a linear layer of it fails in inference mode, in any model")
+    with backend.activate():
+        plain, model, figures = plain_and_offloaded(norms().eval(), offload, backend)
+        x = input_for(backend)
+        with mode():
+            y = model.eval()(x)
+            assert torch.equal(y, plain(x)) and not y.requires_grad
+        assert figures.parameter_bytes_on_device == 0
+        model(x.detach()).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def write(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def exchange(parameter: Tensor) -> None:
+    parameter.data = parameter.data.clone()
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (write, SavedTensorModifiedError, "is at version"),
+        (exchange, OffloadError, "was given other memory through .data between"),
+    ],
+)
+def test_a_parameter_changed_before_backward_is_an_error(
+    backend: Backend, offload: Offload, change: Any, error: type[Exception], message: str
+) -> None:
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(mlp(), offload, backend)
+        loss = model(input_for(backend)).sum()
+        change(list(model.parameters())[4])
+        with pytest.raises(error, match=message):
+            loss.backward()
+        with torch.no_grad():
+            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+                one.copy_(other)
+        model.zero_grad()
+        assert same_training(plain, model, backend)
+
+
+class Fails(nn.Module):
+    """Raises forward or backward, when told to."""
+
+    def __init__(self, where: str = "", error: type[BaseException] = KeyError) -> None:
+        super().__init__()
+        self.where = where
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise self.error("forward")
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self._fail)
+        return x * 1
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise KeyError("backward")
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("forward", KeyError), ("forward", KeyboardInterrupt), ("backward", KeyError)],
+)
+@each_way
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_step_that_fails_leaves_nothing_to_the_next(
+    kind: str, offload: Offload, where: str, error: type[BaseException]
+) -> None:
+    backend = make_backend(kind)
+    with backend.activate():
+        fails = Fails(error=error)
+        layers = nn.Sequential(*mlp(3), nn.Sequential(nn.Linear(WIDTH, WIDTH), fails), *mlp(3))
+        plain, model, figures = plain_and_offloaded(layers, offload, backend)
+        for _ in range(2):
+            fails.where = where
+            with pytest.raises(error) as failure:  # it has the frames, and what they hold
+                loss = model(input_for(backend)).sum()
+                loss.backward()
+            fails.where = ""
+            assert_no_hooks()
+            autograd_lets_go()
+            assert figures.parameter_bytes_on_device == 0
+            with torch.no_grad():  # no copy is under way that would be disturbed
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter.mul_(1.1)
+            del failure
+            model.zero_grad()
+            plain.zero_grad()
+            assert same_training(plain, model, backend, steps=1)
+        assert figures.statistics().bytes_in_flight == 0
+
+
+@each_way
+def test_a_backward_that_stops_early_leaves_nothing_under_way(
+    backend: Backend, offload: Offload
+) -> None:
+    """What it foresaw is not asked for; the program may write it."""
+    with backend.activate():
+        _, model, figures = plain_and_offloaded(mlp(), offload, backend)
+        parameters = list(model.parameters())
+        loss = model(input_for(backend)).sum()
+        (gradient,) = torch.autograd.grad(loss, parameters[8], retain_graph=True)
+        assert figures.parameter_bytes_on_device == 0
+        write(parameters[6])
+        assert gradient.abs().sum() > 0
+
+
+@both_ways
+def test_a_graph_that_is_dropped_leaves_nothing(backend: Backend, offload: Offload) -> None:
+    with backend.activate():
+        _, model, figures = plain_and_offloaded(mlp(), offload, backend)
+        h = input_for(backend) * 1
+        storage = weakref.ref(h.untyped_storage())
+        y = model(h)
+        del h
+        assert storage() is not None and figures.parameter_bytes_on_device > 0
+        del y
+        assert storage() is None, "there is no cycle"
+        assert figures.parameter_bytes_on_device == 0
+        reference = weakref.ref(model)
+        del model, figures
+        gc.collect()
+        assert reference() is None
+
+
+@both_ways
+def test_an_optimizer_inside_backward(backend: Backend, offload: Offload) -> None:
+    """A parameter is written as soon as its gradient is there."""
+
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(sliced.across(), offload, backend)
+        for one in (plain, model):
+            for parameter in one.parameters():
+                parameter.register_post_accumulate_grad_hook(update)
+            for step in range(3):
+                one(input_for(backend, step)).sum().backward()
+        assert same_bits(state(model), state(plain))
+
+
+@both_ways
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_state_is_computed_with(backend: Backend, offload: Offload, assign: bool) -> None:
+    """And so is what is written through ``.data``."""
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(mlp(), offload, backend)
+        x = input_for(backend)
+        model(x)
+        values = [torch.randn_like(one, device="cpu") for one in model.state_dict().values()]
+        for one in (plain, model):
+            state_dict = dict(zip(one.state_dict(), values, strict=True))
+            one.load_state_dict(state_dict, assign=assign and one is model)
+        assert torch.equal(model(x), plain(x))
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.data.mul_(0.5)
+        assert torch.equal(model(x), plain(x))
+
+
+@both_ways
+def test_a_copy_trains_on_its_own(backend: Backend, offload: Offload) -> None:
+    with backend.activate():
+        plain, model, figures = plain_and_offloaded(norms(), offload, backend)
+        other, before = copy.deepcopy(model), state(model)
+        expected = train(plain, one_by_one, backend.device)
+        assert same_bits(train(model, one_by_one, backend.device), expected)
+        assert same_bits(state(other), before)
+        moved = figures.statistics().bytes_reloaded
+        assert same_bits(train(other, one_by_one, backend.device), expected)
+        assert figures.statistics().bytes_reloaded > moved, "it is offloaded, too"
+
+
+class Scales(nn.Module):
+    """Reads an attribute of its parameter, and writes others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.scale = 1 + getattr(self.weight, "scale", 2.0)
+        self.bias.calls = getattr(self.bias, "calls", 0) + 1
+        return x * self.weight * self.weight.scale + self.bias
+
+
+@on_two_backends
+@both_ways
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_parameter_has_its_attributes_in_a_forward(
+    backend: Backend, offload: Offload, mode: Any
+) -> None:
+    with backend.activate(), mode():
+        layers = nn.Sequential(*(Scales() for _ in range(3)))
+        plain, model, _ = plain_and_offloaded(layers, offload, backend)
+        results = []
+        for one in (plain, model):
+            for parameter in one.parameters():
+                parameter.__dict__.clear()  # a move or a copy has lost some
+            results.append([one(input_for(backend)).detach().cpu() for _ in range(2)])
+            assert [vars(p) for p in one.parameters()] == [{"scale": 4.0}, {"calls": 2}] * 3
+        assert same_bits(*results)
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+
+class Asks(Weight):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.weight.requires_grad else x
+
+
+class Descends(Weight):
+    """Takes a step down a slope in its forward, whatever the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = (x @ self.weight - x).square().sum()
+            (slope,) = torch.autograd.grad(loss, self.weight, create_graph=self.training)
+        return x @ (self.weight - 0.1 * slope)
+
+
+class Learns(Weight):
+    """Runs a backward in its forward, whatever the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (x.detach() @ self.weight).square().sum().backward()
+        return x @ self.weight.detach()
+
+
+@on_two_backends
+@both_ways
+@pytest.mark.parametrize("make", [Asks, Descends, Learns])
+def test_evaluation_takes_the_way_of_the_plain_model(
+    backend: Backend, offload: Offload, make: type[nn.Module]
+) -> None:
+    """It may depend on whether parameters require grad; a backward in it reaches these."""
+    with backend.activate(), torch.no_grad():
+        layers = nn.Sequential(*(make() for _ in range(3)))
+        plain, model, _ = plain_and_offloaded(layers, offload, backend)
+        outputs = [one.eval()(input_for(backend)).cpu() for one in (plain, model)]
+        assert same_bits(outputs[:1], outputs[1:])
+        assert same_bits(state(model), state(plain))
+        assert all((p.grad is not None) == (make is Learns) for p in model.parameters())
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=0.5)
+        return x * self.scale
+
+
+@both_ways
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_layer_that_writes_its_parameters_is_an_error(
+    backend: Backend, offload: Offload, mode: Any
+) -> None:
+    with backend.activate(), mode():
+        model, _ = offload(nn.Sequential(*mlp(2), Writes()), backend)
+        with pytest.raises(OffloadError, match="changed one of its parameters in place"):
+            model(input_for(backend))
+        assert torch.equal(list(model.parameters())[-1], torch.ones(WIDTH))
+
+
+@both_ways
+def test_sparse_gradients_are_an_error(backend: Backend, offload: Offload) -> None:
+    skip_on_emulated(backend, NO_SPARSE)
+    with backend.activate():
+        layers = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), *mlp(2))
+        model, _ = offload(layers, backend)
+        y = model(torch.tensor([1, 2]).to(backend.device))
+        with pytest.raises(OffloadError, match="torch.sparse_coo; expected a dense one"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["zeroed", "none"])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_gradients_ask_the_system_in_the_first_step_alone(kind: str, keeps: bool) -> None:
+    """And their memory is free again when nobody has them."""
+    backend = make_backend(kind)
+    with backend.activate():
+        _, model, figures = plain_and_offloaded(norms(), as_slices, backend)
+        placed = figures.statistics()
+        asked = [placed.host_allocations]
+        for _ in range(4):
+            model(input_for(backend)).sum().backward()
+            asked.append(figures.statistics().host_allocations)
+            gradients = sum(p.grad.nbytes for p in model.parameters())
+            held = figures.statistics().host_bytes_in_use
+            assert held >= placed.host_bytes_in_use + gradients
+            model.zero_grad(set_to_none=not keeps)
+        assert 0 < asked[1] and len(set(asked[2 if keeps else 1 :])) == 1
+        model.zero_grad(set_to_none=True)
+        autograd_lets_go()
+        gc.collect()
+        backend.synchronize()
+        assert figures.statistics().host_bytes_in_use == placed.host_bytes_in_use
+
+
+@both_ways
+def test_a_gradient_that_is_kept_stays_as_it_is(backend: Backend, offload: Offload) -> None:
+    """A view of one, too; the memory of others is used again."""
+    with backend.activate():
+        models = plain_and_offloaded(mlp(), offload, backend)[:2]
+        kept: list[list[Tensor]] = [[], []]
+        for step in range(3):
+            for one, gradients in zip(models, kept, strict=True):
+                one(input_for(backend, step)).square().sum().backward()
+                gradients.append(next(one.parameters()).grad[1:].t())
+                one.zero_grad(set_to_none=True)
+        assert same_bits([gradient.cpu() for gradient in kept[0]], kept[1])
+
+
+def test_anomalies_are_those_of_the_plain_model(backend: Backend) -> None:
+    """Memory in which NaN stood is used again, and looked at before the copy was waited for."""
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(mlp(), as_slices, backend)
+        for step in range(3):
+            x = input_for(backend, step)
+            (model(x).sum() * float("nan")).backward()
+            model.zero_grad()
+            with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+                for one in (model, plain):
+                    one(x).square().sum().backward()
+            assert same_bits(state(model), state(plain))
+            model.zero_grad()
+            plain.zero_grad()
+
+
+def test_gradients_over_the_budget_are_in_ordinary_memory(caplog: Any) -> None:
+    """Parameters are in memory of the backend, whatever the budget is."""
+    backend = make_backend("late")
+    with backend.activate():
+        layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+        config = OffloadConfig(host_budget_bytes=1)
+        plain, model, figures = plain_and_offloaded(layers, as_slices, backend, config=config)
+        placed = figures.statistics()
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        assert placed.host_bytes_reserved >= placed.host_bytes_in_use == parameter_bytes
+        for one in (plain, model):
+            one(torch.ones(2, 128)).sum().backward()
+        assert same_bits(state(model), state(plain))
+        (message,) = [r.message for r in caplog.records if "gradients for which" in r.message]
+        assert "ordinary memory" in message and message.endswith("raise host_budget_bytes")
+        assert figures.statistics().host_bytes_reserved == placed.host_bytes_reserved
+
+
+@pytest.mark.parametrize("which", ["slice 1", "gradients"])
+@pytest.mark.parametrize("kind", ["cpu", "cpu threads"])
+def test_verify_finds_what_comes_wrong(kind: str, which: str, monkeypatch: Any) -> None:
+    backend, wrong = make_backend(kind), []
+    copy_right = backend.copy
+
+    def copy_wrong(stream: Any, targets: list[Tensor], sources: Any, label: str) -> None:
+        is_sent = stream is backend.d2h
+        is_wrong = is_sent if which == "gradients" else label == which and not is_sent
+        if is_wrong and not wrong:
+            wrong.append(label)
+            sources = [source + 1 for source in sources]
+        copy_right(stream, targets, sources, label)
+        backend.synchronize()  # while the sources are there
+
+    with backend.activate():
+        config = OffloadConfig(verify=True)
+        plain, model, _ = plain_and_offloaded(mlp(), as_slices, backend, config=config)
+        assert same_training(plain, model, backend)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "copy", copy_wrong)
+            with pytest.raises(VerifyError, match="a tensor of slice . with shape .* checksum"):
+                model(input_for(backend)).sum().backward()
+        assert wrong
+        model.zero_grad()
+        plain.zero_grad()
+        assert same_training(plain, model, backend)
+
+
+class Waits(nn.Linear):
+    """Waits in its forward until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.let_go.wait(60)
+        return super().forward(x)
+
+
+@each_way
+def test_one_thread_at_a_time(offload: Offload) -> None:
+    """The layers' parameters are exchanged meanwhile, so two would exchange each other's."""
+    backend = make_backend("cpu threads")
+    with backend.activate():
+        waits = Waits()
+        model, _ = offload(nn.Sequential(*mlp(2), waits), backend)
+        x = input_for(backend)
+        other = threading.Thread(target=model, args=(x.detach(),), name="other")
+        other.start()
+        assert waits.entered.wait(60)
+        with pytest.raises(OffloadError, match="in whose forward thread 'other' is"):
+            model(x)
+        waits.let_go.set()
+        other.join()
+        model(x).sum().backward()
