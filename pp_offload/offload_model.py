@@ -6,22 +6,16 @@
     optimizer.step()
 
 The next slice is copied to the device while the current one computes, in forward and, in reverse,
-in backward. Autograd saves references to parameters instead of tensors. All else that it saves
-stays on the device: offload it with ``checkpoint_activation=True`` or with
-:class:`~pp_offload.OffloadActivations` around the call.
-
-NOTE [ Order of sums ]
-    Gradients of a parameter that several microbatches or layers of a slice use are summed on the
-    device, in autograd's order; those of several slices, or several forwards in one backward, on
-    the host. Where a parameter has both, the plain model sums in another order, and the last bit
-    may differ. Under autocast the plain model casts a weight once for all microbatches, and sums
-    its gradients in the lower precision; here each use casts, as with ``cache_enabled=False``.
+in backward. Autograd saves references to parameters instead of tensors. Gradients of a parameter
+that microbatches or layers of a slice share are summed on the device, those of several slices or
+forwards on the host; where there are both, the plain model's last bit may differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -157,8 +151,8 @@ class OffloadModel(CacheFigures, nn.Module):
         inputs: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
         """All microbatches through one slice, while the next of the others comes."""
-        following = (one.places.slice() for one in others)
-        slice_ = run.bring(layers.places, [one for one in following if one.parameters][:1])
+        following = (one.places.slice() for one in others if one.places.parameters())
+        slice_ = run.bring(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
         slice_.check_not_written()
         slice_.leave(is_wanted=self._recompute is not None)

@@ -33,24 +33,3 @@ def test_three_ways_to_train(microbatches: int, tmp_path: Path) -> None:
         assert one["parameter_bytes"] < 0.7 * whole["parameter_bytes"]
         assert one["sent_bytes"] == whole["parameter_bytes"]
         assert one["sent_bytes"] < one["brought_bytes"] < 2 * whole["parameter_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--slices 9", "--slices is at most --layers and two more, 8 here"),
-        ("--microbatches 3", "--microbatches must divide --batch, which is 4"),
-        ("--steps 0", "all numbers must be at least 1"),
-    ],
-)
-def test_wrong_flags_are_explained(flags: str, message: str) -> None:
-    done = run_command([sys.executable, SCRIPT, *SMALL, *flags.split()])
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
-def test_help_is_true() -> None:
-    done = run_command([sys.executable, SCRIPT, "--help"])
-    assert done.returncode == 0
-    assert "parameters stay on the host" in done.stdout
-    assert all(flag in done.stdout for flag in SMALL if flag.startswith("--"))

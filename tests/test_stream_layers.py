@@ -75,19 +75,3 @@ def test_a_changed_bit_is_told(
     monkeypatch.setattr(example, "train", lambda _, stream: example.Run(losses=[2.0, 1.0 + stream]))
     assert run(example) == 1
     assert "DIFFERENT" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--width 12", "not a multiple of 8"),
-        ("--steps 0", "at least 1"),
-        ("--resident 5", "--resident must be from 1 to --layers, which is 4"),
-    ],
-)
-def test_wrong_flags_are_explained(
-    example: ModuleType, flags: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(example, *flags.split())
-    assert message in capsys.readouterr().err

@@ -44,24 +44,9 @@ class Loaded:
     pending: PendingCopy
     stamps: list[tuple[int, int]]
 
-    def is_fresh(self, index: int | None) -> bool:
-        """Whether nobody wrote the parameter of this index since, or any for None."""
-        if index is not None:
-            return self.stamps[index] == stamp(self.slice.parameters[index])
-        return self.stamps == [stamp(parameter) for parameter in self.slice.parameters]
-
 
 class SliceCache:
-    """Brings slices to the device, a few at a time. See NOTE [ Host writes ].
-
-    Args:
-        copies: Brings them.
-        num_resident: How many may be on the device: the one in use, and those that come.
-
-    Attributes:
-        num_coming: How many may come while one is in use.
-        peak_bytes: The most bytes of parameters that were on the device at a time.
-    """
+    """Brings slices to the device, at most ``num_resident`` at a time. See NOTE [ Host writes ]."""
 
     def __init__(self, copies: PlainCopies, num_resident: int = 2) -> None:
         self.copies = copies
@@ -109,10 +94,8 @@ class SliceCache:
     def use(self, wanted: Slice, user: object, index: int | None = None) -> list[Tensor]:
         """The tensors of a slice on the device, with their data. Another slice is given up.
 
-        Args:
-            wanted: Which slice.
-            user: The forward. Slices go with it, or with the backward that runs now.
-            index: The parameter that is asked for; all when None.
+        Slices go with the ``user``, a forward, or with the backward that runs now. With an
+        ``index``, this parameter alone is asked for.
         """
         if not wanted.parameters:
             return []
@@ -132,9 +115,15 @@ class SliceCache:
 
     def _serves(self, loaded: Loaded, wanted: Slice, index: int | None) -> bool:
         """Whether this is the slice as it is now, in memory of the live compute stream."""
-        is_same = loaded.slice is wanted or loaded.slice.has_same(wanted)
+        asked = range(len(wanted.parameters)) if index is None else (index,)
         is_home = loaded.pending.stream == self.copies.backend.current_stream()
-        return is_same and is_home and loaded.is_fresh(index)
+        is_same = loaded.slice is wanted or loaded.slice.has_same(wanted)
+        # Nobody wrote what is asked for since it was read.
+        return (
+            is_home
+            and is_same
+            and all(loaded.stamps[i] == stamp(wanted.parameters[i]) for i in asked)
+        )
 
     def prefetch(self, *wanted: Slice) -> None:
         """Start bringing slices that will be used next, in order, as far as there is room."""
@@ -155,11 +144,6 @@ class SliceCache:
         """Give up all slices."""
         self.settle()
         self._users.clear()
-
-    def drop_of(self, user: object) -> None:
-        """Give up all slices, if they go with this user."""
-        if user in self._users:
-            self.drop()
 
     def _backward(self) -> EndOfBackward:
         """The backward that runs now; of a reentrant checkpoint's, the one around it."""
@@ -213,6 +197,7 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         """The backward has ended."""
-        self._cache.drop_of(self)
+        if self in self._cache._users:
+            self._cache.drop()
 
     __del__ = __call__

@@ -75,13 +75,7 @@ def sharded_problem(model: Module) -> str | None:
 def check_waiting(
     model: Module, layers: Mapping[str, Module], waiting: Mapping[str, Parameter]
 ) -> None:
-    """Raise a ValueError for what cannot wait on the host.
-
-    Args:
-        model: That has the layers, and parameters that may share memory with theirs.
-        layers: By name.
-        waiting: Parameters that are to wait on the host, by name.
-    """
+    """Raise a ValueError for modules and parameters, by name, that cannot wait on the host."""
     _check_memory(model, waiting)
     ids = set(map(id, waiting.values()))
     modules = {

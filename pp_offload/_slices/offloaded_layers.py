@@ -77,22 +77,19 @@ class StaysOnHost:
         def apply(tensor: Tensor) -> Tensor:
             if id(tensor) not in ids:
                 return fn(tensor)
-            _check_moves(tensor, fn)
-            return tensor
+            dtype = fn(tensor.new_empty(())).dtype
+            if dtype == tensor.dtype:
+                return tensor
+            raise OffloadError(
+                f"a parameter that waits on the host has {tensor.dtype}, and the model is turned "
+                f"into {dtype}; expected the dtype that it had; what comes before it in the model "
+                "may have been converted already, so either take that back with "
+                f"model.to({tensor.dtype}), or close() and convert the model again; at best it is "
+                "converted before offload_layers()"
+            )
 
         kind: Any = type(self._layer)
         return kind._apply(self._layer, apply, recurse)
-
-
-def _check_moves(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
-    dtype = fn(tensor.new_empty(())).dtype
-    if dtype != tensor.dtype:
-        raise OffloadError(
-            f"a parameter that waits on the host has {tensor.dtype}, and the model is turned into "
-            f"{dtype}; expected the dtype that it had; what comes before it in the model may have "
-            f"been converted already, so either take that back with model.to({tensor.dtype}), or "
-            "close() and convert the model again; at best it is converted before offload_layers()"
-        )
 
 
 def install(

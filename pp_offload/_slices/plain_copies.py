@@ -44,10 +44,8 @@ class PendingCopy:
 
     Attributes:
         tensors: They hold no data until :meth:`PlainCopies.synchronize` has returned.
-        sources: What is copied.
         side: The stream that copies.
         stream: The compute stream that asked for them; device tensors are allocated on it.
-        label: For messages.
         checksums: Of the sources, with ``verify``.
         in_flight_bytes: Of sources on the device.
         event: Behind the copies; None while they are queued, or if an interrupt came then.
@@ -184,7 +182,10 @@ class PlainCopies:
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
         with self._lock:
-            self._under_way = [copy for copy in self._under_way if not copy.end().query()]
+            for copy in self._under_way[:]:
+                if copy.end().query():
+                    self._under_way.remove(copy)
+                    copy.sources, copy.in_flight_bytes = (), 0
 
     def statistics(self) -> OffloadStatistics:
         """Copies to the device count as reloaded, those to the host as offloaded."""

@@ -81,14 +81,10 @@ class OnDevice:
     def compute(
         self, call: Callable[[], Any], others: Sequence[Exchange] = (), *, saves: bool = True
     ) -> Any:
-        """What ``call`` returns, which computes with the slice.
+        """What ``call`` returns, which computes with the slice; ``others`` are exchanged, too.
 
-        A checkpoint may call this again in backward, when the slice is brought again.
-
-        Args:
-            call: Computes.
-            others: What else is exchanged meanwhile.
-            saves: Whether parameters are saved as references; else the hooks stay as they are.
+        Parameters are saved as references if it ``saves``; else the hooks stay as they are. A
+        checkpoint may call this again in backward, when the slice is brought again.
         """
         if self._tensors is None:
             return self._run.cache.alone(self._compute_again, call)

@@ -216,7 +216,7 @@ CASES: dict[str, Case] = {
     ),
     "plain: sources are kept until they are copied": (
         programs.plain_source_let_go,
-        Fault(f"{PLAIN}._queue", "self._under_way.append(copy)"),
+        Fault(f"{PLAIN}._queue", "copy.end()", "copy.sources = ()"),
     ),
     "plain: compute waits where too much is in flight": (
         programs.plain_too_much_in_flight,
@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
         Fault(f"{PLAIN}._queue", "self._under_way.append(copy)"),
-        Fault(f"{PLAIN}.poll", "not copy.end().query()", "False"),
+        Fault(f"{PLAIN}.poll", "copy.end().query()", "True"),
     ),
     "plain: copies that go are waited for": (
         programs.plain_copies_gone,

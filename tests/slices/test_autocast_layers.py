@@ -2,76 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import on_two_backends
+from sliced import WIDTH, input_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload import offload_layers
 from pp_offload.backends import Backend
 
-WIDTH, DEPTH = 16, 4
-
-Call = Callable[[nn.Module, Tensor], Tensor]
-
-
-def direct(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = layer(x)
-    return y
-
-
-def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(layer, x, use_reentrant=False)
-    return y
-
-
-class Twice(nn.Linear):
-    """Uses its weight twice."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(torch.tanh(super().forward(x))))
+DEPTH = 4
 
 
 class Stack(nn.Module):
-    def __init__(self, call: Call) -> None:
+    """Each layer uses its weight twice."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Twice() for _ in range(DEPTH))
-        self.call = call
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+        self.layers = nn.ModuleList(nn.Sequential(one, nn.Tanh(), one) for one in layers)
+        self.is_checkpointed = is_checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = self.call(layer, x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
         return x
-
-
-def stack(call: Call = direct) -> Stack:
-    torch.manual_seed(1)
-    return Stack(call)
-
-
-def inputs(backend: Backend, dtype: torch.dtype = torch.float32) -> Tensor:
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
-    return x.to(backend.device, dtype).requires_grad_()
 
 
 @on_two_backends
 @pytest.mark.parametrize(
-    "call, dtype, num_casts",
-    [
-        (direct, torch.float32, 2 * DEPTH),
-        (checkpointed, torch.float32, 0),
-        (direct, torch.bfloat16, 0),
-    ],
+    ("is_checkpointed", "dtype", "num_casts"),
+    [(False, torch.float32, 2 * DEPTH), (True, torch.float32, 0), (False, torch.bfloat16, 0)],
 )
 def test_casts_of_weights_stay_until_backward(
-    backend: Backend, call: Call, dtype: torch.dtype, num_casts: int
+    backend: Backend, is_checkpointed: bool, dtype: torch.dtype, num_casts: int
 ) -> None:
     """Unless the layers are checkpointed, or there is nothing to cast."""
     casts: dict[int, Any] = {}
@@ -82,12 +49,12 @@ def test_casts_of_weights_stay_until_backward(
         return tensor
 
     with backend.activate():
-        model = stack(call).to(dtype)
+        model = Stack(is_checkpointed).to(dtype)
         offload_layers(model, "layers", backend=backend)
         with (
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
             torch.autocast(backend.device.type, torch.bfloat16),
         ):
-            y = model(inputs(backend, dtype))
+            y = model(input_for(backend).to(dtype))
         assert len(casts) == num_casts
         y.sum().backward()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from conftest import on_two_backends
-from sliced import state, trained
+from sliced import Offload, as_slices, both_ways, state, trained
 from torch import Tensor, nn
 from toy import moved, same_bits
 
-from pp_offload import OffloadModel, offload_layers
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 
@@ -43,30 +40,12 @@ def stack() -> nn.Sequential:
     torch.manual_seed(1)
     layers = [Adapted() for _ in range(3)]
     layers[2].base.weight = layers[0].base.weight
-    return nn.Sequential(nn.Sequential(*layers))
-
-
-@pytest.fixture(params=["layers", "model"])
-def offload(request: pytest.FixtureRequest) -> Callable[[nn.Module, Backend], Any]:
-    """Makes the layers wait on the host, in either way: what is called, and the handle."""
-
-    def as_layers(model: nn.Module, backend: Backend) -> Any:
-        return model, offload_layers(model, "0", backend=backend)
-
-    def as_model(model: nn.Module, backend: Backend) -> Any:
-        return OffloadModel(model[0], backend.device, num_slices=2, backend=backend), None
-
-    return as_layers if request.param == "layers" else as_model
+    return nn.Sequential(*layers)
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
     """What is saved of adapters on a frozen base."""
     return {name: one for name, one in model.state_dict().items() if "base" not in name}
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    """What is in its state, on the host."""
-    return [one.cpu() for one in model.state_dict().values()]
 
 
 def saved(model: nn.Module) -> bytes:
@@ -85,48 +64,40 @@ def has_storages_apart(model: nn.Module) -> bool:
 
 
 @on_two_backends
-@pytest.mark.parametrize("when", ["at first", "after steps", "closed", "of a copy"])
-def test_a_file_has_what_is_saved_alone(backend: Backend, offload: Any, when: str) -> None:
+@both_ways
+@pytest.mark.parametrize("when", ["at first", "after steps", "of a copy"])
+def test_a_file_has_what_is_saved_alone(backend: Backend, offload: Offload, when: str) -> None:
     with backend.activate():
-        called, handle = offload(stack(), backend)
-        if when != "at first":
-            trained(called, backend, WIDTH)
-        if when == "closed" and handle is not None:
-            handle.close()
+        model, _ = offload(stack(), backend)
+        if when == "after steps":
+            trained(model, backend, WIDTH)
         if when == "of a copy":
-            called = copy.deepcopy(called)
-        file = saved(called)
+            model = copy.deepcopy(model)
+        file = saved(model)
         assert abs(len(file) - len(saved(stack()))) < BASE / 8
-        found = torch.load(io.BytesIO(file), map_location="cpu")
-        assert same_bits(list(found.values()), list(adapters(called).values()))
+        loaded = torch.load(io.BytesIO(file), map_location="cpu")
+        assert same_bits(list(loaded.values()), list(adapters(model).values()))
 
 
 @on_two_backends
-def test_each_parameter_has_a_storage_of_its_own(backend: Backend, offload: Any) -> None:
+@both_ways
+def test_each_parameter_has_a_storage_of_its_own(backend: Backend, offload: Offload) -> None:
     with backend.activate():
         plain = moved(stack(), backend.device)
-        called, handle = offload(stack(), backend)
-        assert has_storages_apart(called) and same_bits(state(called), state(plain))
-        assert same_bits(trained(called, backend, WIDTH), trained(plain, backend, WIDTH))
-        assert has_storages_apart(called)
-        copied = copy.deepcopy(called)
-        assert has_storages_apart(copied) and same_bits(values(copied), values(called))
-        before = {name: one.clone() for name, one in called.state_dict().items()}
-        trained(called, backend, WIDTH)
-        assert same_bits(values(copied), values(plain)), "a copy has memory of its own"
-        called.load_state_dict(before)
-        if handle is not None:
-            handle.close()
-            moved(called, backend.device)
-        results = [trained(one, backend, WIDTH) for one in (plain, copied, called)]
-        assert same_bits(results[1], results[0]) and same_bits(results[2], results[0])
+        model, _ = offload(stack(), backend)
+        assert has_storages_apart(model) and same_bits(state(model), state(plain))
+        copied = copy.deepcopy(model)
+        expected = trained(plain, backend, WIDTH)
+        for one in (model, copied):
+            assert same_bits(trained(one, backend, WIDTH), expected), "a copy has its own memory"
+            assert has_storages_apart(one)
 
 
 def test_memory_that_is_shared_with_other_processes() -> None:
     backend = SimulatedBackend("late")
     with backend.activate():
-        called = OffloadModel(stack()[0], backend.device, num_slices=2, backend=backend)
-        called.share_memory()
-        assert all(p.is_shared() for p in called.parameters() if p.numel())
-        assert same_bits(trained(called, backend, WIDTH), trained(stack(), backend, WIDTH))
+        model, _ = as_slices(stack(), backend)
+        model.share_memory()
+        assert all(p.is_shared() for p in model.parameters() if p.numel())
+        assert same_bits(trained(model, backend, WIDTH), trained(stack(), backend, WIDTH))
     backend.check()

@@ -96,16 +96,3 @@ def test_a_forward_inside_of_another_costs_no_prefetch() -> None:
             model(torch.randn(2, WIDTH))
             assert handle.statistics().bytes_reloaded - before == DEPTH * ONE
         assert seen == 2 * [2 * ONE, 2 * ONE, ONE]
-
-
-def test_the_second_of_two_stacks_begins_anew() -> None:
-    """What was on its way to it is brought again: it might be from before an interrupt."""
-    backend = SimulatedBackend("late")
-    x = torch.randn(2, WIDTH)
-    with backend.activate(), torch.no_grad():
-        model, plain = pair(backend, DEPTH, DEPTH)
-        handle = offload_layers(model, "inner.*.layers", backend=backend)
-        for _ in range(3):
-            before = handle.statistics().bytes_reloaded
-            assert same_bits([model(x)], [plain(x)])
-            assert handle.statistics().bytes_reloaded - before == (2 * DEPTH + 1) * ONE

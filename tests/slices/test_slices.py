@@ -40,7 +40,7 @@ def test_examples(sizes, num_slices: int, expected) -> None:
     assert partition(layers_of(*sizes), num_slices) == [range(*ends) for ends in expected]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(50))
 def test_no_way_to_cut_is_better(seed: int) -> None:
     """With layers that share parameters, and some that have none."""
     draw = random.Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -229,46 +230,6 @@ def test_when_it_is_closed_the_model_is_as_it_was() -> None:
     handle.close()
 
 
-def test_another_forward_that_was_there_or_came_later() -> None:
-    """Is called; what came later still works when the layers are plain again."""
-    model, calls = stack(), []
-    own = model.layers[0].forward
-
-    def first(x: Tensor) -> Tensor:
-        calls.append("first")
-        return own(x)
-
-    model.layers[0].forward = first
-    handle = offload_layers(model, "layers")
-    ours = model.layers[1].forward
-
-    def later(x: Tensor) -> Tensor:
-        calls.append("later")
-        return ours(x)
-
-    later.__wrapped__ = ours
-    model.layers[1].forward = later
-    for _ in range(2):
-        model(inputs(make_backend("cpu")))
-        assert calls == ["first", "later"]
-        calls.clear()
-        handle.close()
-    assert model.layers[0].forward is first and model.layers[1].forward is later
-    assert ours.is_closed
-
-
-def test_a_copy_of_a_layer_alone() -> None:
-    backend = make_backend("late")
-    with backend.activate():
-        _, model, handle = plain_and_streamed(backend, stack())
-        x = inputs(backend)
-        layer = copy.deepcopy(model.layers[1])
-        expected = nn.functional.linear(x, model.layers[1].weight.detach().clone())
-        assert torch.equal(layer(x), expected)
-        handle.close()
-        assert torch.equal(layer(x), expected)
-
-
 def nested() -> nn.Module:
     model = stack()
     model.layers[1] = nn.ModuleList([nn.Linear(2, 2)])
@@ -284,10 +245,34 @@ def views_of_one_outside() -> nn.Module:
     return model
 
 
-def sliced() -> nn.Module:
+def in_slices() -> nn.Module:
     model = stack()
-    model.other = OffloadModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu", num_slices=2)
+    model.other = OffloadModel(nn.Sequential(nn.Linear(2, 2)), "cpu", num_slices=1)
     return model
+
+
+def test_another_forward_that_was_there_or_came_later() -> None:
+    """Is called, and stays when the handle is closed; layers are given once."""
+    model, calls = stack(), []
+
+    def counted(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            calls.append(own)
+            return own(x)
+
+        return forward
+
+    model.layers[0].forward = first = counted(model.layers[0].forward)
+    handle = offload_layers(model, "layers")
+    model.layers[1].forward = later = counted(model.layers[1].forward)
+    with pytest.raises(OffloadError, match=r"layers \['layers.0'.* wait on the host already"):
+        offload_layers(model, "layers")
+    for _ in range(2):
+        model(inputs(make_backend("cpu")))
+        assert len(calls) == 2
+        calls.clear()
+        handle.close()
+    assert model.layers[0].forward is first and model.layers[1].forward is later
 
 
 @pytest.mark.parametrize(
@@ -308,7 +293,7 @@ def sliced() -> nn.Module:
         ),
         (lambda: stack().to("meta"), "layers", {}, "are no dense tensors with data"),
         (lambda: stack(depth=0), "layers", {}, r"\['layers'\] are empty"),
-        (sliced, "layers", {}, "is, or has, an OffloadModel"),
+        (in_slices, "layers", {}, "is, or has, an OffloadModel"),
     ],
 )
 def test_bad_arguments(build: Any, layers: Any, options: dict[str, Any], message: str) -> None:
@@ -317,19 +302,3 @@ def test_bad_arguments(build: Any, layers: Any, options: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         offload_layers(model, layers, **options)
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("model", "layers", "message"),
-    [("model", "layers", "model is 'model', expected an nn.Module"), (stack(), 3, "layers is 3")],
-)
-def test_arguments_of_another_kind(model: Any, layers: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        offload_layers(model, layers)
-
-
-def test_layers_are_given_once() -> None:
-    model = stack()
-    offload_layers(model, "layers")
-    with pytest.raises(OffloadError, match=r"layers \['layers.0'.* wait on the host already"):
-        offload_layers(model, "layers")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend, skip_on_emulated
+from sliced import as_layers, as_slices, run_again
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy import moved, same_bits
 
-from pp_offload import OffloadModel, offload_layers
 from pp_offload.backends import Backend
 
 WIDTH = 4
@@ -51,12 +51,10 @@ def of_kind(kind: str, model: nn.Sequential, backend: Backend) -> nn.Module:
     if kind.startswith("plain"):
         return moved(model, backend.device)
     if kind in ("layers", "checkpointed"):
-        outer = nn.Sequential(model)
-        offload_layers(outer, "0", backend=backend)
-        return outer
-    options: dict[str, Any] = {"checkpoint_activation": kind == "again"}
-    options |= {"num_microbatches": 2} if kind == "parts" else {}
-    return OffloadModel(model, backend.device, num_slices=2, backend=backend, **options)
+        return as_layers(model, backend)[0]
+    options: dict[str, Any] = {"num_microbatches": 2} if kind == "parts" else {}
+    offload = run_again if kind == "again" else as_slices
+    return offload(model, backend, num_slices=2, **options)[0]
 
 
 def computed(kind: str, model: nn.Module, x: Tensor) -> Tensor:
@@ -74,37 +72,25 @@ Events = list[tuple[str, Tensor | None]]
 
 
 class Heard:
-    """All hooks that a parameter can have, and what they were told."""
+    """All hooks that a parameter can have, and what they were given."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.events: Events = []
-        parameter.register_hook(self._of_tensor)
+        parameter.register_hook(lambda gradient: self._note("gradient", gradient))
         accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         accumulator.register_prehook(lambda given: self._note("before", given[0]))
         accumulator.register_hook(lambda *_: self._note("after", None))
-        parameter.register_post_accumulate_grad_hook(self._accumulated)
+        parameter.register_post_accumulate_grad_hook(lambda p: self._note("there", p.grad))
         self._accumulator = accumulator  # which the parameter does not hold
 
     def _note(self, what: str, tensor: Tensor | None) -> None:
         self.events.append((what, None if tensor is None else tensor.detach().cpu().clone()))
 
-    def _of_tensor(self, gradient: Tensor) -> Tensor:
-        self._note("gradient", gradient)
-        return gradient.clamp(-1, 1)
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        self._note("accumulated", parameter.grad)
-        if parameter.grad is not None:  # as one who guards against what plain PyTorch never calls
-            parameter.grad.mul_(0.5)
-
 
 def same_events(one: Events, other: Events) -> bool:
-    if [what for what, _ in one] != [what for what, _ in other]:
-        return False
-    pairs = [(a, b) for (_, a), (_, b) in zip(one, other, strict=True)]
-    if any((a is None) != (b is None) for a, b in pairs):
-        return False
-    return all(same_bits([a], [b]) for a, b in pairs if a is not None and b is not None)
+    kinds = [[(what, tensor is None) for what, tensor in events] for events in (one, other)]
+    tensors = [[tensor for _, tensor in events if tensor is not None] for events in (one, other)]
+    return kinds[0] == kinds[1] and same_bits(*tensors)
 
 
 def layers() -> nn.Sequential:
@@ -189,11 +175,9 @@ def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str,
 def test_a_gradient_that_only_the_layer_asked_for_does_not_leave(backend) -> None:
     """It is in that backward alone, and gone with it."""
     with backend.activate():
-        model = OffloadModel(
-            nn.Sequential(AsksInForward()), backend.device, num_slices=1, backend=backend
-        )
+        model, figures = as_slices(nn.Sequential(AsksInForward()), backend, num_slices=1)
         y = model(inputs(0, (0, 0), backend.device))
-        assert model.statistics().bytes_offloaded == 0
+        assert figures.statistics().bytes_offloaded == 0
         y.sum().backward()
         used = [p for name, p in model.named_parameters() if ".first." in name]
-        assert model.statistics().bytes_offloaded == sum(p.nbytes for p in used) > 0
+        assert figures.statistics().bytes_offloaded == sum(p.nbytes for p in used) > 0
