@@ -1,24 +1,50 @@
-"""Layers of a model that wait on the host: how they are made so, and how they are made whole again.
+"""Layers of any model that bring their own parameters to the device: each layer is a slice.
 
-offloaded = install(model, layers, waits, [model], cache)  # then see streamed_forward.py
-...
-offloaded.close()
+Each layer gets a ``forward`` of ours around its own, and the modules around the layers get hooks,
+which say when a forward begins and ends:
+
+    model.forward             a forward begins
+      layer 0                 bring 0 to the device, start bringing 1
+        tensors stand in the places of the parameters; its own forward computes
+      layer 1                 let 0 go; 1 is there; start bringing 2
+    end                       nothing is coming any more
+
+NOTE [ Interrupted forwards ]
+    A hook of an end is not called when an interrupt comes. So the module that began a forward may
+    begin another, and a layer that is interrupted ends the forward by itself. A forward inside of
+    another may in truth come after one that was interrupted outside of its layers, and weights may
+    have been written since. So it uses nothing that is on the device.
+
+NOTE [ Computed again ]
+    A checkpoint around a layer calls our ``forward`` again in backward. A layer may also checkpoint
+    what is in its own forward, with a function that is its attribute :data:`CHECKPOINT`, as those
+    of Hugging Face do. Backward then calls only the inside. So meanwhile the attribute is a
+    function that passes on a callable which brings the layer if it is not there. In that case the
+    checkpoint saves all tensors itself, in forward and again in backward, for it counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from pp_offload._common.torch_private import never_compiled
+from pp_offload._hooks.regions import is_in_backward, is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
-from pp_offload._slices.places import Places
-from pp_offload._slices.streamed_forward import LayerStream, StreamedForward
+from pp_offload._slices.layer_order import LayerOrder
+from pp_offload._slices.places import Exchange, Places
+from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.to_host import move, move_buffers, move_to_host
 from pp_offload.errors import OffloadError
+
+CHECKPOINT = "_gradient_checkpointing_func"
+"""Source: transformers ``GradientCheckpointingLayer``."""
 
 
 class OffloadedLayers(CacheFigures):
@@ -30,14 +56,19 @@ class OffloadedLayers(CacheFigures):
         names: Of the layers, in order.
     """
 
-    def __init__(
-        self, stream: LayerStream, layers: Mapping[str, Module], hooks: list[RemovableHandle]
-    ) -> None:
-        self.names = list(layers)
-        self._cache = stream.cache
-        self._stream = stream
-        self._layers = list(layers.values())
-        self._hooks = hooks
+    def __init__(self, names: Sequence[str], usual: Sequence[int], cache: SliceCache) -> None:
+        self.names = list(names)
+        self._cache = cache
+        self._order = LayerOrder(usual)
+        self._layers: dict[int, StreamedForward] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._run: SlicedRun | None = None
+        self._opener: Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayers:
+        """What layers of a copy of the model have in common; each of them joins when it runs."""
+        memo[id(self)] = copied = OffloadedLayers(self.names, self._order.usual, self._cache)
+        return copied
 
     def close(self) -> None:
         """Give the layers their own forward back. Twice is fine.
@@ -47,10 +78,8 @@ class OffloadedLayers(CacheFigures):
         """
         while self._hooks:
             self._hooks.pop().remove()
-        for streamed in list(self._stream.layers.values()):
-            streamed.is_closed = True  # somebody may have put a function around it
-        for layer in self._layers:
-            _restore(layer)
+        for layer in self._layers.values():
+            layer.close()
         self._layers.clear()
         self._cache.drop()
 
@@ -60,19 +89,120 @@ class OffloadedLayers(CacheFigures):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _hook(self, module: Module) -> None:
+        """Have a module around the layers say when its forward begins and ends."""
+        self._hooks += [
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
 
-class StaysOnHost:
-    """What ``Module.to`` and its like call of a layer: what waits on the host does not move."""
+    def _begin(self, module: Module, args: object) -> None:
+        if is_in_backward():
+            return
+        self._cache.drop()  # weights may have been written; see NOTE [ Interrupted forwards ]
+        if self._run is None or self._opener is module:
+            self._opener, self._run = module, SlicedRun(self._cache)
+            self._order.begin()
 
-    def __init__(self, layer: Module, places: Places) -> None:
+    def _end(self, module: Module, args: object, output: object) -> None:
+        if self._opener is module:
+            self._opener = self._run = None
+            self._order.end()
+            self._cache.settle()
+
+    def _alone(self, layer: StreamedForward, number: int, compute: Callable[..., Any]) -> Any:
+        """What ``compute`` returns, of a layer that is brought to the device."""
+        self._layers[number] = layer
+        try:
+            arrived = self._arrive(layer.places, number)
+            output = compute(arrived)
+            arrived.check_not_written()
+            return output
+        except BaseException:
+            if not is_in_backward():  # there a checkpoint stops early by raising
+                self._opener = self._run = None
+                self._cache.drop()
+            raise
+
+    def _arrive(self, places: Places, number: int) -> OnDevice:
+        """A layer on the device. Those that are expected next start coming."""
+        run, num = self._run, self._cache.num_coming
+        if is_in_backward():
+            run, following = SlicedRun(self._cache), self._order.return_to(number, num)
+        elif run is None:  # somebody calls the layer by itself
+            self._cache.drop()
+            run, following = SlicedRun(self._cache), []
+        else:
+            following = self._order.arrive(number, num)
+        layers = [self._layers[number] for number in following if number in self._layers]
+        slices = [layer.places.slice() for layer in layers if layer.places.parameters()]
+        return run.bring(places, slices)
+
+
+class StreamedForward:
+    """The forward of a layer; its own one alone when this is closed."""
+
+    def __init__(self, handle: OffloadedLayers, number: int, layer: Module, places: Places) -> None:
+        self.places = places
+        self._handle = handle
+        self._number = number
         self._layer = layer
-        self._places = places
+        self._own: Callable[..., Any] | None = vars(layer).get("forward")
+        self._is_closed = False
+        self._thread: threading.Thread | None = None  # that computes with the parameters
+        self._arrived: OnDevice | None = None
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply ``fn`` to all that does not stay; an OffloadError if it is no mere move."""
-        parameters = self._places.parameters()
-        staying = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-        ids = set(map(id, staying))
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The layer's own forward; :func:`inspect.signature` asks for it."""
+        return self._own or type(self._layer).forward.__get__(self._layer)
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output."""
+        return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
+
+    def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
+        """What ``call`` returns while the layer's parameters are on the device.
+
+        They are saved as references, unless not ``saves``: see NOTE [ Computed again ].
+        """
+        if self._is_closed or not self.places.parameters():
+            return call()
+        if self._arrived is not None and self._thread is threading.current_thread():
+            # A checkpoint around the layer finds tensors by position, so where a backward inside of
+            # the forward runs it again, what was taken from it before is taken again.
+            return self._arrived.compute(call, saves=saves and is_recomputing())
+
+        def compute(arrived: OnDevice) -> Any:
+            return arrived.compute(call, list(self._exchanges(arrived)), saves=saves)
+
+        return self._handle._cache.alone(self._handle._alone, self, self._number, compute)
+
+    def _exchanges(self, arrived: OnDevice) -> Iterator[Exchange]:
+        """What else is exchanged while the parameters are on the device."""
+        yield vars(self), {"_thread": threading.current_thread(), "_arrived": arrived}
+        attributes = vars(self._layer)
+        if attributes.get(CHECKPOINT) is not None:
+            yield attributes, {CHECKPOINT: partial(self._checkpoint, attributes[CHECKPOINT])}
+
+    def _checkpoint(
+        self, checkpoint: Callable[..., Any], inside: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """What the layer's own checkpoint returns, of ``inside`` with the layer's parameters."""
+
+        def with_parameters(*args: Any, **kwargs: Any) -> Any:
+            return self._with_parameters(partial(inside, *args, **kwargs), saves=False)
+
+        return checkpoint(with_parameters, *args, **kwargs)
+
+    def apply_elsewhere(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What ``Module.to`` and its like call of the layer: what waits on the host does not move.
+
+        An OffloadError where ``fn`` is no mere move.
+        """
+        parameters = self.places.parameters()
+        ids = {id(one) for p in parameters for one in (p, p.grad)}
 
         def apply(tensor: Tensor) -> Tensor:
             if id(tensor) not in ids:
@@ -91,6 +221,15 @@ class StaysOnHost:
         kind: Any = type(self._layer)
         return kind._apply(self._layer, apply, recurse)
 
+    def close(self) -> None:
+        """Take this away from the layer, unless somebody has put another function around it."""
+        self._is_closed = True
+        attributes = vars(self._layer)
+        attributes.pop("_apply", None)
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+            attributes.update({} if self._own is None else {"forward": self._own})
+
 
 def install(
     model: Module,
@@ -104,31 +243,24 @@ def install(
     The layers run in the forwards of the modules around them; ``waits`` is asked for parameters.
     """
     device = cache.copies.backend.device
-    places = {name: Places(name, layer, waits) for name, layer in layers.items()}
-    placed = move_to_host([one.parameters() for one in places.values()], cache.copies)
+    places = [Places(name, layer, waits) for name, layer in layers.items()]
+    placed = move_to_host([one.parameters() for one in places], cache.copies)
     for parameter in model.parameters():
         if id(parameter) not in placed and parameter.device != device:
             move(parameter, parameter.detach().to(device))
     move_buffers(model, device)
-    usual = [number for number, one in enumerate(places.values()) if one.parameters()]
-    stream = LayerStream(cache, usual)
-    for number, (name, layer) in enumerate(layers.items()):
-        vars(layer)["_apply"] = StaysOnHost(layer, places[name])
-        vars(layer)["forward"] = StreamedForward(stream, number, layer, places[name])
-    return OffloadedLayers(stream, layers, [hook for one in around for hook in stream.hook(one)])
+    usual = [number for number, one in enumerate(places) if one.parameters()]
+    handle = OffloadedLayers(list(layers), usual, cache)
+    for number, (layer, place) in enumerate(zip(layers.values(), places, strict=True)):
+        streamed = StreamedForward(handle, number, layer, place)
+        handle._layers[number] = streamed
+        vars(layer).update(forward=streamed, _apply=streamed.apply_elsewhere)
+    for module in around:
+        handle._hook(module)
+    return handle
 
 
 def is_offloaded(layer: Module) -> bool:
     """Whether something in a layer waits on the host."""
-    return any(isinstance(vars(one).get("_apply"), StaysOnHost) for one in layer.modules())
-
-
-def _restore(layer: Module) -> None:
-    """Take a layer's forward away, unless somebody has put another around it meanwhile."""
-    attributes = vars(layer)
-    if isinstance(attributes.get("_apply"), StaysOnHost):
-        del attributes["_apply"]
-    ours = attributes.get("forward")
-    if isinstance(ours, StreamedForward):
-        del attributes["forward"]
-        attributes.update({} if ours.own is None else {"forward": ours.own})
+    applies = [vars(module).get("_apply") for module in layer.modules()]
+    return any(isinstance(getattr(one, "__self__", None), StreamedForward) for one in applies)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from sliced import adamw, state
+from sliced import WIDTH, input_for, same_training, state
 from torch import Tensor, nn
 from toy import assert_no_hooks, moved, same_bits
 
@@ -23,7 +23,7 @@ from pp_offload import (
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 
-WIDTH, DEPTH = 16, 6
+DEPTH = 6
 ONE = WIDTH * WIDTH * 4
 """Bytes of a layer."""
 
@@ -46,24 +46,6 @@ class Stack(nn.Module):
 def stack(**options: Any) -> Stack:
     torch.manual_seed(1)
     return Stack(**options)
-
-
-def inputs(backend: Backend, step: int = 0) -> Tensor:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-    return x.to(backend.device).requires_grad_()
-
-
-def train(model: nn.Module, backend: Backend, steps: int = 3) -> list[Tensor]:
-    optimizer = adamw(model.parameters())
-    results = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        x = inputs(backend, step)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        results += [loss.detach().cpu(), x.grad.cpu()]
-    return results + state(model)
 
 
 def plain_and_streamed(
@@ -89,7 +71,7 @@ def test_layers_in_any_order(backend, order: list[int] | None, num_resident: int
         plain, model, handle = plain_and_streamed(
             backend, stack(order=order), num_resident=num_resident
         )
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_training(plain, model, backend)
         assert handle.parameter_bytes_on_device == 0
         assert handle.peak_parameter_bytes_on_device <= num_resident * ONE
     assert_no_hooks()
@@ -102,12 +84,12 @@ def test_from_the_second_forward_on_each_call_is_foreseen(order: list[int] | Non
     with backend.activate(), torch.no_grad():
         model = stack(order=order)
         handle = offload_layers(model, "layers", backend=backend)
-        model(inputs(backend))
+        model(input_for(backend))
         before = handle.statistics().bytes_reloaded
         seen: list[int] = []
         for layer in model.layers:
             layer.register_forward_hook(lambda *_: seen.append(handle.parameter_bytes_on_device))
-        model(inputs(backend))
+        model(input_for(backend))
         calls = model.order
         moves = 1 + sum(one != other for one, other in zip(calls, calls[1:], strict=False))
         assert handle.statistics().bytes_reloaded - before == moves * ONE
@@ -167,7 +149,7 @@ def test_only_what_is_frozen_waits(backend) -> None:
         host = torch.device("cpu")
         assert devices == [host if i in (0, 2, 3) else backend.device for i in range(DEPTH)]
         values = [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_training(plain, model, backend)
         assert values == [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
         assert handle.statistics().bytes_offloaded == 0
         assert handle.statistics().bytes_reloaded > 0
@@ -181,7 +163,7 @@ def test_a_weight_that_something_else_has_stays_on_the_device(backend) -> None:
         plain, model, handle = plain_and_streamed(backend, model)
         assert model.head.weight is model.layers[0].weight
         assert model.head.weight.device == backend.device
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_training(plain, model, backend)
         assert handle.peak_parameter_bytes_on_device == 2 * ONE
 
 
@@ -190,7 +172,7 @@ def test_a_layer_called_by_itself(backend) -> None:
     with backend.activate():
         plain, model, handle = plain_and_streamed(backend, stack())
         for one in (plain, model):
-            one.layers[2](inputs(backend)).sum().backward()
+            one.layers[2](input_for(backend)).sum().backward()
         assert same_bits(state(model), state(plain))
         assert handle.statistics().bytes_reloaded == ONE
         assert handle.parameter_bytes_on_device == 0
@@ -205,14 +187,14 @@ def test_a_model_that_is_moved_keeps_its_layers_on_the_host(kind: str) -> None:
         before = [layer.weight.data_ptr() for layer in model.layers]
         model.to(backend.device)
         assert [layer.weight.data_ptr() for layer in model.layers] == before
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_training(plain, model, backend)
         with pytest.raises(OffloadError, match="turned into torch.float64"):
             model.double()
         handle.close()
         moved(model, backend.device)
         moved(plain, backend.device)
         assert {p.device for p in model.parameters()} == {backend.device}
-        assert same_bits(train(model, backend), train(plain, backend)), "it is a plain model again"
+        assert same_training(plain, model, backend), "it is a plain model again"
         model.double()
 
 
@@ -220,7 +202,7 @@ def test_when_it_is_closed_the_model_is_as_it_was() -> None:
     model = stack()
     attributes = [dict(vars(module)) for module in model.modules()]
     with offload_layers(model, "layers") as handle:
-        y = model(inputs(make_backend("cpu")))
+        y = model(input_for(make_backend("cpu")))
         assert set(vars(model.layers[0])) - set(attributes[2]) == {"forward", "_apply"}
     y.sum().backward()
     assert all(layer.weight.grad is not None for layer in model.layers), "graphs live on"
@@ -268,7 +250,7 @@ def test_another_forward_that_was_there_or_came_later() -> None:
     with pytest.raises(OffloadError, match=r"layers \['layers.0'.* wait on the host already"):
         offload_layers(model, "layers")
     for _ in range(2):
-        model(inputs(make_backend("cpu")))
+        model(input_for(make_backend("cpu")))
         assert len(calls) == 2
         calls.clear()
         handle.close()
