@@ -101,7 +101,8 @@ class OffloadModel(CacheFigures, nn.Module):
         self._num_microbatches = num_microbatches
         self._is_list = isinstance(layers, nn.ModuleList)
         num = len(layers) if self._is_list else num_slices
-        self._slices = partition([_bytes_of(layer) for layer in _layers_of(self)], num)
+        sizes = [{id(p): p.nbytes for p in layer.parameters()} for layer in _layers_of(self)]
+        self._slices = partition(sizes, num)
         self._cache = SliceCache(PlainCopies(backend, config))
         self._recompute: Recompute | None = None
         if checkpoint_activation:
@@ -137,7 +138,11 @@ class OffloadModel(CacheFigures, nn.Module):
             values = split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
                 outputs = self._through(run, layers, slices[index + 1 :], values)
-                values = [self._arguments(output) for output in outputs]
+                # The elements of a tuple are arguments of the next, where slices are modules.
+                values = [
+                    output if self._is_list and isinstance(output, tuple) else (output,)
+                    for output in outputs
+                ]
             return join(outputs)
         except BaseException:
             self._cache.drop()
@@ -163,10 +168,6 @@ class OffloadModel(CacheFigures, nn.Module):
             return slice_.compute(partial(layers, *inputs))
         return self._recompute(partial(_compute_all, slice_, layers), *inputs)
 
-    def _arguments(self, output: Any) -> tuple[Any, ...]:
-        """The arguments that the next slice is called with."""
-        return output if self._is_list and isinstance(output, tuple) else (output,)
-
     def _slice_layers(self) -> list[SliceLayers]:
         """The slices, of the layers as they are now; an OffloadError if these are more or fewer."""
         layers = _layers_of(self)
@@ -187,20 +188,15 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model._modules.values() if layer is not None]
 
 
-def _bytes_of(layer: nn.Module) -> dict[int, int]:
-    return {id(parameter): parameter.nbytes for parameter in layer.parameters()}
-
-
 def _container(model: object) -> nn.Sequential | nn.ModuleList:
     """The module that has the layers; for a list, whose modules are the slices, a ModuleList."""
     if isinstance(model, list | tuple) and all(isinstance(one, nn.Module) for one in model):
         slices = nn.ModuleList(model)
         slices.training = all(one.training for one in model)
         return slices
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return model
-    if isinstance(model, nn.ModuleList) and type(model).forward is nn.ModuleList.forward:
-        return model
+    for kind in (nn.Sequential, nn.ModuleList):
+        if isinstance(model, kind) and type(model).forward is kind.forward:
+            return model
     raise ValueError(
         f"the model is {said(model)}; expected an nn.Sequential with its own forward, which says "
         "what each layer computes with, or a list of modules, each of which is a slice; write the "

@@ -175,9 +175,9 @@ def waiting_parameters(
     }
     if not waiting:
         frozen = " frozen" if frozen_only else ""
-        advice = "freeze the base with requires_grad_(False) first, or say frozen_only=False"
         raise ValueError(
             f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
-            f"could wait on the host; {advice if frozen_only else 'name another list of layers'}"
+            "could wait on the host; name another list of layers, freeze the base with "
+            "requires_grad_(False) first, or say frozen_only=False"
         )
     return waiting

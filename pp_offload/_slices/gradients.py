@@ -97,11 +97,10 @@ class Bring(torch.autograd.Function):
 def on_device(
     parameters: Sequence[Tensor], loaded: Sequence[Tensor], gradients: Gradients
 ) -> list[Tensor]:
-    """What layers compute with in place of their parameters, whose copies are ``loaded``.
+    """What layers compute with in place of their parameters: tensors on the memory of ``loaded``.
 
-    Returns:
-        Tensors on the memory of ``loaded``. Their gradients reach the parameters that require grad,
-        and what the program keeps on a parameter, as ``weight.main_grad``, is on the tensor, too.
+    Their gradients reach the parameters that require grad, and what the program keeps on a
+    parameter, as ``weight.main_grad``, is on the tensor, too.
     """
     tensors = [tensor.detach() for tensor in loaded]
     wanting = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]

@@ -141,11 +141,7 @@ class PlainCopies:
             going[0].sources, going[0].in_flight_bytes = (), 0
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory for tensors that must have it, such as parameters.
-
-        Each is a storage of its own, for a program may save or copy some of them alone. The memory
-        counts in the budget, and is given even where that is used up.
-        """
+        """Host memory for parameters, each a storage of its own, also above the budget."""
         with self._lock:
             self.poll()
             return host_tensors(likes, self._pool, force=True)
