@@ -108,7 +108,7 @@ class OffloadModel(CacheFigures, nn.Module):
         if checkpoint_activation:
             inputs = ActivationStash("slice inputs", config, backend=backend)
             self._recompute = Recompute(inputs)
-        slices = [one.places.parameters() for one in self._slice_layers()]
+        slices = [layers.places.parameters() for layers in self._slice_layers()]
         move_to_host(slices, self._cache.copies)
         move_buffers(self, backend.device)
 
@@ -156,7 +156,7 @@ class OffloadModel(CacheFigures, nn.Module):
         inputs: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
         """All microbatches through one slice, while the next of the others comes."""
-        following = (one.places.slice() for one in others if one.places.parameters())
+        following = (other.places.slice() for other in others if other.places.parameters())
         slice_ = run.bring(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
         slice_.check_not_written()
@@ -190,9 +190,9 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _container(model: object) -> nn.Sequential | nn.ModuleList:
     """The module that has the layers; for a list, whose modules are the slices, a ModuleList."""
-    if isinstance(model, list | tuple) and all(isinstance(one, nn.Module) for one in model):
+    if isinstance(model, list | tuple) and all(isinstance(module, nn.Module) for module in model):
         slices = nn.ModuleList(model)
-        slices.training = all(one.training for one in model)
+        slices.training = all(module.training for module in model)
         return slices
     for kind in (nn.Sequential, nn.ModuleList):
         if isinstance(model, kind) and type(model).forward is kind.forward:

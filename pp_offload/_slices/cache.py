@@ -130,7 +130,8 @@ class SliceCache:
         held, wanted = self._held(), wanted[: self.num_coming]
         if not (held and wanted):
             return
-        self._give_up(held, [one for one in held[1:] if not any(map(one.slice.has_same, wanted))])
+        useless = [loaded for loaded in held[1:] if not any(map(loaded.slice.has_same, wanted))]
+        self._give_up(held, useless)
         for slice_ in wanted:
             if not any(loaded.slice.has_same(slice_) for loaded in held):
                 held.append(self._bring(slice_))

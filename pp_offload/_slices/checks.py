@@ -60,7 +60,9 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
 
 def sharded_problem(model: Module) -> str | None:
     """What is wrong with a model that FSDP has been given, in whole or in part; else None."""
-    names = [name or "the model" for name, one in model.named_modules() if hasattr(one, FSDP_MARK)]
+    names = [
+        name or "the model" for name, part in model.named_modules() if hasattr(part, FSDP_MARK)
+    ]
     if not names:
         return None
     shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")

@@ -43,7 +43,7 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
     num = max(1, -(-sizes[0] // size))  # a batch of none is one part, as it is
     parts = [leaf.split(size) if _has_batch(leaf) else [leaf] * num for leaf in leaves]
     cut = [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
-    return [tuple(one) for one in cut]
+    return [tuple(arguments) for arguments in cut]
 
 
 def join(outputs: Sequence[Any]) -> Any:

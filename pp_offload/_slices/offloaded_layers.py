@@ -202,7 +202,7 @@ class StreamedForward:
         An OffloadError where ``fn`` is no mere move.
         """
         parameters = self.places.parameters()
-        ids = {id(one) for p in parameters for one in (p, p.grad)}
+        ids = {id(tensor) for p in parameters for tensor in (p, p.grad)}
 
         def apply(tensor: Tensor) -> Tensor:
             if id(tensor) not in ids:
@@ -244,12 +244,12 @@ def install(
     """
     device = cache.copies.backend.device
     places = [Places(name, layer, waits) for name, layer in layers.items()]
-    placed = move_to_host([one.parameters() for one in places], cache.copies)
+    placed = move_to_host([place.parameters() for place in places], cache.copies)
     for parameter in model.parameters():
         if id(parameter) not in placed and parameter.device != device:
             move(parameter, parameter.detach().to(device))
     move_buffers(model, device)
-    usual = [number for number, one in enumerate(places) if one.parameters()]
+    usual = [number for number, place in enumerate(places) if place.parameters()]
     handle = OffloadedLayers(list(layers), usual, cache)
     for number, (layer, place) in enumerate(zip(layers.values(), places, strict=True)):
         streamed = StreamedForward(handle, number, layer, place)
@@ -263,4 +263,4 @@ def install(
 def is_offloaded(layer: Module) -> bool:
     """Whether something in a layer waits on the host."""
     applies = [vars(module).get("_apply") for module in layer.modules()]
-    return any(isinstance(getattr(one, "__self__", None), StreamedForward) for one in applies)
+    return any(isinstance(getattr(method, "__self__", None), StreamedForward) for method in applies)

@@ -115,7 +115,9 @@ class OnDevice:
     def _pack(self) -> Chaining:
         """A hook for what the layers of the slice save."""
         run, index, loaded = self._run, self._index, self._loaded
-        places = {one.untyped_storage()._cdata: i for i, one in enumerate(loaded) if one.numel()}
+        places = {
+            tensor.untyped_storage()._cdata: i for i, tensor in enumerate(loaded) if tensor.numel()
+        }
         outer = top_hooks(False)
 
         @never_compiled
