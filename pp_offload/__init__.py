@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares both lists
     from pp_offload.integrations.layer_offloading import (
         LayerOffloadingMixin as LayerOffloadingMixin,
     )
+    from pp_offload.integrations.patches import patch as patch
     from pp_offload.layers import offload_layers as offload_layers
     from pp_offload.modules import offload_modules as offload_modules
     from pp_offload.offload_model import OffloadModel as OffloadModel
@@ -61,6 +62,7 @@ _NAMES = {
         fine_grained_offloading_group_start print_offload_summary_table""",
     "integrations.huggingface": "ActivationOffloadingMixin",
     "integrations.layer_offloading": "LayerOffloadingMixin",
+    "integrations.patches": "patch",
     "layers": "offload_layers",
     "modules": "offload_modules",
     "offload_model": "OffloadModel",

@@ -1,0 +1,41 @@
+"""Run a training script with :func:`pp_offload.patch`, which no line of it has to name.
+
+    python -m pp_offload train.py --its --options
+    torchrun --nproc-per-node 8 -m pp_offload train.py
+    accelerate launch -m pp_offload train.py
+
+With ``-m package.module`` in place of ``train.py`` it runs a module. Sizes and tiers come from the
+environment, as of ``OffloadConfig.from_env``. At the end each process says what was offloaded.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from pp_offload.config import OffloadConfig
+from pp_offload.integrations.patches import patch
+
+
+def main() -> None:
+    """Run what the command line names."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    if len(arguments) <= is_module:
+        sys.exit(f"found no script; expected one, as in\n\n{__doc__}")
+    active = patch(OffloadConfig.from_env())
+    try:
+        if is_module:
+            sys.argv = arguments[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        print(active, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

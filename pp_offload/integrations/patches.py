@@ -1,0 +1,284 @@
+"""Offload for code that asks for PyTorch's or TRL's own: no line of a training script changes.
+
+    python -m pp_offload train.py --its --options    # also behind torchrun and accelerate launch -m
+
+or, where a line may change,
+
+    patch = pp_offload.patch()   # before the model is wrapped or trained
+    ...
+    print(patch)
+    patch.undo()
+
+Copies then run beside compute and come back ahead of their use, where they ran on the compute
+stream before. No number changes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import Module
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy
+
+from pp_offload._activations.context import OffloadActivations
+from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
+from pp_offload._activations.stash import ActivationStash
+from pp_offload._common.checks import check_all, count_problem
+from pp_offload._common.torch_private import CachingTorchDispatchMode
+from pp_offload._core.saved import Resident
+from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._hooks.hook_scopes import HookScope, exact_exit
+from pp_offload._hooks.regions import PackHook, is_left_to_checkpoint
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
+from pp_offload.errors import OffloadError
+
+TRL = "trl.models.activation_offloading"
+"""The module of TRL's ``activation_offloading=True``."""
+
+MAX_TENSORS = 5
+"""So many saved tensors leave together, or fewer where a ``save_on_cpu`` ends."""
+
+_lock = threading.RLock()
+_active: Patch | None = None
+
+
+def patch(
+    config: OffloadConfig | None = None,
+    *,
+    min_offload_size: int = 1024,
+    backend: Backend | None = None,
+) -> Patch:
+    """Have other libraries' offload of activations done by this package, overlapped with compute.
+
+    ======================================================================  =======================
+    what asks for offload                                                   what it calls
+    ======================================================================  =======================
+    ``activation_checkpointing_enable(offload=True)`` of transformers       ``save_on_cpu``
+    ``activation_checkpointing_offload`` of accelerate's FSDP plugin        ``save_on_cpu``
+    ``torch.distributed``'s ``offload_wrapper``; your own ``save_on_cpu``   ``save_on_cpu``
+    ``activation_offloading=True`` of TRL's trainers                        its context for a model
+    ``CheckpointPolicy.MUST_CPU_OFFLOAD``, which eager PyTorch recomputes   selective checkpoints
+    ======================================================================  =======================
+
+    ``save_on_cpu`` is ``torch.autograd.graph.save_on_cpu``, whoever imported it, before or after.
+    TRL is imported if it is installed. Compiled code keeps PyTorch's own.
+
+    Args:
+        config: Which tiers, and how much of them, as of :class:`pp_offload.OffloadActivations`. By
+            default tensors stay on the device while it has room.
+        min_offload_size: Smaller tensors stay on the device. In bytes.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Returns:
+        A handle and context manager: ``undo()`` puts everything back, ``statistics()`` counts.
+
+    Raises:
+        OffloadError: A patch is active already.
+        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
+        ValueError: ``min_offload_size`` is no number of bytes.
+    """
+    options = {"config": config, "min_offload_size": min_offload_size, "backend": backend}
+    return Patch(options)
+
+
+class Patch:
+    """What :func:`patch` has replaced."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        global _active
+        with _lock:
+            if _active is not None:
+                raise OffloadError(
+                    "pp_offload.patch() is active already; use the handle that it returned, or "
+                    "undo() that first"
+                )
+            check_all(count_problem("min_offload_size", options["min_offload_size"], 0, "bytes"))
+            self._stash = ActivationStash(
+                "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **options
+            )
+            self._contexts: list[OffloadActivations] = []  # of TRL's trainers
+            self._options = options
+            self._undo: list[Callable[[], object]] = []
+            try:
+                self._replace_all()
+                _active = self
+            except BaseException:
+                self.undo()
+                raise
+
+    def _replace_all(self) -> None:
+        self._replace(save_on_cpu, "__enter__", _enter)
+        self._replace(save_on_cpu, "__exit__", _exit)
+        if hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):  # since torch 2.13
+            self._replace(_Mode, "__init__", _init)
+            self._replace(_Mode, "__torch_dispatch__", _dispatch)
+            self._replace(_Mode, "__exit__", _exit_mode)
+        if importlib.util.find_spec("trl") is not None:
+            self._replace_everywhere(importlib.import_module(TRL))
+
+    def _replace(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of a class or module, until :meth:`undo`."""
+        if name in vars(owner):
+            self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
+        else:  # inherited
+            self._undo.append(partial(delattr, owner, name))
+        setattr(owner, name, value)
+
+    def _replace_everywhere(self, trl: Any) -> None:
+        """Replace TRL's function where it was imported by name, too."""
+        name = "get_act_offloading_ctx_manager"
+        original = getattr(trl, name)
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__dict__", {}).get(name) is original:
+                self._replace(module, name, self._context_of)
+
+    def _context_of(self, model: Module, **options: Any) -> OffloadActivations:
+        """In place of TRL's ``get_act_offloading_ctx_manager``, with its parameters."""
+        context = get_lora_act_offloading_ctx_manager(model, **{**self._options, **options})
+        self._contexts.append(context)
+        return context
+
+    def statistics(self) -> OffloadStatistics:
+        """What ``save_on_cpu`` moved and holds, exact at the call. A context of TRL has its own."""
+        return self._stash.statistics()
+
+    def undo(self) -> None:
+        """Put everything back. Tensors that are offloaded stay good. Twice is fine."""
+        global _active
+        with _lock:
+            while self._undo:
+                self._undo.pop()()
+            if _active is self:
+                _active = None
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        counts = [self.statistics(), *(context.statistics() for context in self._contexts)]
+        moved = sum(each.bytes_offloaded for each in counts) / 2**20
+        again = sum(each.bytes_computed_again for each in counts) / 2**20
+        state = "active" if self._undo else "undone"
+        return (
+            f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "
+            "again instead>"
+        )
+
+
+# ``save_on_cpu`` objects may be entered several times, and on several threads.
+_scopes = threading.local()
+
+
+def _enter(self: save_on_cpu) -> None:
+    """Save tensors through the stash; inside a checkpoint, which recomputes them, do nothing."""
+    active = _active
+    if torch.compiler.is_compiling() or active is None:
+        saved_tensors_hooks.__enter__(self)
+        return
+    scope = HookScope()
+    entered = _scopes.__dict__.setdefault("entered", [])
+    while entered and entered[-1][0].is_over:  # cut off by an interrupt
+        entered.pop()
+    entered.append((scope, active))
+    if is_left_to_checkpoint():
+        return
+    stash = active._stash
+    if stash.is_over:
+        stash.begin()
+    scope.enter(PackHook(stash.pack), self)
+
+
+def _exit_scope(self: save_on_cpu, *error: Any) -> None:
+    entered = _scopes.__dict__.get("entered")
+    if torch.compiler.is_compiling() or not entered:
+        saved_tensors_hooks.__exit__(self, *error)
+        return
+    scope, patched = entered.pop()
+    scope.leave(*error[1:2])
+    patched._stash.send()
+
+
+_exit = exact_exit(_exit_scope)
+
+
+class _NotedPolicy:
+    """A user's policy for selective checkpoints, of which the last answer is noted.
+
+    PyTorch treats its two policies of offload as those of recomputation, and notes for each call
+    what the recomputation finds: :func:`_dispatch` replaces that note. Methods of PyTorch's mode
+    are replaced and not the mode, for which operators have rules by its class.
+    """
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        self._policy = policy
+        self.leaves = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        choice = self._policy(*args, **kwargs)
+        self.leaves = choice in (
+            CheckpointPolicy.MUST_CPU_OFFLOAD,
+            CheckpointPolicy.PREFER_CPU_OFFLOAD,
+        )
+        return choice
+
+
+_Mode = CachingTorchDispatchMode
+_init_mode, _dispatch_in_mode = _Mode.__init__, _Mode.__torch_dispatch__
+
+
+def _init(self: _Mode, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _init_mode(self, _NotedPolicy(policy_fn), *args, **kwargs)
+
+
+def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run an operator in the forward of a selective checkpoint, and offload its output if asked."""
+    output = _dispatch_in_mode(self, func, types, args, kwargs)
+    policy, active = self.policy_fn, _active
+    if active is None or not isinstance(policy, _NotedPolicy) or not policy.leaves:
+        return output
+    policy.leaves = False
+    outputs, number = self.storage.get(func, {}), self.func_counter.get(func, 0) - 1
+    # The mark of a recomputation is a bare object. Compiled code has outputs or other keys.
+    if type(outputs.get(number)) is object:
+        stash = active._stash
+        if stash.is_over:
+            stash.begin()
+        stash.send_if_full()
+        outputs[number] = tree_map(partial(_Offloaded, stash), output)
+    return output
+
+
+def _exit_mode(self: _Mode, *error: Any) -> Any:
+    if _active is not None:
+        _active._stash.send()
+    return super(_Mode, self).__exit__(*error)
+
+
+class _Offloaded:
+    """An output, or a part of one that is no tensor, as PyTorch's recomputation asks for it."""
+
+    def __init__(self, stash: ActivationStash, value: Any) -> None:
+        is_tensor = isinstance(value, torch.Tensor)
+        self._packed = stash.pack(value.detach()) if is_tensor else Resident(value)
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        """The output as it was; an error of ours says that it was changed in place."""
+        return self._packed.unpack()

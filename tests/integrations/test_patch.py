@@ -1,0 +1,317 @@
+"""What asks for offload by PyTorch's, Hugging Face's or TRL's own means gets this package's."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from toy import assert_no_hooks
+
+from pp_offload import OffloadConfig, errors, patch
+from pp_offload._common.torch_private import CachingTorchDispatchMode
+from pp_offload.backends import Backend
+from pp_offload.integrations.patches import Patch
+
+WIDTH, NUM_LAYERS = 16, 4
+HIDDEN_BYTES = 8 * WIDTH * 4
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def plain(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def saved_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu(pin_memory=True):
+        return layer(x)
+
+
+def nested(layer: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu(), save_on_cpu(pin_memory=True):
+        return layer(x)
+
+
+def inside_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(saved_on_cpu, layer, x, use_reentrant=False)
+
+
+def around_checkpoint(layer: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
+    with save_on_cpu(pin_memory=True):
+        return checkpoint(layer, x, use_reentrant=reentrant)
+
+
+def wrapped(layer: nn.Module, x: Tensor) -> Tensor:
+    return offload_wrapper(checkpoint_wrapper(layer))(x)
+
+
+def by_policy(layer: nn.Module, x: Tensor) -> Tensor:
+    policies = getattr(torch_checkpoint, "CheckpointPolicy")  # noqa: B009  newer than some stubs
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = op is torch.ops.aten.addmm.default
+        return policies.MUST_CPU_OFFLOAD if leaves else policies.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
+    "save_on_cpu": (saved_on_cpu, NUM_LAYERS * 3 * HIDDEN_BYTES),
+    "nested": (nested, NUM_LAYERS * 3 * HIDDEN_BYTES),
+    "inside a checkpoint": (inside_checkpoint, 0),
+    "around a checkpoint": (partial(around_checkpoint, reentrant=False), NUM_LAYERS * HIDDEN_BYTES),
+    "around a reentrant one": (
+        partial(around_checkpoint, reentrant=True),
+        NUM_LAYERS * HIDDEN_BYTES,
+    ),
+    "offload_wrapper": (wrapped, NUM_LAYERS * HIDDEN_BYTES),
+    "policy": (by_policy, NUM_LAYERS * 3 * HIDDEN_BYTES),
+}
+"""Each with the bytes that leave in a step: what recipes give is not copied."""
+
+
+def make(device: torch.device) -> tuple[nn.ModuleList, list[Tensor]]:
+    """The same layers and inputs every time."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(block() for _ in range(NUM_LAYERS)).to(device)
+    return layers, [torch.randn(8, WIDTH).to(device) for _ in range(6)]
+
+
+def train(
+    way: Callable[[nn.Module, Tensor], Tensor], layers: nn.ModuleList, inputs: list[Tensor]
+) -> list[Tensor]:
+    """Losses and parameters of three steps, with two microbatches in flight in each."""
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        for x in inputs[2 * step : 2 * step + 2]:
+            x = x.requires_grad_()
+            for layer in layers:
+                x = way(layer, x)
+            losses.append(x.square().mean())
+        for loss in losses[-2:]:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.detach().cpu() for tensor in (*losses, *layers.parameters())]
+
+
+@pytest.fixture
+def patched(backend: Backend) -> Iterator[Patch]:
+    with (
+        backend.activate(),
+        patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1, backend=backend) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_are_those_without_and_bytes_leave(
+    backend: Backend, patched: Patch, way: str
+) -> None:
+    run, nbytes = WAYS[way]
+    if way == "policy" and not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"):
+        pytest.skip("torch has policies of offload from 2.13 on")
+    got = train(run, *make(backend.device))
+    expected = train(plain, *make(backend.device))
+    assert all(map(torch.equal, got, expected))
+    statistics = patched.statistics()
+    assert statistics.bytes_offloaded == 3 * 2 * nbytes
+    assert f"{statistics.bytes_offloaded / 2**20:,.1f} MiB offloaded" in repr(patched)
+    gc.collect()
+    statistics = patched.statistics()
+    assert (statistics.live_tensors, statistics.host_bytes_in_use) == (0, 0)
+    assert_no_hooks()
+
+
+def test_tensors_leave_before_a_long_forward_ends(backend: Backend, patched: Patch) -> None:
+    x = torch.randn(8, WIDTH).to(backend.device).requires_grad_()
+    with save_on_cpu():
+        for _ in range(20):
+            x = torch.special.erf(x)
+        assert patched.statistics().bytes_offloaded >= 15 * HIDDEN_BYTES
+    x.sum().backward()
+
+
+def test_an_exception_ends_the_context_and_the_next_step_works(
+    backend: Backend, patched: Patch
+) -> None:
+    def fails(layer: nn.Module, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            layer(x)
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(fails, *make(backend.device))
+    assert_no_hooks()
+    got = train(saved_on_cpu, *make(backend.device))
+    assert all(map(torch.equal, got, train(plain, *make(backend.device))))
+
+
+def test_threads_have_contexts_of_their_own(backend: Backend, patched: Patch) -> None:
+    results: list[list[Tensor]] = []
+
+    def run(layers: nn.ModuleList, inputs: list[Tensor]) -> None:
+        results.append(train(saved_on_cpu, layers, inputs))
+
+    threads = [threading.Thread(target=run, args=make(backend.device)) for _ in range(2)]
+    with save_on_cpu():  # of this thread alone
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    expected = train(plain, *make(backend.device))
+    assert len(results) == 2
+    assert all(all(map(torch.equal, got, expected)) for got in results)
+
+
+def test_undo_puts_everything_back_and_offloaded_tensors_stay_good() -> None:
+    mode = CachingTorchDispatchMode
+    before = {**vars(save_on_cpu)}, {**vars(mode)}
+    handle = patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1)
+    with pytest.raises(errors.OffloadError, match=r"patch\(\) is active already"):
+        patch()
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    with save_on_cpu():
+        y = torch.special.erf(x)
+    handle.undo()
+    handle.undo()
+    assert ({**vars(save_on_cpu)}, {**vars(mode)}) == before
+    (got,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(torch.special.erf(x).sum(), x)
+    assert torch.equal(got, expected)
+    with pytest.raises(TypeError, match="config is 5"):
+        patch(5)  # type: ignore[arg-type]
+    with patch():
+        pass
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_flag_of_transformers_offloads(reentrant: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("transformers has the flag from 5.17 on, by this name from 5.23 on")
+    from tiny_llama import make_data, make_llama
+
+    def run(offload: bool) -> list[Tensor]:
+        model = make_llama(attention_dropout=0.0)
+        if offload:
+            kwargs = {"use_reentrant": reentrant}
+            model.activation_checkpointing_enable(kwargs, offload=True)
+        seen = []
+        for row in make_data(3):
+            loss = model(**{name: value.unsqueeze(0) for name, value in row.items()}).loss
+            loss.backward()
+            seen.append(loss.detach())
+        return seen + [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = run(False)
+    with patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1) as made:
+        got = run(True)
+        assert made.statistics().bytes_offloaded == 3 * 2 * 12 * 16 * 4
+    assert all(map(torch.equal, got, expected))
+
+
+def test_the_flag_of_accelerate_offloads() -> None:
+    """By its own function for FSDP2, which it does not call on a CPU."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        activation_checkpointing=True,
+        activation_checkpointing_offload=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Sequential"],
+    )
+    layers, inputs = make(torch.device("cpu"))
+    plugin.set_auto_wrap_policy(layers)
+    stand_in = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    fsdp2_apply_ac(stand_in, layers)
+    assert "OffloadWrapper" in repr(layers)
+    with patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1) as made:
+        got = train(plain, layers, inputs)
+        assert made.statistics().bytes_offloaded == 3 * 2 * NUM_LAYERS * HIDDEN_BYTES
+    assert all(map(torch.equal, got, train(plain, *make(torch.device("cpu")))))
+
+
+def test_the_flag_of_trl_makes_a_context_of_ours() -> None:
+    trl = pytest.importorskip("trl")
+    from tiny_llama import make_llama
+    from trl.trainer import sft_trainer
+
+    from pp_offload import OffloadActivations
+
+    original = trl.models.get_act_offloading_ctx_manager
+    with patch(OffloadConfig(device_limit_bytes=None)) as made:
+        context = sft_trainer.get_act_offloading_ctx_manager(model=make_llama(hidden_size=512))
+        assert isinstance(context, OffloadActivations)
+        tokens = torch.zeros(1, 12, dtype=torch.long)
+        with context:
+            loss = make_llama(hidden_size=512)(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        assert context.statistics().bytes_offloaded > 0
+        moved = context.statistics().bytes_offloaded
+        assert moved > 2**18 and f", {moved / 2**20:,.1f} MiB offloaded" in repr(made)
+    assert sft_trainer.get_act_offloading_ctx_manager is original
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.autograd.graph import save_on_cpu
+assert sys.argv[1:] == ["--length", "8"] and __name__ == "__main__"
+x = torch.randn(1024, 1024, requires_grad=True)
+with save_on_cpu():
+    y = torch.special.erf(x)
+y.sum().backward()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_runs_unchanged(tmp_path: Path, is_module: bool) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    what = ["-m", "train"] if is_module else ["train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pp_offload", *what, "--length", "8"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "<pp_offload.patch: active, 4.0 MiB offloaded" in done.stderr
+
+
+def test_without_a_script_the_command_says_how() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pp_offload"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "python -m pp_offload train.py" in done.stderr
