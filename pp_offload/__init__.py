@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for type checkers and editors; a test compares both lists
     from pp_offload import pipelining as pipelining
     from pp_offload._core.statistics import OffloadStatistics as OffloadStatistics
+    from pp_offload._groups.offloader import release_host_memory as release_host_memory
     from pp_offload._megatron.current import configure as configure
     from pp_offload._megatron.current import use_backend as use_backend
     from pp_offload._slices.offloaded_layers import OffloadedLayers as OffloadedLayers
@@ -38,6 +39,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "": "pipelining",
     "_core.statistics": "OffloadStatistics",
+    "_groups.offloader": "release_host_memory",
     "_megatron.current": "configure use_backend",
     "_slices.offloaded_layers": "OffloadedLayers",
     "activations": """NoOpManager OffloadActivations OffloadHiddenStates

@@ -13,6 +13,7 @@ NOTE [ Epochs ]
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -30,6 +31,7 @@ from pp_offload._core.window import Visit
 from pp_offload._groups.forced_release import release
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
+from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.host_pool import Allocate
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -97,6 +99,7 @@ class Offloader:
         self._torn: list[Engine] = []  # of former epochs, as long as living graphs need them
         self.engine = self._fresh_engine()
         self._warned_releases: set[str] = set()
+        _alive.add(self)
 
     def _fresh_engine(self) -> Engine:
         """An engine with memory of its own."""
@@ -197,3 +200,26 @@ class Offloader:
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
         return collect(self.engine.mover)
+
+
+_alive: weakref.WeakSet[Offloader] = weakref.WeakSet()
+"""Those of this process."""
+
+os.register_at_fork(after_in_child=_alive.clear)
+
+
+def release_host_memory() -> int:
+    """Return host memory that no saved tensor needs to the system, pinned memory above all.
+
+    For a program that needs it elsewhere for a while, such as an inference phase between two phases
+    of training. All managers, contexts and checkpoints of this process give theirs, after their
+    copies are over. The next step allocates, and pins, anew. Call it between steps; what living
+    graphs saved stays good. Parameters of an ``OffloadModel`` or of ``offload_layers`` stay.
+
+    Returns:
+        How many bytes were returned.
+    """
+    before = reserved_bytes()
+    for offloader in list(_alive):
+        offloader.trim()
+    return max(0, before - reserved_bytes())
