@@ -8,17 +8,36 @@ Nothing else in this package communicates.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
 from pp_offload._common.tables import format_table
+from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload.errors import OffloadError
+
+logger = logging.getLogger(__name__)
 
 MIB = 2**20
+
+WARN_S = 10
+"""After so many seconds a rank that waits for others in vain says so."""
+
+PATIENCE_S = 300
+"""And after so many it gives up, as stores do. Another rank may be writing a checkpoint."""
+
+GIVEN_UP = 10**9
+
+_num_calls: Counter[str] = Counter()
+"""Of tables, by the ranks they are of."""
 
 LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 
@@ -136,9 +155,45 @@ def _gather(
 ) -> list[Mapping[str, Any]]:
     if not (dist.is_available() and dist.is_initialized()):
         return [dict(mine)]
+    _wait_for_all(dist.get_process_group_ranks(process_group))
     rows: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(rows, dict(mine), group=process_group)
     return rows
+
+
+def _wait_for_all(ranks: Sequence[int]) -> None:
+    """Wait until every rank is about to gather; without one of them a collective would hang.
+
+    Ranks count themselves in the store of the process group, with a number for each call. A rank
+    that gives up takes :data:`GIVEN_UP` off the count, for those that come later.
+
+    Raises:
+        OffloadError: Ranks are missing after :data:`PATIENCE_S`.
+    """
+    store, name = default_store(), f"{ranks[0]}-{ranks[-1]}-{len(ranks)}"
+    _num_calls[name] += 1
+    key = f"pp_offload/summary/{name}/{_num_calls[name]}"
+    store.set(f"{key}/{dist.get_rank()}", "")
+    num_here = store.add(key, 1)
+    if num_here == len(ranks):
+        store.set(f"{key}/all", "")
+        return
+    for wait_s in (WARN_S, PATIENCE_S - WARN_S) if num_here > 0 else ():
+        with suppress(RuntimeError):  # it is over, and the key is not there
+            store.wait([f"{key}/all"], timedelta(seconds=wait_s))
+            return
+        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        logger.warning("pp_offload: the table of all ranks waits for ranks %s", missing)
+    if num_here <= 0 or store.add(key, -GIVEN_UP) + GIVEN_UP != len(ranks):
+        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        cause = f"ranks {missing} did not ask for it within {PATIENCE_S} s"
+        if not missing:
+            cause = "another rank has given up waiting for this one"
+        raise OffloadError(
+            f"the table was asked for on rank {dist.get_rank()}, and {cause}; expected a call of "
+            "summary_table() on each rank of the process group; call it outside of "
+            "'if rank == 0', or summary_table(local=True), which needs no other rank"
+        )
 
 
 def _rank(process_group: dist.ProcessGroup | None) -> int:

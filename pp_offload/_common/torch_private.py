@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 from torch.utils.checkpoint import checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -182,6 +183,13 @@ def knows_sizes(stage: Any) -> bool:
         return False
     stage._inference_mode = modes.STATIC
     return True
+
+
+def default_store() -> Store:
+    """The store that the ranks of the default process group have met in."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def prepare_stage(stage: Any, num_microbatches: int) -> None:

@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import Module
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, count_problem
-from pp_offload._common.torch_private import CachingTorchDispatchMode
+from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_map
 from pp_offload._core.saved import Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit
