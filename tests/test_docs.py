@@ -40,6 +40,7 @@ PAGES = {name: path.read_text() for name, path in PATHS.items()}
 
 EXAMPLES = {
     "README": 1,
+    "patch": 1,
     "pipelining": 3,
     "activations": 2,
     "checkpointing": 2,
@@ -225,6 +226,17 @@ def test_a_spec_of_torchtitan_is_registered(monkeypatch: pytest.MonkeyPatch) -> 
     schedule = None
     with pytest.raises(TypeError, match="schedule is None"):
         registered["llama3"].pipelining_fn()  # it is attached
+
+
+def test_a_patch_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        x = torch.randn(1024, 1024, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            y = torch.special.erf(x)
+        y.sum().backward()
+
+    exec(blocks("patch")[0], {"train": train})
+    assert "active, 4.0 MiB offloaded, 0.0 MiB computed again" in capsys.readouterr().out
 
 
 def test_the_callback_of_lightning_runs(capsys: pytest.CaptureFixture[str]) -> None:
