@@ -32,6 +32,7 @@ from torch.nn import Module
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.module_names import listed, matching
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
 
@@ -235,6 +236,7 @@ def _is_fully_sharded(module: Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+@never_compiled
 def _keep_parameters(module: Module, args: object) -> None:
     kept = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for parameter in module.parameters():
@@ -272,11 +274,19 @@ class _GroupAround:
         return _GroupAround, (self.name, self.lifetime)
 
     def put_on(self, module: Module) -> None:
+        compiled = module._compiled_call_impl
+        if compiled is not None:  # by module.compile(): a group inside that graph does nothing
+            module._compiled_call_impl = _Forward(self, module, compiled)
+            return
         module.register_forward_pre_hook(self.meet)
         module.forward = _Forward(self, module, vars(module).get("forward"))
 
     def take_off(self, module: Module) -> None:
         """Restore the module. A forward that runs goes on as it began."""
+        compiled = module._compiled_call_impl
+        if isinstance(compiled, _Forward) and compiled.around is self:
+            module._compiled_call_impl = compiled.own
+            return
         hooks = module._forward_pre_hooks
         for number, hook in list(hooks.items()):
             if getattr(hook, "__self__", None) is self:

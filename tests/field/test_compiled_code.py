@@ -157,13 +157,20 @@ def test_one_compilation_serves_both(manager: PipelineOffloadManager) -> None:
     assert manager.statistics().bytes_offloaded > 0
 
 
-def test_compiled_modules_by_name(manager: PipelineOffloadManager) -> None:
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_compiled_modules_by_name(manager: PipelineOffloadManager, is_in_place: bool) -> None:
     device = manager.backend.device
-    model = build("aot_eager", alone, device)
+    model = build(None if is_in_place else "aot_eager", alone, device)
+    pattern = "*.inner" if is_in_place else "*.inner.mlp"
+    if is_in_place:
+        for layer in model:
+            layer.inner.compile(backend="aot_eager", fullgraph=True)
+    compiled = model[0].inner._compiled_call_impl
     expected = train(model, device, False)
-    with offload_modules(model, {"mlp": "*.inner.mlp"}):
+    with offload_modules(model, {"mlp": pattern}):
         assert same_bits(train(model, device, True), expected)
     assert manager.statistics().bytes_offloaded > 0
+    assert model[0].inner._compiled_call_impl is compiled
     assert_idle(manager)
 
 
