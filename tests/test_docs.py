@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,25 +207,20 @@ def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "OffloadStatistics(" in capsys.readouterr().out
 
 
-def test_a_spec_of_torchtitan_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With modules in the place of torchtitan's, which cannot be imported everywhere."""
-    from dataclasses import dataclass
-
-    @dataclass
-    class Spec:
-        pipelining_fn: Any
-
-    registered: dict[str, Any] = {}
-    module: Any = ModuleType("train_spec")
-    module.get_train_spec = lambda name: Spec(lambda: (schedule,))
-    module.register_train_spec = registered.__setitem__
-    for name in ("torchtitan", "torchtitan.protocols"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "torchtitan.protocols.train_spec", module)
-    exec(blocks("integrations")[0], {})
-    schedule = None
+def test_the_configurations_of_torchtitan_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a registry in the place of torchtitan's, which cannot be imported on every CPU."""
+    spec = pytest.importorskip("torchtitan.protocols.model_spec").ModelSpec
+    registry: Any = ModuleType("config_registry")
+    registry.llama3_8b = lambda: SimpleNamespace(
+        model_spec=spec("llama3", "8B", None, len, lambda: (None,), None, None),
+        training=SimpleNamespace(),
+    )
+    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)
+    names: dict[str, Any] = {}
+    exec(blocks("integrations")[0], names)
     with pytest.raises(TypeError, match="schedule is None"):
-        registered["llama3"].pipelining_fn()  # it is attached
+        names["pipeline"]().model_spec.pipelining_fn()  # it is attached
+    assert isinstance(names["no_pipeline"]().activation_checkpoint, names["OffloadAC"].Config)
 
 
 def test_a_patch_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,79 +1,132 @@
-"""Offload in the pipelines of torchtitan.
+"""Offload in torchtitan 0.3, from a config registry; torchtitan's trainer stays as it is.
 
-    # my_offload.py, which --experimental.custom_import=my_offload imports
-    spec = get_train_spec("llama3")
-    register_train_spec("llama3", with_offload(spec, {"mlp": "layers.*.feed_forward"}))
+    # my_offload.py, for torchtitan.train --module my_offload --config llama3_8b_offload
+    def llama3_8b_offload():
+        config = llama3_8b()
+        config.model_spec = with_offload(config.model_spec, {"mlp": "layers.*.feed_forward"})
+        config.activation_checkpoint = None
+        return config
 
-A spec of torchtitan names the function that makes stages and their schedule, after checkpoints,
-compile and sharding were applied. The schedule that the function returns is attached. Parameters
-may still be on meta: every step looks at them anew. Nothing of torchtitan is imported here.
+A model spec names the function that cuts a model into stages, has them checkpointed, compiled and
+sharded, and makes a schedule of them. ``with_offload`` attaches that schedule, so groups are marked
+on what trains. Parameters may be on the meta device then: every step looks at what they are.
+
+Without a pipeline, ``OffloadAC`` recomputes each block and keeps only the block's inputs, on the
+host: ``config.activation_checkpoint = OffloadAC.Config()``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+import warnings
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from pp_offload._common.checks import said
+from torch.nn import Module
+
+from pp_offload._common.checks import check_kind
+from pp_offload.checkpointing import CheckpointedModule, checkpoint_wrapper
 from pp_offload.config import OffloadConfig, check_config
+from pp_offload.errors import NotWhileCapturingError
 from pp_offload.modules import Patterns, check_patterns
 from pp_offload.pipelining import attach
 
-Spec = TypeVar("Spec")
-
-PIPELINING = "pipelining_fn"
-"""Field of a spec: a function whose first result is the schedule."""
+try:
+    import tyro
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.protocols.model_spec import ModelSpec
+except ImportError as missing:
+    raise ImportError(
+        f"torchtitan 0.3 or later cannot be imported ({missing}); pip install 'pp_offload[titan]'"
+    ) from missing
 
 
 def with_offload(
-    spec: Spec, groups: Patterns | None = None, config: OffloadConfig | None = None
-) -> Spec:
-    """Copy a spec so that its pipelines offload.
+    spec: ModelSpec, groups: Patterns | None = None, config: OffloadConfig | None = None
+) -> ModelSpec:
+    """A spec whose pipelines offload, and which is ``spec`` otherwise.
 
     Args:
-        spec: A ``TrainSpec`` of torchtitan 0.2, or a ``ModelSpec`` of later ones.
+        spec: The ``model_spec`` of a ``Trainer.Config``.
         groups: As of :func:`pp_offload.attach`. Names are those of the whole model: a stage keeps
             them. None if the model marks its groups itself.
         config: Options; those of the current manager when None.
 
     Raises:
-        TypeError: ``spec`` is no such spec, ``groups`` no mapping of names to patterns, or
+        TypeError: ``spec`` is no ``ModelSpec``, ``groups`` no mapping of names to patterns, or
             ``config`` no :class:`OffloadConfig`.
         ValueError: The model of the spec has no pipeline.
     """
-    fields = dataclasses.fields(spec) if _is_record(spec) else ()  # type: ignore[arg-type]
-    if PIPELINING not in [field.name for field in fields]:
-        raise TypeError(
-            f"spec is {said(spec)}, expected a spec of torchtitan, such as "
-            "torchtitan.protocols.train_spec.get_train_spec('llama3'); "
-            "pip install 'pp_offload[titan]' if it is not there"
-        )
-    inner = getattr(spec, PIPELINING)
-    if inner is None:
+    check_kind("spec", spec, ModelSpec, "the model_spec of a torchtitan.trainer.Trainer.Config")
+    if spec.pipelining_fn is None:
         raise ValueError(
-            f"the {PIPELINING} of the {type(spec).__name__} is None, so its model has no pipeline; "
-            "use OffloadActivations for activations of a model on one device"
+            f"pipelining_fn of {spec.name} is None, so this model has no pipeline; set "
+            "activation_checkpoint to OffloadAC.Config() instead"
         )
     if groups is not None:
         check_patterns(groups)
     if config is not None:
         check_config(config)
-    return dataclasses.replace(spec, **{PIPELINING: _attaching(inner, groups, config)})  # type: ignore
+    make_schedule, parallelize = spec.pipelining_fn, spec.parallelize_fn
 
-
-def _is_record(spec: object) -> bool:
-    return dataclasses.is_dataclass(spec) and not isinstance(spec, type)
-
-
-def _attaching(
-    inner: Callable[..., Any], groups: Patterns | None, config: OffloadConfig | None
-) -> Callable[..., Any]:
-    @functools.wraps(inner)
+    @functools.wraps(make_schedule)
     def pipelining_fn(*args: Any, **kwargs: Any) -> Any:
-        made = inner(*args, **kwargs)
-        attach(made[0], groups, config)
-        return made
+        result = make_schedule(*args, **kwargs)
+        attach(result[0], groups, config)
+        return result
 
-    return pipelining_fn
+    @functools.wraps(parallelize)
+    def parallelize_fn(model: Module, *, parallel_dims: Any, **kwargs: Any) -> Any:
+        if not parallel_dims.pp_enabled:
+            warnings.warn(
+                "with_offload offloads nothing, for pipeline_parallel_degree is 1; set "
+                "activation_checkpoint to OffloadAC.Config() instead",
+                stacklevel=2,
+            )
+        return parallelize(model, parallel_dims=parallel_dims, **kwargs)
+
+    return dataclasses.replace(spec, pipelining_fn=pipelining_fn, parallelize_fn=parallelize_fn)
+
+
+class OffloadAC(FullAC):
+    """Recompute each block in backward, as ``FullAC``; the inputs of a block go to the host.
+
+    Statistics are those of any block: ``model.layers["0"].recompute.stash.statistics()``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        """Options of ``FullAC``, without ``debug``, and of the offload."""
+
+        min_offload_size: int = 1024
+        """Smaller tensors stay on the device. In bytes."""
+
+        offload: Annotated[OffloadConfig, tyro.conf.Suppress] = field(default_factory=OffloadConfig)
+        """Tiers and their limits. Set in a config registry, not on the command line."""
+
+    def _wrap_block(self, module: Module, *, base_fqn: str | None = None) -> Module:
+        if self.config.debug:
+            raise ValueError("debug is True, which OffloadAC does not have; use FullAC to debug")
+        block = checkpoint_wrapper(
+            module,
+            offload_inputs=True,
+            min_offload_size=self.config.min_offload_size,
+            config=self.config.offload,
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+        )
+        block.register_forward_pre_hook(_refuse_capture)
+        # torchtitan compiles what is in the place of the block, as one graph. A checkpoint that
+        # offloads cannot be in a graph, so it calls a compiled block.
+        block.compile = module.compile  # type: ignore[method-assign]
+        return block
+
+
+def _refuse_capture(block: CheckpointedModule, inputs: Any) -> None:
+    stash = block.recompute.stash
+    if stash is not None and stash.backend.is_capturing:
+        raise NotWhileCapturingError(
+            "OffloadAC cannot be part of a captured CUDA graph; set "
+            "config.training.disable_cuda_graphs = True, or --training.disable_cuda_graphs"
+        )

@@ -1,42 +1,45 @@
-"""Offload in pipelines of torchtitan: its own Llama, checkpoints and schedules, on real ranks."""
+"""Offload in torchtitan: its own Llama, trainer, checkpoints and schedules, on real ranks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_example import run_command
 from test_pipelining import ROOT, run_ranks
+from torch import nn
 
 from pp_offload import OffloadConfig
-from pp_offload.integrations.torchtitan import with_offload
+from pp_offload.errors import NotWhileCapturingError
+
+pytest.importorskip("torchtitan.protocols.model_spec", reason="no torchtitan 0.3")
+
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC
+from torchtitan.protocols.model_spec import ModelSpec
+
+from pp_offload.integrations.torchtitan import OffloadAC, with_offload
 
 WORKER = Path(__file__).with_name("titan_worker.py")
-CASES = ["layer:1F1B", "op:Interleaved1F1B", "full:GPipe", "none:1F1B", "layer:1F1B:compiled"]
-"""The first is what torchtitan does where its configuration says nothing."""
+PIPELINES = [
+    "--schedule 1F1B",
+    "--schedule Interleaved1F1B --checkpoint selective",
+    "--schedule 1F1B --checkpoint selective --compile",
+]
+ONE_RANK = ["--ranks 1", "--ranks 1 --checkpoint full --compile"]
 
 
-needs_torchtitan = pytest.mark.skipif(find_spec("torchtitan") is None, reason="no torchtitan")
-"""Without importing it here, which takes long and, on a CPU, triton."""
+@pytest.mark.parametrize(("world", "cases"), [(2, PIPELINES), (1, ONE_RANK)])
+def test_its_llama_is_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None:
+    for rank, results in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
+        assert list(results) == cases
+        for case, (is_equal, num_bytes) in results.items():
+            assert is_equal and num_bytes > 2**20, f"{case}, rank {rank}"
 
 
-@needs_torchtitan
-def test_its_llama_is_equal_bit_for_bit(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, CASES, tmp_path, WORKER)):
-        assert list(found) == CASES
-        for case, facts in found.items():
-            where = f"{case}, rank {rank}"
-            assert facts["equal"] and facts["tensors"] > 20, where
-            assert facts["offloaded"] > 2**20, where
-            assert facts["in_use"] == facts["live"] == 0, where
-
-
-@needs_torchtitan
 @pytest.mark.slow
 def test_the_example_runs() -> None:
     script = str(ROOT / "examples" / "train_torchtitan.py")
@@ -46,33 +49,64 @@ def test_the_example_runs() -> None:
     assert "mlp" in done.stdout
 
 
-@dataclass
-class Spec:
-    """As those of torchtitan, but for other fields."""
-
-    pipelining_fn: Callable[..., Any] | None
-    name: str = "model"
+def make_schedule() -> tuple[Any, ...]:
+    """Makes none."""
+    return (None,)
 
 
-def test_what_is_no_spec_is_refused() -> None:
-    groups = {"mlp": "layers.*.feed_forward"}
-    for wrong in ("llama3", Spec, OffloadConfig()):
-        with pytest.raises(TypeError, match=r"spec is .*get_train_spec.*pp_offload\[titan\]"):
-            with_offload(wrong, groups)
-    with pytest.raises(ValueError, match="pipelining_fn of the Spec is None.*OffloadActivations"):
-        with_offload(Spec(None), groups)
+SPEC: Any = ModelSpec("llama3", "8B", None, lambda model, **_: model, make_schedule, None, None)
+GROUPS = {"mlp": "layers.*.feed_forward"}
+
+
+def test_a_wrong_argument_is_refused() -> None:
+    for wrong in ("llama3", ModelSpec, OffloadConfig()):
+        with pytest.raises(TypeError, match=r"spec is .*expected the model_spec"):
+            with_offload(wrong, GROUPS)
+    with pytest.raises(ValueError, match="pipelining_fn of llama3 is None.*OffloadAC"):
+        with_offload(replace(SPEC, pipelining_fn=None), GROUPS)
     with pytest.raises(ValueError, match="groups is empty"):
-        with_offload(Spec(lambda: ()), {})
+        with_offload(SPEC, {})
     with pytest.raises(TypeError, match="config"):
-        with_offload(Spec(lambda: ()), groups, {"tiers": ("disk",)})  # type: ignore[arg-type]
+        with_offload(SPEC, GROUPS, {"tiers": ("disk",)})  # type: ignore[arg-type]
 
 
-def test_the_rest_of_a_spec_stays() -> None:
-    def pipelining_fn() -> None:
-        """Makes one."""
+def test_a_spec_attaches_its_schedule_and_stays_the_same_otherwise() -> None:
+    spec = with_offload(SPEC, GROUPS)
+    assert spec.flavor == "8B" and SPEC.pipelining_fn is make_schedule
+    assert spec.pipelining_fn.__doc__ == "Makes none."
+    with pytest.raises(TypeError, match="schedule is None"):
+        spec.pipelining_fn()
 
-    spec = Spec(pipelining_fn, "llama3")
-    made = with_offload(spec, {"mlp": "layers.*.feed_forward"})
-    assert made.name == "llama3" and spec.pipelining_fn is pipelining_fn
-    assert made.pipelining_fn is not pipelining_fn
-    assert made.pipelining_fn.__doc__ == "Makes one."  # type: ignore[union-attr]
+
+def test_a_spec_warns_where_there_is_no_pipeline(recwarn: pytest.WarningsRecorder) -> None:
+    spec, model = with_offload(SPEC, GROUPS), nn.Linear(1, 1)
+    assert spec.parallelize_fn(model, parallel_dims=SimpleNamespace(pp_enabled=True)) is model
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="pipeline_parallel_degree is 1.*OffloadAC"):
+        spec.parallelize_fn(model, parallel_dims=SimpleNamespace(pp_enabled=False))
+
+
+def checkpointed(**options: Any) -> nn.Module:
+    """A model of one block under our policy, as torchtitan builds and applies it."""
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Linear(2, 2)})})
+    policy = OffloadAC.Config(**options).build(dump_folder="")
+    assert isinstance(policy, ActivationCheckpointing) and isinstance(policy.config, FullAC.Config)
+    policy.apply(model)
+    return model["layers"]["0"]
+
+
+def test_options_of_the_policy_reach_its_checkpoints() -> None:
+    config = OffloadConfig(host_budget_bytes=2**20)
+    params = checkpointed(min_offload_size=7, offload=config, preserve_rng_state=False)
+    params = params.recompute.params
+    assert params.offload_inputs and params.min_offload_size == 7 and params.config == config
+    assert not params.preserve_rng_state
+    with pytest.raises(ValueError, match="debug is True"):
+        checkpointed(debug=True)
+
+
+def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = checkpointed(min_offload_size=8)
+    monkeypatch.setattr(type(block.recompute.stash.backend), "is_capturing", True)
+    with pytest.raises(NotWhileCapturingError, match="disable_cuda_graphs"):
+        block(None)
