@@ -6,9 +6,9 @@
     chooser = Chooser(order, tapes, DEVICES["H100"])
     chooser.plan(40 * 2**30), chooser.plan(30 * 2**30)  # tapes are recorded once
 
-A plan is the best of a few: each rank keeps as much as fits, in two orders, within three sizes of
-bounds, with and without recomputed layers. A single way may be several times too slow, the best of
-all is near the best there is (benchmarks/results/plan_search.txt). What is chosen has been
+A plan is the best of a few ways: each rank keeps as much as fits, in three orders, within three
+sizes of bounds, with and without recomputed layers. A single way may be several times too slow, the
+best of all is near the best there is (benchmarks/results/plan_search.txt). What is chosen has been
 predicted as an engine follows it from its first step on.
 
 NOTE [ No plan is faster ]
@@ -16,19 +16,25 @@ NOTE [ No plan is faster ]
     whatever leaves; a plan adds waits, and a wait never makes anything begin earlier. So a plan
     whose step is as short is the last one that is tried.
 
+NOTE [ Short steps ]
+    A schedule of many microbatches holds as many at a time as one of twice as many as ranks, so the
+    peaks are the same. Ways are tried on such a short step. Those that are nearly the shortest are
+    then tried with all microbatches.
+
 NOTE [ When to recompute ]
-    What is recomputed takes time in any case, and what leaves only where the link has too much to
-    do. So all is tried without recomputation first. Where that is slower than the step without
-    offload, ranks that are above the limit without offload recompute layers: as few as are enough,
-    but no fewer than those with which compute works and waits no longer than with more. How many is
-    looked for on all ranks at once, by halves, for the number of a rank has little effect on the
-    others.
+    Recomputation takes time in any case, and a copy only where the link has too much to do. So all
+    is tried without recomputation first. If the step could be shorter with a single layer
+    recomputed, ranks that are above the limit without offload recompute layers: as few as are
+    enough, but no fewer than those with which compute works and waits no longer than with more. The
+    number is searched on all ranks at once, by halves, for the number of a rank has little effect
+    on the others.
 
 NOTE [ Which bounds ]
     Orders are tried within the bounds that an engine chooses where all groups leave. Where the link
-    has too much to do compute waits whatever the bounds are, and what is on its way takes room in
-    which groups could stay: so the best order is tried within parts of these bounds; and within the
-    bounds that an engine would choose for what leaves by the best of them.
+    has too much to do compute waits whatever the bounds are, and copies in flight take room in
+    which groups could stay: so the best order, or each one of few groups, is tried within parts of
+    these bounds; and within the bounds that an engine would choose for what leaves by the best of
+    them.
 """
 
 from __future__ import annotations
@@ -44,7 +50,16 @@ from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.option_sources import bytes_said, size_said
 from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig, without_plan
-from pp_offload.plan.fills import Candidate, Fill, Place, as_saved, fewer, first_saved, spread_out
+from pp_offload.plan.fills import (
+    Candidate,
+    Fill,
+    Place,
+    as_saved,
+    fewer,
+    first_saved,
+    largest_first,
+    spread_out,
+)
 from pp_offload.plan.pipeline import check_smallest, predict, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -53,21 +68,30 @@ from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep, RankStep
 
 WORTH_IT = 1e-3
-"""Other layers are recomputed where that could save such a part of a step."""
+"""Another way is tried where it could save such a part of a step."""
+
+NEARLY = 0.02
+"""Ways whose short step is longer than the shortest by this part are not tried any further."""
 
 BOUNDS = (1.0, 0.5, 0.0)
 """Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]; with the last
-one a group at a time is on its way.
+part a group at a time is in flight.
 """
 
-Order = Callable[[RankTapes], list[Candidate]]
-"""In which groups are to stay."""
+ORDERS = (as_saved, spread_out, largest_first, first_saved)
+"""In which groups come to stay."""
 
-ORDERS: tuple[Order, ...] = (as_saved, spread_out, first_saved)
+FEW = 12
+"""Up to so many groups of all ranks, each is tried by itself: of many a single group makes no
+difference.
+"""
+
+NUM_IMPROVED = 4
+"""Of the best ways, those in which that is done."""
 
 NUM_PROVEN = 4
-"""Steps that are predicted of a plan before it is given: the first one, in which an optimizer has
-no state yet, and some in which what is kept from step to step could make a difference.
+"""Steps that are predicted of a plan before it is returned: the first step, in which an optimizer
+has no state yet, and some in which what is carried from step to step could make a difference.
 """
 
 SAME = 1e-6
@@ -123,9 +147,13 @@ class Tried:
 
     @property
     def cost(self) -> tuple[float, int]:
-        """Time, up to what counts as the same; of those that are as short, who sends less."""
+        """Time, up to what counts as the same; of equal times, the bytes that leave."""
         digits = float(f"{self.step.seconds:.6e}")
         return digits, sum(rank.bytes_offloaded for rank in self.step.ranks)
+
+
+Play = Callable[[Choice], Tried]
+"""Predicts what a choice costs."""
 
 
 def choose(
@@ -160,7 +188,7 @@ def choose(
 
 
 class Chooser:
-    """Makes plans for one pipeline. What was predicted for one limit is known for the next.
+    """Makes plans for one pipeline. What was predicted for one limit is reused for the next.
 
     Args:
         order, tapes, hardware, config, peers, progress: As for :func:`choose`.
@@ -177,10 +205,13 @@ class Chooser:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._order, self._tapes, self._hardware = order, tapes, hardware
+        num_groups = sum(len(as_saved(one)) for one in tapes)
+        self._has_few = num_groups <= FEW
+        self._short = order if self._has_few else order.shortened()
         self._config = config or OffloadConfig()
         self._peers, self._progress = peers, progress
         self._num_predicted = 0
-        self._without: dict[Nums, PipelineStep] = {}
+        self._without: dict[Any, PipelineStep] = {}
         self._played: dict[Any, list[PipelineStep]] = {}
         check_smallest(tapes, self._config)
 
@@ -223,11 +254,12 @@ class Chooser:
 
     def without_offload(self) -> PipelineStep:
         """The step in which all stays and nothing is recomputed."""
-        return self._without_offload(self._nothing)
+        return self._without_offload(self._order, self._nothing)
 
     def recomputed(self) -> PipelineStep | None:
         """The step in which all layers are recomputed and nothing leaves; None without layers."""
-        return self._without_offload(self._all_layers) if any(self._all_layers) else None
+        layers = self._all_layers
+        return self._without_offload(self._order, layers) if any(layers) else None
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
         """A plan for the same limit with as much host memory as it takes, if its step is shorter.
@@ -235,13 +267,13 @@ class Chooser:
         Then ``host_budget_bytes`` is what binds.
         """
         roomier = self._roomier
-        if roomier is None or not _is_worth(plan.least_seconds, plan.seconds):
+        if roomier is None or not _is_longer(plan.seconds, plan.least_seconds, WORTH_IT):
             return None
         try:
             other = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
         except InfeasibleError:  # what comes back needs room, too
             return None
-        return other if other.seconds < plan.seconds * (1 - SAME) else None
+        return other if _is_longer(plan.seconds, other.seconds, SAME) else None
 
     @cached_property
     def _roomier(self) -> Chooser | None:
@@ -252,99 +284,45 @@ class Chooser:
         how = self._order, self._tapes, self._hardware
         return Chooser(*how, config=config, peers=self._peers, progress=self._progress)
 
-    # Choices
+    # Ways
 
     def _best(self, limit_bytes: int) -> Tried | None:
-        """The shortest of those that fit as an engine follows them; None if none does."""
-        best: Tried | None = None
-        for tried in sorted(self._fitting(limit_bytes), key=lambda tried: tried.cost):
-            if best is not None and best.cost <= tried.cost:
-                break
-            proven = self._settled(tried, limit_bytes, self._prove)
-            if proven is not None and (best is None or proven.cost < best.cost):
-                best = proven
+        """The shortest way that fits as an engine follows it; None if none does."""
+        fitting = self._each_settled(self._ways(limit_bytes), limit_bytes, self._try)
+        if self._has_few and fitting and not self._is_enough(fitting[0], limit_bytes):
+            improved = [self._improved(way, limit_bytes) for way in fitting[:NUM_IMPROVED]]
+            fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
+        shortest_s = fitting[0].step.seconds if fitting else 0.0
+        nearly = [way for way in fitting if not _is_longer(way.step.seconds, shortest_s, NEARLY)]
+        best = self._best_proven(nearly, limit_bytes)
+        if best is None:
+            best = self._best_proven(fitting[len(nearly) :], limit_bytes)
         if best is None and self._lowest.peak_bytes <= limit_bytes:
             return self._lowest
         return best
 
-    def _fitting(self, limit_bytes: int) -> list[Tried]:
-        """What fits of all ways, without recomputation first."""
-        filled = self._filled(self._nothing, limit_bytes)
-        layers = self._layers_of_needy(limit_bytes)
-        is_enough = any(self._is_enough(tried, limit_bytes) for tried in filled)
-        if any(layers.values()) and not is_enough:
-            filled += self._filled(self._enough(layers, limit_bytes), limit_bytes)
-            filled.append(self._first_fill(_with(self._nothing, layers), limit_bytes))
-        filled.append(self._mixed(filled, limit_bytes))
-        settled = [self._settled(tried, limit_bytes, self._try) for tried in filled]
-        return [tried for tried in settled if tried is not None]
+    def _best_proven(self, ways: Sequence[Tried], limit_bytes: int) -> Tried | None:
+        """The shortest of these in steps with all microbatches."""
+        best: Tried | None = None
+        for way in self._each_settled(ways, limit_bytes, self._try_whole):
+            if best is not None and best.cost <= way.cost:
+                break
+            proven = self._settled(way, limit_bytes, self._prove)
+            if proven is not None and (best is None or proven.cost < best.cost):
+                best = proven
+        return best
 
-    def _filled(self, nums: Nums, limit_bytes: int) -> list[Tried]:
-        """Ranks filled in each order; then in the best one within other bounds. None behind one
-        that no plan is much faster than.
-        """
-        filled = list[Tried]()
-        for order in ORDERS:
-            filled.append(self._fill(nums, self._first_bounds, order, limit_bytes))
-            if self._is_enough(filled[-1], limit_bytes):
-                return filled
+    def _each_settled(self, ways: Iterable[Tried], limit_bytes: int, play: Play) -> list[Tried]:
+        """Those that fit, the shortest first."""
+        settled = [self._settled(way, limit_bytes, play) for way in ways]
+        fitting = {id(way.step): way for way in settled if way is not None}  # each choice once
+        return sorted(fitting.values(), key=lambda way: way.cost)
 
-        def cost(tried: Tried) -> tuple[bool, tuple[float, int]]:
-            return tried.peak_bytes > limit_bytes, tried.cost
-
-        if not self._has_free_bounds:
-            return filled
-        best = ORDERS[min(range(len(ORDERS)), key=lambda number: cost(filled[number]))]
-        for part in BOUNDS[1:]:
-            bounds = [_scaled(both, part) for both in self._first_bounds]
-            filled.append(self._fill(nums, bounds, best, limit_bytes))
-        own = self._own_bounds(min(filled, key=cost).choice)
-        return [*filled, self._fill(nums, own, best, limit_bytes)]
-
-    def _is_enough(self, tried: Tried, limit_bytes: int) -> bool:
-        """Whether a choice fits, and none with as many layers recomputed is much faster."""
-        nums = tuple(rank.num_recomputed for rank in tried.choice)
-        least_s = self._without_offload(nums).seconds
-        return tried.peak_bytes <= limit_bytes and not _is_worth(least_s, tried.step.seconds)
-
-    def _mixed(self, filled: Sequence[Tried], limit_bytes: int) -> Tried:
-        """Each rank as where it costs least."""
-
-        def least(rank: int) -> RankChoice:
-            best = min(filled, key=lambda tried: _cost(tried.step.ranks[rank], limit_bytes))
-            return best.choice[rank]
-
-        return self._try(tuple(map(least, range(len(self._tapes)))))
-
-    @property
-    def _has_free_bounds(self) -> bool:
-        """Whether the options leave bounds to the engine."""
-        return AUTO in (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
-
-    def _own_bounds(self, choice: Choice) -> list[Bounds]:
-        """Those that an engine would choose for what leaves."""
-        free = tuple(rank._replace(bounds=None) for rank in choice)
-        return [rank.bounds for rank in self._steps(free, 2, has_state=True)[-1].ranks]
-
-    def _fill(self, nums: Nums, bounds: Sequence[Bounds], order: Order, limit_bytes: int) -> Tried:
-        """Each rank keeps as much as fits, as if the others stayed as they were then."""
-        fills = [Fill(order(tapes), limit_bytes) for tapes in self._recomputing(nums)]
-        while True:
-            stays = [fill.stay for fill in fills]
-            tried = self._try(_choice(nums, bounds, stays))
-            if not any(fill.is_trying for fill in fills):
-                return tried
-            for fill, rank in zip(fills, tried.step.ranks, strict=True):
-                if fill.is_trying:
-                    fill.learn(rank.peak_bytes)
-
-    def _settled(
-        self, tried: Tried, limit_bytes: int, play: Callable[[Choice], Tried]
-    ) -> Tried | None:
+    def _settled(self, way: Tried, limit_bytes: int, play: Play) -> Tried | None:
         """With one group less on ranks that are above the limit, for what one keeps changes others
         a bit; then two, four and so on. None where they are above it whatever leaves.
         """
-        choice, num = tried.choice, 1
+        choice, num = way.choice, 1
         while (tried := play(choice)).peak_bytes > limit_bytes:
             less = tuple(
                 old._replace(stay=fewer(old.stay, num)) if rank.peak_bytes > limit_bytes else old
@@ -354,6 +332,112 @@ class Chooser:
                 return None
             choice, num = less, 2 * num
         return tried
+
+    def _ways(self, limit_bytes: int) -> list[Tried]:
+        """All that is tried, without recomputed layers first. Some may be above the limit."""
+        ways = self._filled(self._nothing, limit_bytes)
+        layers = self._layers_of_needy(limit_bytes)
+        if self._may_recompute(layers, _best_of(ways, limit_bytes), limit_bytes):
+            ways += self._filled(self._enough(layers, limit_bytes), limit_bytes)
+            ways.append(self._first_fill(_with(self._nothing, layers), limit_bytes))
+        return [*ways, self._mixed(ways, limit_bytes)]
+
+    def _filled(self, nums: Nums, limit_bytes: int) -> list[Tried]:
+        """Ranks filled in each order; then in the best order within other bounds. None behind a way
+        that no plan is much faster than.
+        """
+        filled = list[Tried]()
+        for order in ORDERS:
+            filled.append(self._fill(nums, self._first_bounds, order, limit_bytes))
+            if self._is_enough(filled[-1], limit_bytes):
+                return filled
+        if AUTO not in (self._config.max_in_flight_bytes, self._config.prefetch_bytes):
+            return filled
+        order = ORDERS[filled.index(_best_of(filled, limit_bytes))]
+        for part in BOUNDS[1:]:
+            bounds = [_scaled(both, part) for both in self._first_bounds]
+            for each in ORDERS if self._has_few else [order]:
+                filled.append(self._fill(nums, bounds, each, limit_bytes))
+        own = self._own_bounds(_best_of(filled, limit_bytes).choice)
+        return [*filled, self._fill(nums, own, order, limit_bytes)]
+
+    def _is_enough(self, way: Tried, limit_bytes: int) -> bool:
+        """Whether a way fits, and none with as many layers recomputed is much faster."""
+        nums = tuple(rank.num_recomputed for rank in way.choice)
+        return way.peak_bytes <= limit_bytes and not self._may_be_shorter(nums, way)
+
+    def _may_be_shorter(self, nums: Nums, way: Tried) -> bool:
+        """Whether a step may be shorter with so many layers recomputed, see NOTE [ No plan is
+        faster ].
+        """
+        least_s = self._without_offload(self._short, nums).seconds
+        return _is_longer(way.step.seconds, least_s, WORTH_IT)
+
+    def _may_recompute(self, layers: Mapping[int, int], best: Tried, limit_bytes: int) -> bool:
+        """Whether a single layer recomputed on some rank may be faster than the best without."""
+        if best.peak_bytes > limit_bytes:
+            return bool(layers)
+        if self._is_enough(best, limit_bytes):  # no layer has to be recorded anew
+            return False
+        return any(self._may_be_shorter(_with(self._nothing, {rank: 1}), best) for rank in layers)
+
+    def _mixed(self, ways: Sequence[Tried], limit_bytes: int) -> Tried:
+        """Each rank as where it costs least."""
+
+        def least(rank: int) -> RankChoice:
+            best = min(ways, key=lambda way: _cost(way.step.ranks[rank], limit_bytes))
+            return best.choice[rank]
+
+        return self._try(tuple(map(least, range(len(self._tapes)))))
+
+    def _improved(self, way: Tried, limit_bytes: int) -> Tried:
+        """With a group exchanged on a rank, as long as that makes the step shorter."""
+        while True:
+            others = [self._try(choice) for choice in self._neighbours(way.choice)]
+            best = _best_of([way, *others], limit_bytes)
+            if not _is_longer(way.step.seconds, best.step.seconds, SAME):
+                return way
+            way = best
+
+    def _neighbours(self, choice: Choice) -> Iterator[Choice]:
+        """Choices in which one group more stays, or one less, or another one in place of it."""
+        groups = [as_saved(tapes) for tapes in self._tapes_of(choice)]
+        for rank, own in enumerate(groups):
+            stay = choice[rank].stay
+            more = [group.place for group in own if group.place not in stay]
+            for place in (None, *stay):
+                others = tuple(other for other in stay if other != place)
+                for changed in [others, *((*others, another) for another in more)]:
+                    yield (*choice[:rank], choice[rank]._replace(stay=changed), *choice[rank + 1 :])
+
+    def _own_bounds(self, choice: Choice) -> list[Bounds]:
+        """Those that an engine would choose for what leaves."""
+        free = tuple(rank._replace(bounds=None) for rank in choice)
+        return [rank.bounds for rank in self._steps(self._short, free, 2, has_state=True)[-1].ranks]
+
+    def _fill(
+        self,
+        nums: Nums,
+        bounds: Sequence[Bounds],
+        order: Callable[[RankTapes], list[Candidate]],
+        limit_bytes: int,
+    ) -> Tried:
+        """Each rank keeps as much as fits, as if the others stayed as they were then. The shortest
+        step on the way: sometimes it is one in which less stays.
+        """
+        fills = [Fill(order(tapes), limit_bytes) for tapes in self._recomputing(nums)]
+        ways = list[Tried]()
+        while True:
+            stays = [fill.stay for fill in fills]
+            ways.append(self._try(_choice(nums, bounds, stays)))
+            if not any(fill.is_trying for fill in fills):
+                return _best_of(ways[::-1], limit_bytes)
+            for fill, rank in zip(fills, ways[-1].step.ranks, strict=True):
+                if fill.is_trying:
+                    fill.learn(rank.peak_bytes)
+
+    def _first_fill(self, nums: Nums, limit_bytes: int) -> Tried:
+        return self._fill(nums, self._first_bounds, ORDERS[0], limit_bytes)
 
     def _enough(self, layers: Mapping[int, int], limit_bytes: int) -> Nums:
         """How many layers each rank recomputes; see NOTE [ When to recompute ].
@@ -377,9 +461,6 @@ class Chooser:
                     enough[rank], costs[rank] = num, cost
         return _with(self._nothing, enough)
 
-    def _first_fill(self, nums: Nums, limit_bytes: int) -> Tried:
-        return self._fill(nums, self._first_bounds, ORDERS[0], limit_bytes)
-
     @property
     def _nothing(self) -> Nums:
         return (0,) * len(self._tapes)
@@ -396,9 +477,10 @@ class Chooser:
             if step.peak_bytes > limit_bytes and self._tapes[rank].num_layers
         }
 
-    @property
+    @cached_property
     def _first_bounds(self) -> list[Bounds]:
-        return [rank.bounds for rank in self._all_leave.ranks]
+        """Those that an engine chooses where all groups leave."""
+        return [rank.bounds for rank in self._all_leave(self._short).ranks]
 
     # The least limit
 
@@ -450,7 +532,7 @@ class Chooser:
         """What to give, if less than ``least`` is enough where all that leaves has room."""
         if self._roomier is None or (enough := self._roomier._least[0]) >= least:
             return ""
-        host = max(rank.host_peak_bytes for rank in self._roomier._all_leave.ranks)
+        host = max(rank.host_peak_bytes for rank in self._roomier._all_leave(self._order).ranks)
         return (
             f"give a larger host_budget_bytes than {self._config.host_budget_bytes}: all groups "
             f"take {host} on a rank, and then {bytes_said(enough, is_least=True)} are enough; "
@@ -458,43 +540,50 @@ class Chooser:
 
     # Predicted steps
 
-    def _without_offload(self, nums: Nums) -> PipelineStep:
+    def _without_offload(self, order: PipelineOrder, nums: Nums) -> PipelineStep:
         """The step in which all stays; a later one than the first, if an optimizer has a state."""
-        if nums not in self._without:
+        key = order.num_microbatches, nums
+        if key not in self._without:
             self._count()
             tapes = self._recomputing(nums)
-            how = self._order, tapes, self._hardware
             num_steps = 1 + any(rank.update.state_bytes for rank in tapes)
-            self._without[nums] = predict(*how, peers=self._peers, num_steps=num_steps)
-        return self._without[nums]
+            how = order, tapes, self._hardware
+            self._without[key] = predict(*how, peers=self._peers, num_steps=num_steps)
+        return self._without[key]
 
-    @cached_property
-    def _all_leave(self) -> PipelineStep:
+    def _all_leave(self, order: PipelineOrder) -> PipelineStep:
         """The step in which all groups leave, within bounds that the engine has chosen."""
         self._count()
-        how = self._order, self._tapes, self._hardware
+        how = order, self._tapes, self._hardware
         return predict(*how, config=without_plan(self._config), peers=self._peers)
 
     def _try(self, choice: Choice) -> Tried:
-        """One step by a plan."""
-        (step,) = self._steps(choice, 1, has_state=True)
+        """A short step by a plan."""
+        (step,) = self._steps(self._short, choice, 1, has_state=True)
+        return Tried(choice, step)
+
+    def _try_whole(self, choice: Choice) -> Tried:
+        """A step by a plan."""
+        (step,) = self._steps(self._order, choice, 1, has_state=True)
         return Tried(choice, step)
 
     def _prove(self, choice: Choice) -> Tried:
         """The last one of steps that follow a plan from the first on, with the highest peaks."""
-        steps = self._steps(choice, NUM_PROVEN, has_state=False)
+        steps = self._steps(self._order, choice, NUM_PROVEN, has_state=False)
         ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
         return Tried(choice, PipelineStep(list(ranks)))
 
-    def _steps(self, choice: Choice, num: int, *, has_state: bool) -> list[PipelineStep]:
+    def _steps(
+        self, order: PipelineOrder, choice: Choice, num: int, *, has_state: bool
+    ) -> list[PipelineStep]:
         """Steps by a plan from the first one on, each choice once."""
         ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
-        key = ranks, num, has_state
+        key = order.num_microbatches, ranks, num, has_state
         if key not in self._played:
             self._count()
             plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self._plans(choice)))
             config = replace(without_plan(self._config), plan=plan)
-            how = self._order, self._tapes_of(choice), self._hardware, config, self._peers
+            how = order, self._tapes_of(choice), self._hardware, config, self._peers
             self._played[key] = predict_each(*how, num, has_state=has_state)
         return self._played[key]
 
@@ -515,6 +604,11 @@ class Chooser:
         if self._progress is not None:
             self._progress(self._num_predicted)
         self._num_predicted += 1
+
+
+def _best_of(ways: Sequence[Tried], limit_bytes: int) -> Tried:
+    """The shortest of those that fit; if none does, of all."""
+    return min(ways, key=lambda way: (way.peak_bytes > limit_bytes, way.cost))
 
 
 def _with_highest_peak(steps: Sequence[RankStep]) -> RankStep:
@@ -543,6 +637,6 @@ def _cost(rank: RankStep, limit_bytes: int) -> tuple[int, float]:
     return max(0, rank.peak_bytes - limit_bytes), float(f"{seconds:.6e}")
 
 
-def _is_worth(least_s: float, seconds: float) -> bool:
-    """Whether a step that takes so long at least may be enough shorter than another one."""
-    return least_s < seconds * (1 - WORTH_IT)
+def _is_longer(seconds: float, other_s: float, part: float) -> bool:
+    """Whether a step is longer than another one, by such a part of it at least."""
+    return other_s < seconds * (1 - part)

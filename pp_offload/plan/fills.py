@@ -63,9 +63,14 @@ def as_saved(tapes: RankTapes) -> list[Candidate]:
     return sorted(_candidates(tapes), reverse=True)
 
 
-def first_saved(tapes: RankTapes) -> list[Candidate]:
+def largest_first(tapes: RankTapes) -> list[Candidate]:
     """The largest first; of equal ones, the first saved first."""
     return sorted(_candidates(tapes), key=lambda group: (-group.nbytes, group.place))
+
+
+def first_saved(tapes: RankTapes) -> list[Candidate]:
+    """The first saved first, whatever their size."""
+    return sorted(_candidates(tapes), key=lambda group: group.place)
 
 
 def spread_out(tapes: RankTapes) -> list[Candidate]:

@@ -70,8 +70,11 @@ def record(
     )
     has_disk = config is not None and config.tiers != ("host",)
     work.prepare(order, VirtualBackend(hardware))
-    ranks = range(order.num_ranks)
-    return [_Variants(order, work, still, options, rank, has_disk)(0) for rank in ranks]
+    variants: list[_Variants] = []
+    for rank in range(order.num_ranks):
+        variants.append(_Variants(order, work, still, options, rank, has_disk))
+        variants[-1].find_equal(variants[:-1])
+    return [each(0) for each in variants]
 
 
 class _Variants:
@@ -89,8 +92,24 @@ class _Variants:
         self._what = order, work, hardware, config, rank, has_disk
         self._layers = _layers_of(work, order.stages_of(rank))
         self._recorded: dict[int, RankTapes] = {}
+        self._equal: _Variants | None = None
+
+    def find_equal(self, others: Sequence[_Variants]) -> None:
+        """Another rank that does the same is recorded for both: most ranks of a model are equal."""
+        mine = self(0)
+        for other in others:
+            is_equal = replace(other(0), stages={}) == replace(mine, stages={})
+            if is_equal and [*other(0).stages.values()] == [*mine.stages.values()]:
+                names = [[name for _, name in one._layers] for one in (self, other)]
+                if names[0] == names[1]:
+                    self._equal = other
+                    return
 
     def __call__(self, num: int) -> RankTapes:
+        if num not in self._recorded and self._equal is not None:
+            tapes = self._equal(num)
+            stages = dict(zip(self._recorded[0].stages, tapes.stages.values(), strict=True))
+            self._recorded[num] = replace(tapes, stages=stages, variant=self)
         if num not in self._recorded:
             chosen = spread(self._layers, num)
             order, work, *_, rank, _ = self._what

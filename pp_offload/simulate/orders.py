@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,31 @@ class PipelineOrder:
     def stages_of(self, rank: int) -> list[int]:
         """A rank's stages, in order."""
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
+
+    def shortened(self) -> PipelineOrder:
+        """The same schedule with twice as many microbatches as ranks, if ranks then hold as many of
+        them at a time as with all; else this one.
+        """
+        num = 2 * self.num_ranks
+        if num >= self.num_microbatches or not isinstance(self._schedule, type):
+            return self
+        sizes = {"num_ranks": self.num_ranks, "num_stages": self.num_stages}
+        try:
+            shorter = PipelineOrder(self._schedule, num_microbatches=num, **sizes)
+        except ValueError:  # the schedule has no such number
+            return self
+        return shorter if shorter._most_held() == self._most_held() else self
+
+    def _most_held(self) -> list[int]:
+        """By rank, how many forwards were without their backward at most."""
+        most = []
+        for actions in self.actions:
+            steps = [
+                (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+                for kind, _, _ in actions
+            ]
+            most.append(max(accumulate(steps)))
+        return most
 
     @property
     def schedule_name(self) -> str:

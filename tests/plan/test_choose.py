@@ -17,7 +17,6 @@ from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
     InfeasibleError,
     OffloadPlan,
-    PlannedGroup,
     RankTapes,
     choose,
     chooser,
@@ -26,7 +25,7 @@ from pp_offload.plan import (
 from pp_offload.plan.chooser import NUM_PROVEN
 from pp_offload.simulate import run_pipeline
 
-MOST_LONGER = 1.04
+MOST_LONGER = 1.03
 """So many times as long as by the best of all choices; see benchmarks/results/plan_search.txt."""
 
 LONGEST = 1.09
@@ -110,7 +109,7 @@ def test_the_engine_does_so_with_a_disk(seed: int) -> None:
     assert num_followed(alone, tapes, 3) > 0
 
 
-@pytest.mark.parametrize("seed", [20, 22, 35, 39, 51, 91, 160, *slow(198, 319)])
+@pytest.mark.parametrize("seed", [20, 160, *slow(22, 35, 39, 51, 91, 198, 319)])
 @pytest.mark.parametrize("where", ["on the host", "in half of what it takes there", "on disk, too"])
 def test_hardly_any_choice_of_groups_is_better(seed: int, where: str) -> None:
     drawn, tapes = planned(seed)
@@ -126,16 +125,6 @@ def test_hardly_any_choice_of_groups_is_better(seed: int, where: str) -> None:
         plan = chosen(drawn, tapes, limit)
         most_longer = LONGEST if (seed, where) == (160, "on disk, too") else MOST_LONGER
         assert plan is not None and plan.seconds <= best * most_longer
-
-
-@pytest.mark.parametrize("seed", [20, *slow(0, 9, 11)])
-def test_more_memory_is_never_slower_and_less_never_has_the_higher_peak(seed: int) -> None:
-    drawn, tapes = planned(seed)
-    found = [chosen(drawn, tapes, limit) for limit in limits(drawn, tapes, 6)]
-    plans = [plan for plan in found if plan is not None]
-    assert len({plan.seconds for plan in plans}) > 2
-    for less, more in zip(plans, plans[1:], strict=False):
-        assert more.seconds <= less.seconds * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", [9, 22, 35])
@@ -175,22 +164,6 @@ def test_a_limit_that_needs_more_host_memory_says_so() -> None:
     assert refused_with_more.value.least_bytes < refused.value.least_bytes
     assert "host_budget_bytes" not in str(refused_with_more.value)
     assert f"and then {refused_with_more.value.least_bytes} (" in str(refused.value)
-
-
-def test_a_limit_that_needs_no_more_host_memory_does_not_say_so() -> None:
-    drawn, tapes = with_host_memory(*planned(9), 2.0)
-    with pytest.raises(InfeasibleError) as refused:
-        choose(drawn.order, tapes, drawn.hardware, 1, config=drawn.config, peers=drawn.peers)
-    assert "host_budget_bytes" not in str(refused.value)
-
-
-def test_with_room_for_all_everything_stays() -> None:
-    drawn, tapes = planned(9)
-    plan = chosen(drawn, tapes, 2**40)
-    assert plan is not None and plan.seconds == pytest.approx(plan.least_seconds, rel=1e-9)
-    groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
-    assert all(group.keeps for group in groups if group.nbytes)
-    assert all(isinstance(group, PlannedGroup) for group in groups)
 
 
 def test_each_rank_sends_no_more_than_it_needs() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 from every_choice import every_number_and_choice
 from small import limits, planned
 from test_choose import MOST_LONGER, check_follows, chosen, slow, small_bounds
 
-from pp_offload import OffloadError, recompute_layers
-from pp_offload._checkpoint.recomputed_layers import is_recomputed
-from pp_offload.plan import Chooser, InfeasibleError, RankTapes, record
+from pp_offload import OffloadError
+from pp_offload.plan import RankTapes, record
 from pp_offload.simulate import run_pipeline
 
 _ = small_bounds  # a fixture, for each test here
@@ -54,28 +51,6 @@ def test_nothing_is_recomputed_where_offload_costs_nothing(
     assert recorded and not any(recorded)
 
 
-def test_that_layers_may_be_recomputed_is_never_slower() -> None:
-    drawn, tapes = planned(9, layers="*")
-    low, high = limits(drawn, tapes, 2)
-    plan = chosen(drawn, tapes, low + (high - low) * 9 // 10)
-    without = chosen(*planned(9), low + (high - low) * 9 // 10)
-    assert plan is not None and without is not None
-    assert plan.seconds <= without.seconds * (1 + 1e-9)
-
-
-def test_a_chooser_knows_what_it_has_tried() -> None:
-    drawn, tapes = planned(8, layers="*")
-    num: list[int] = []
-    how = {"config": drawn.config, "peers": drawn.peers, "progress": num.append}
-    chooser = Chooser(drawn.order, tapes, drawn.hardware, **how)
-    low, high = limits(drawn, tapes, 2)
-    first = chooser.plan((low + high) // 2)
-    before = len(num)
-    assert chooser.plan((low + high) // 2) == first and len(num) == before
-    with pytest.raises(InfeasibleError):
-        chooser.plan(1)
-
-
 def test_layers_are_spread_and_named() -> None:
     drawn, tapes = planned(3, layers="*")
     assert [one.num_layers for one in tapes] == [6, 4]
@@ -88,14 +63,6 @@ def test_layers_are_spread_and_named() -> None:
     plain = record(drawn.order, planned(3)[0].work, drawn.hardware)
     with pytest.raises(ValueError, match='expected 0 to 0; name them with Modules.layers="'):
         plain[0].recomputing(1)
-
-
-def test_a_pattern_that_fits_nothing_is_refused() -> None:
-    from pp_offload.simulate import Modules
-
-    work = planned(3)[0].work
-    with pytest.raises(ValueError, match=r"layers is 'layer.\*', which fits no name of a module"):
-        Modules(work.stages, example=work.samples[0], loss_fn=work.loss_fn, layers="layer.*")
 
 
 def test_a_plan_of_layers_needs_them_recomputed() -> None:
@@ -112,24 +79,3 @@ def test_a_plan_of_layers_needs_them_recomputed() -> None:
 
     with pytest.raises(OffloadError, match="recomputed, and they are not"):
         run_pipeline(drawn.order, Plain(), drawn.hardware, config=config, peers=drawn.peers)
-
-
-def test_layers_that_are_recomputed_already_stay_so() -> None:
-    """A virtual pipeline recomputes the layers of a plan by itself, or finds it done."""
-    drawn, tapes = planned(8, layers="*")
-    plan = chosen(drawn, tapes, limits(drawn, tapes, 2)[0])
-    assert plan is not None
-    named = plan.recomputed_by_stage(drawn.order.stages_of)
-    assert any(named.values())
-    config = drawn.config.__class__(plan=plan)
-    by_itself = run_pipeline(drawn.order, drawn.work, drawn.hardware, config=config)
-    with ExitStack() as stack:
-        for stage, names in named.items():
-            stack.enter_context(recompute_layers(drawn.work.stages[stage], names))
-        found = run_pipeline(drawn.order, drawn.work, drawn.hardware, config=config)
-        assert all(
-            is_recomputed(drawn.work.stages[stage], name)
-            for stage, names in named.items()
-            for name in names
-        )
-    assert found == by_itself

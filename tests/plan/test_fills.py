@@ -69,10 +69,6 @@ def test_all_may_be_lower_than_some() -> None:
     assert filled(groups(90, 10, 10, 10, 10), 110, peak)[0] == [1, 2, 3, 4]
 
 
-def test_nothing_stays_where_nothing_fits() -> None:
-    assert filled(groups(10, 10), 99, summed) == ([], 2)
-
-
 def test_fewer_are_without_those_that_came_last() -> None:
     stay = ((0, 3), (0, 1), (0, 2))
     assert fewer(stay, 2) == ((0, 3),)

@@ -10,7 +10,7 @@ from small import limits, planned, with_host_memory
 from test_choose import small_bounds
 
 from pp_offload._common.option_sources import size_said
-from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, RankTapes
+from pp_offload.plan import Chooser, OffloadPlan, RankTapes
 from pp_offload.plan.table import table
 
 _ = small_bounds  # a fixture, for each test here
@@ -68,19 +68,3 @@ def test_copies_that_have_too_much_to_do(
     plan = replace(plan, seconds=1.0, ranks=tuple(ranks), options=options)
     text = " ".join(table(plan, chooser.without_offload()).split())
     assert ("Copies have too much" not in text) if expected is None else expected in text
-
-
-def test_a_limit_that_no_step_is_below() -> None:
-    drawn, tapes = planned(5)
-    with pytest.raises(InfeasibleError, match="rank 0 needs whatever leaves; name more"):
-        chooser_of(drawn, tapes).plan(1)
-
-
-def test_a_limit_that_is_enough_without_offload() -> None:
-    """Nothing leaves by the plan, also where more would be needed if all did."""
-    drawn, tapes = planned(22)
-    chooser = chooser_of(drawn, tapes, max_in_flight_bytes=2**40, prefetch_bytes=2**40)
-    enough = max(rank.peak_bytes for rank in chooser.without_offload().ranks)
-    plan = chooser.plan(enough)
-    assert plan.seconds == plan.least_seconds
-    assert not any(rank.bytes_offloaded for rank in plan.ranks)
