@@ -109,7 +109,7 @@ def sweep(given: Namespace) -> int:
     }
     report(f"{pipeline.title}\n\n{front_table(plans)}", figures, as_json=given.json)
     if given.png is not None:
-        from pp_offload.plan.trade_off_picture import draw_front
+        from pp_offload.plan.plan_picture import draw_front
 
         _draw(partial(draw_front, plans, title=pipeline.title), given.png, is_quiet=given.json)
     return 0

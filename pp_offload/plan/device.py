@@ -4,7 +4,7 @@
     device.run([1e-3])                      # compute works
     device.memory.add(512)
     source = NumberTensor(512, Held(device.memory, 512))  # until nobody refers to it
-    host = HostNumbers(addresses, 512)
+    host = device.allocate_host(512)
     device.copy(device.d2h, [host], [source], "mlp")
     torch.empty_like(host)                  # a NumberTensor again
 
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
+from pp_offload._memory.disk_file import DiskWrite, Extent
+from pp_offload.simulate.clocks import VirtualStream
+from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.link import Link
 from pp_offload.simulate.memory import ROUNDING_BYTES
 
 
@@ -30,6 +30,20 @@ class Bytes:
 
     def __init__(self) -> None:
         self.live = self.peak = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """As of :class:`DeviceMemory`."""
+        return self.live
+
+    @property
+    def peak_bytes(self) -> int:
+        """As of :class:`DeviceMemory`."""
+        return self.peak
+
+    def take_peak(self) -> None:
+        """As of :class:`DeviceMemory`."""
+        self.peak = self.live
 
     def add(self, nbytes: int) -> None:
         """So much more, or less."""
@@ -49,12 +63,6 @@ class Bytes:
         if live + rise > self.peak:
             self.peak = live + rise
         self.live = live + nbytes
-
-
-class OnDevice:
-    """Where host memory of a rank comes back to: each step has a device of its own."""
-
-    memory: Bytes
 
 
 class Held:
@@ -136,17 +144,17 @@ class HostNumbers:
     """Host memory, as the host pool deals it out: ``torch.empty_like`` makes device memory of it.
 
     Args:
-        rank: Whose it is.
+        device: Where it comes back to.
         nbytes: How much.
     """
 
-    __slots__ = ("_rank", "nbytes")
+    __slots__ = ("_device", "nbytes")
 
     dtype = None
     shape = ()
 
-    def __init__(self, rank: OnDevice, nbytes: int) -> None:
-        self._rank = rank
+    def __init__(self, device: NumberDevice, nbytes: int) -> None:
+        self._device = device
         self.nbytes = nbytes
 
     def __deepcopy__(self, memo: object) -> HostNumbers:
@@ -159,7 +167,7 @@ class HostNumbers:
 
     def narrow(self, dim: int, start: int, length: int) -> HostNumbers:
         """So much of it."""
-        return HostNumbers(self._rank, length)
+        return HostNumbers(self._device, length)
 
     def view(self, what: object) -> HostNumbers:
         """It has no shape and no dtype."""
@@ -171,64 +179,77 @@ class HostNumbers:
     ) -> NumberTensor:
         """``torch.empty_like``, the only function that the core calls with it."""
         (host,) = args
-        return host._rank.memory.tensor(host.nbytes)
+        return host._device.memory.tensor(host.nbytes)
 
 
-class NumberDevice:
-    """Streams with clocks; a backend of the core.
+class NumberFile(VirtualFile):
+    """A file of which only the times of reads and writes are counted.
+
+    Args:
+        clock: Of the disk.
+    """
+
+    in_use_bytes = peak_bytes = 0
+
+    def __init__(self, clock: DiskClock) -> None:
+        self._clock = clock
+        self.listeners = ()
+        self.written_bytes = self.read_bytes = 0
+
+    def _open_file(self) -> Any:
+        """Nothing is written."""
+
+    def _extent(self, nbytes: int) -> Extent:
+        return Extent(0, nbytes)  # a disk has no end
+
+    def _in_use(self, write: DiskWrite) -> DiskWrite:
+        return write
+
+
+class NumberDevice(VirtualBackend):
+    """A virtual device for tensors that are only their bytes.
 
     Args:
         hardware: What it is like.
-
-    Attributes:
-        memory: Of the device.
     """
 
-    device = torch.device("meta")
-    is_capturing = is_host = False
+    memory: Any
+    """Of the step; a new one begins with :meth:`begin_step`."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self.memory = Bytes()
-        self.host = HostClock(hardware)
-        self.link = Link(self.host)
-        self._streams: list[VirtualStream] = []
-        self.compute, self.d2h, self.h2d = (self.new_stream() for _ in range(3))
+        super().__init__(hardware)
+        self.begin_step(0)
         # Then copies share a rate with nothing, for each direction has one stream.
         self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
 
-    @property
-    def seconds(self) -> float:
-        """When all that was launched so far has ended."""
-        return max(self.host.now_s, *(stream.free_at_s for stream in self._streams))
-
-    def new_stream(self) -> VirtualStream:
-        """Another stream, ordered with nothing."""
-        self._streams.append(VirtualStream(self.host))
-        return self._streams[-1]
-
-    def synchronize(self) -> None:
-        """Have the host wait for all of it."""
-        self.host.wait_until(self.seconds)
+    def begin_step(self, taken_bytes: int) -> None:
+        """A step begins with so many bytes in use: what is gone then counts in the last step."""
+        self.memory = Bytes()
+        self.memory.add(taken_bytes)
 
     def current_stream(self) -> VirtualStream:
         """The only one that computes."""
         return self.compute
 
-    def timed_event(self, stream: VirtualStream) -> VirtualEvent:
-        """A new event, for all of them know their time."""
-        return stream.record_event()
+    def open_disk(self, directory: object) -> VirtualFile:
+        """A file that is not there, on the device's disk."""
+        return NumberFile(self.disk)
+
+    def allocate_host(self, nbytes: int) -> Any:
+        """Pinning takes its time."""
+        if self.hardware.pin_bytes_per_s is not None:
+            self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
+        return HostNumbers(self, nbytes)
 
     def run(self, operators_s: Sequence[float]) -> None:
         """Launch operators that take so long by themselves."""
-        if not self.host.hardware.copies_slow_compute:
+        if not self.hardware.copies_slow_compute:
             self.compute.launch_all(operators_s)
             return
         for took_s in operators_s:
             self.compute.launch_until(partial(self.link.compute, seconds=took_s))
 
-    def copy(
-        self, stream: VirtualStream, targets: Sequence[Any], sources: Sequence[Any], label: str
-    ) -> None:
+    def copy(self, stream: Any, targets: Sequence[Any], sources: Sequence[Any], label: str) -> None:
         """Launch copies one behind the other."""
         sizes = [target.nbytes for target in targets]
         to_host = stream is self.d2h

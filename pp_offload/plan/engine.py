@@ -1,7 +1,8 @@
 """The engine's core on numbers: it saves, sends and brings tensors that are only their bytes.
 
-    engine = NumberEngine(device, places.tier(device, 0.0), record, config)
-    chunk = NumberChunk(tape, key, NumberOffloader(engine, record, plan, split))
+    manager = NumberManager(config, NumberDevice(hardware))
+    manager.begin_chunk(1, 0, make=partial(NumberChunk, tape))
+    chunk = manager.forward.chunk
     chunk.open(0)
     chunk.close_group(0)   # its payloads leave, or stay
     chunk.use(0)           # backward asks for a payload
@@ -22,15 +23,19 @@ from typing import Any
 from pp_offload._core.batch import Batch
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey, GroupKey, Place
+from pp_offload._core.keys import GroupKey, Place
 from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import Copy, SharedCopies
+from pp_offload._core.tiers import make_tier
+from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.plan import Plan
-from pp_offload._groups.split_backward import SplitBackward
+from pp_offload._groups.manager import Manager
+from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.step import StepRecord
+from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import Held, NumberDevice, NumberPart, NumberTensor
 from pp_offload.plan.tape import Again, Tape
 
@@ -87,12 +92,17 @@ class NumberEngine(Engine):
 
     shared: SharedNumbers
 
-    def __init__(self, device: Any, tier: Any, order: Any, config: Any) -> None:
-        super().__init__(device, tier, order, config)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.shared = SharedNumbers()
         self.recipes = None  # tapes have them
         self.copied: set[Place] = set()
         """Places of groups whose copies of parameters were made."""
+
+    def begin_step(self) -> None:
+        """Copies of parameters are made anew."""
+        super().begin_step()
+        self.copied.clear()
 
     def _collected(self, group: Group) -> Payloads:
         first: Any = group.saved_refs[0]() if group.saved_refs else None
@@ -102,17 +112,43 @@ class NumberEngine(Engine):
         """That a group finds no room is what is asked."""
 
 
-class NumberOffloader:
-    """What chunks of a step share; what :class:`Chunk` asks of ``Offloader``."""
+class NumberOffloader(Offloader):
+    """Its engine works on numbers."""
 
-    is_enabled = True
+    def _fresh_engine(self) -> NumberEngine:
+        tier = make_tier(self.backend, self.config, self._allocate)
+        return NumberEngine(self.backend, tier, self.step, self.config, self.observers)
 
-    def __init__(self, engine: NumberEngine, step: Any, plan: Plan, split: SplitBackward) -> None:
-        self.engine = engine
-        self.step = step
-        self.plan = plan
-        self.lock = engine.mover.lock
-        self.split = split
+
+class PlannedBounds(AutoBounds):
+    """Those of a plan: no step is timed, for nothing is chosen from its times."""
+
+    def begin_step(self) -> None:
+        """See :class:`AutoBounds`."""
+
+
+class NumberManager(Manager):
+    """A manager of a rank in numbers: it learns from steps as any other.
+
+    Args:
+        config: Options.
+        device: Where it works.
+        has_bounds: Whether its plan has bounds.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, device: NumberDevice, *, has_bounds: bool = False
+    ) -> None:
+        super().__init__(config=config, backend=device)
+        step = StepRecord()
+        self._follow(config, step, NumberOffloader(device, config, step))
+        if has_bounds:
+            self.bounds = PlannedBounds(self.offloader, config, self._room.unused_bytes)
+        self.num_attached = 1
+        self.idle_groups.num_steps_left = 0  # whether groups do something is not asked here
+
+    def _say_what_steps_cost(self) -> None:
+        """That is for who predicts."""
 
 
 class NumberChunk(Chunk):
@@ -120,15 +156,13 @@ class NumberChunk(Chunk):
 
     Args:
         tape: What it does.
-        key: Which it is.
-        device: Where it runs.
-        offloader: Of the step.
+        min_numel, offloader, which: As for :class:`Chunk`.
     """
 
-    def __init__(self, tape: Tape, key: ChunkKey, device: NumberDevice, offloader: Any) -> None:
-        super().__init__(0, offloader, vp_stage=key.vp_stage, microbatch=key.microbatch)
+    def __init__(self, tape: Tape, min_numel: int, offloader: Any, **which: Any) -> None:
+        super().__init__(min_numel, offloader, **which)
         self.tape = tape
-        self._device = device
+        self._device = device = offloader.backend
         self._sources: list[Held | None] = [
             Held(device.memory, nbytes) for nbytes in tape.source_bytes
         ]

@@ -5,17 +5,17 @@ step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
 from pp_offload.config import OffloadConfig, check_config
-from pp_offload.plan.rank import NumberRank
+from pp_offload.plan.rank import number_rank
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
 from pp_offload.simulate.orders import PipelineOrder
-from pp_offload.simulate.rank import PipelineStep
+from pp_offload.simulate.rank import PipelineStep, VirtualRank
 
 
 def predict(
@@ -47,18 +47,14 @@ def predict(
         ValueError: There is not a tape for each rank and stage, or the config has a tier of another
             kind or an automatic plan.
     """
-    with collector_off():  # it would look for garbage among all that ranks keep, again and again
-        *_, ranks = _played(order, tapes, hardware, config, peers, num_steps)
-        step = _ended(ranks)
-        del _, ranks  # or it would do so now
-    return step
+    return predict_each(order, tapes, hardware, config, peers, num_steps)[-1]
 
 
 def predict_each(
     order: PipelineOrder,
     tapes: Sequence[RankTapes],
     hardware: Hardware,
-    config: OffloadConfig,
+    config: OffloadConfig | None,
     peers: PeerLink | None,
     num_steps: int,
     *,
@@ -67,61 +63,34 @@ def predict_each(
     """As :func:`predict`, but each of the steps; with ``has_state`` optimizers have made their
     state before.
     """
-    with collector_off():
-        played = _played(order, tapes, hardware, config, peers, num_steps, has_state=has_state)
-        return [_ended(ranks) for ranks in played]
-
-
-def _played(
-    order: PipelineOrder,
-    tapes: Sequence[RankTapes],
-    hardware: Hardware,
-    config: OffloadConfig | None,
-    peers: PeerLink | None,
-    num: int,
-    *,
-    has_state: bool = False,
-) -> Iterator[list[NumberRank]]:
-    """The ranks, whenever they have ended one of so many steps."""
-    check_count("num_steps", num, least=1)
-    ranks = _ranks(order, tapes, hardware, config)
-    for rank in ranks:
-        rank.has_state = has_state
-    for number in range(num):
-        messages = Messages(order, peers or PeerLink())
-        _run_step(ranks, messages, is_last=number == num - 1)
-        yield ranks
-
-
-def _ranks(
-    order: PipelineOrder,
-    tapes: Sequence[RankTapes],
-    hardware: Hardware,
-    config: OffloadConfig | None,
-) -> list[NumberRank]:
+    check_count("num_steps", num_steps, least=1)
     check_kind("order", order, PipelineOrder, "a PipelineOrder")
     check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
     if config is not None:
         check_config(config)
         _check_known(config)
     _check_tapes(order, tapes)
-    return [NumberRank(order, number, one, hardware, config) for number, one in enumerate(tapes)]
+    messages = Messages(order, peers or PeerLink())
+    with collector_off():  # it would look for garbage among all that ranks hold, again and again
+        ranks = [
+            number_rank(order, number, one, hardware, config, messages, has_state=has_state)
+            for number, one in enumerate(tapes)
+        ]
+        steps = [_run_step(ranks) for _ in range(num_steps)]
+        del ranks  # or it would do so now
+    return steps
 
 
-def _run_step(ranks: Sequence[NumberRank], messages: Messages, *, is_last: bool) -> None:
-    begin_s = max(rank.seconds for rank in ranks)
+def _run_step(ranks: Sequence[VirtualRank]) -> PipelineStep:
+    begin_s = max(rank.backend.seconds for rank in ranks)
     for rank in ranks:
-        rank.begin_step(messages, begin_s, is_last=is_last)
-    _run(ranks)
-
-
-def _run(ranks: Sequence[NumberRank]) -> None:
+        rank.begin_step(begin_s)
     while any(rank.has_more for rank in ranks):
-        num = sum([rank.run_what_can() for rank in ranks])
-        assert num, "a schedule is looked at for circles when it is made"
-
-
-def _ended(ranks: Sequence[NumberRank]) -> PipelineStep:
+        can_go_on = [rank for rank in ranks if rank.may_go_on]
+        assert can_go_on, "a schedule is looked at for circles when it is made"
+        for rank in can_go_on:
+            while rank.may_go_on:
+                rank.run_next()
     return PipelineStep([rank.ended() for rank in ranks])
 
 

@@ -1,6 +1,7 @@
-"""A plan as a picture: what each rank's device holds at the peak, and what its groups do.
+"""Pictures: what each rank holds at the peak and what its groups do, and time against limits.
 
     draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
+    draw_front(found, "front.png", title="Llama 8B on 4 H100")
 
 It takes matplotlib: the extra ``plots``.
 """
@@ -23,10 +24,11 @@ from pp_offload._common.pictures import (
     new_figure,
     save,
 )
+from pp_offload.plan.trade_off import GIB, Front, peak_of
 from pp_offload.simulate.rank import PipelineStep
 
-GIB = 2**30
 HEIGHT_INCHES = 5.0
+FRONT_HEIGHT_INCHES = 4.0
 BAR_WIDTH = 0.38
 
 
@@ -104,3 +106,57 @@ def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
 def _planned_bytes(rank: RankPlan, *, keeps: bool) -> int:
     groups = [group for stage in rank.stages for group in stage if group.keeps is keeps]
     return sum(group.nbytes for group in groups)
+
+
+def draw_front(found: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
+    """Draw it.
+
+    Args:
+        found: What :func:`front` gave.
+        path: A file, whose end says the format.
+        title: Model, schedule and device, in words.
+
+    Raises:
+        ImportError: Matplotlib is not installed.
+        OSError: The file cannot be written.
+        ValueError: Its name ends otherwise than pictures do.
+    """
+    check_format(path)
+    none = found.without_offload
+    figure = new_figure(FRONT_HEIGHT_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    limits = [plan.limit_bytes / GIB for plan in found.plans]
+    times_ms = [plan.seconds * 1e3 for plan in found.plans]
+    axes.plot(limits, times_ms, color=BLUE, marker="o", markersize=4, label="by a plan")
+    partly = [plan for plan in found.plans if any(any(rank.recomputed) for rank in plan.ranks)]
+    axes.plot(
+        [plan.limit_bytes / GIB for plan in partly],
+        [plan.seconds * 1e3 for plan in partly],
+        color=VERMILION,
+        marker="o",
+        linestyle="",
+        markersize=8,
+        markerfacecolor="none",
+        label="with layers recomputed",
+    )
+    others = [("without offload", none, BLACK, "s")]
+    if found.recomputed is not None:
+        others.append(("all layers recomputed, nothing leaves", found.recomputed, ORANGE, "D"))
+    for name, step, colour, marker in others:
+        axes.plot(
+            [peak_of(step) / GIB],
+            [step.seconds * 1e3],
+            color=colour,
+            marker=marker,
+            linestyle="",
+            label=name,
+        )
+    axes.axhline(none.seconds * 1e3, color=BLACK, linewidth=0.6, linestyle="--")
+    axes.axvspan(0, limits[0], color=FAINT, label="no plan was found")
+    axes.set_xlim(left=0)
+    axes.set_xlabel("limit of each device, GiB")
+    axes.set_ylabel("step, ms")
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.legend(fontsize=8)
+    axes.set_title(title, fontsize=9, loc="left", wrap=True)
+    save(figure, path)

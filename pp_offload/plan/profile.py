@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 
 from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import Bytes, NumberDevice
+from pp_offload.plan.staying import staying
 from pp_offload.plan.tape import (
     Backward,
     Close,
-    Drop,
     Event,
-    Gone,
     Open,
     RankTapes,
     Stretch,
@@ -183,13 +182,10 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
 
 
 def _optimizer(update: Update) -> ActionProfile | None:
-    if not update.later:
-        return None
-    memory, seconds = Bytes(), 0.0
-    for one in update.later:
-        memory.pass_by(one.nbytes, one.rise)
-        seconds += sum(one.seconds)
-    return ActionProfile(update.state_bytes, memory.peak, seconds * 1e3)
+    """What it takes in a step, beside the state that it made in the first one."""
+    return (
+        replace(_action(update.later), resident_bytes=update.state_bytes) if update.later else None
+    )
 
 
 def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile]:
@@ -209,7 +205,7 @@ def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile
             shared_with=shared[position],
             forward_ms=forward[position] * 1e3,
             backward_ms=backward[position] * 1e3,
-            copy_ms=device.d2h.busy_s * 1e3,
+            copy_ms=device.offload_s * 1e3,
         )
         num[group.name] += 1
 
@@ -259,7 +255,9 @@ def _shared(tape: Tape) -> list[tuple[str, ...]]:
 
 def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int) -> StageProfile:
     forward, first, backward = _actions(tape)
-    other = _actions(recomputed)
+    other_forward, _, other_backward = _actions(recomputed)
+    recompute_ms = other_backward.ms - backward.ms
+    frees_bytes = forward.resident_bytes - other_forward.resident_bytes
     return StageProfile(
         stage=stage,
         rank=rank,
@@ -267,21 +265,16 @@ def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int)
         first_backward=first,
         backward=backward,
         num_layers=num_layers,
-        recompute_ms=(other[2].ms - backward.ms) / num_layers if num_layers else None,
-        recompute_frees_bytes=(forward.resident_bytes - other[0].resident_bytes) / num_layers
-        if num_layers
-        else None,
+        recompute_ms=recompute_ms / num_layers if num_layers else None,
+        recompute_frees_bytes=frees_bytes / num_layers if num_layers else None,
     )
 
 
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
-    """Forward, first backward and any other."""
-    memory = _Memory(tape)
-    forward = memory.play(tape.forward)
-    first = _Memory(tape)
-    first.play(tape.forward)
-    backward = _backward(tape)
-    return forward, first.play(backward.first), memory.play(backward.later)
+    """Forward, first backward and any other, of a microbatch that sends nothing away."""
+    still = staying(tape)
+    backward = _backward(still)
+    return _action(still.forward), _action(backward.first), _action(backward.later)
 
 
 def _backward(tape: Tape) -> Backward:
@@ -291,37 +284,11 @@ def _backward(tape: Tape) -> Backward:
     return tape.backward if tape.backward.later else in_two
 
 
-class _Memory:
-    """Device memory of a microbatch that sends nothing away.
-
-    Args:
-        tape: What it does.
-    """
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._num_holders = [1] * len(tape.source_bytes)
-        """Of each source: the program, and payloads that stay."""
-
-    def play(self, events: Sequence[Event]) -> ActionProfile:
-        """The next action."""
-        memory, seconds = Bytes(), 0.0
-        for event in events:
-            match event:
-                case Stretch():
-                    memory.pass_by(event.nbytes, event.rise)
-                    seconds += sum(event.seconds)
-                case Close(position):
-                    for index in self._tape.groups[position].payloads:
-                        payload = self._tape.payloads[index]
-                        self._num_holders[payload.source] += bool(payload.num_uses)
-                case Drop(source):
-                    self._let_go(memory, source)
-                case Gone(payload):
-                    self._let_go(memory, self._tape.payloads[payload].source)
-        return ActionProfile(memory.live, memory.peak, seconds * 1e3)
-
-    def _let_go(self, memory: Bytes, source: int) -> None:
-        self._num_holders[source] -= 1
-        if not self._num_holders[source]:
-            memory.add(-self._tape.source_bytes[source])
+def _action(events: Sequence[Event]) -> ActionProfile:
+    """What stretches cost together."""
+    memory, seconds = Bytes(), 0.0
+    for event in events:
+        assert isinstance(event, Stretch), "nothing leaves"
+        memory.pass_by(event.nbytes, event.rise)
+        seconds += sum(event.seconds)
+    return ActionProfile(memory.live, memory.peak, seconds * 1e3)

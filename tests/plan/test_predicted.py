@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import predict_exact
 import pytest
 import torch
 from beside_engine import (
@@ -20,7 +18,6 @@ from beside_engine import (
     ran_v_shaped,
     ran_with_budget,
     ran_with_recomputed,
-    run_and_recorded,
 )
 from ordered_parts import ordered_parts
 from random_pipelines import draw_pipeline
@@ -35,14 +32,9 @@ from torch.distributed.pipelining import (
 from pp_offload import OffloadConfig, config
 from pp_offload._core.mover import Counts
 from pp_offload._groups import auto_bounds
-from pp_offload._groups.plan import Plan
-from pp_offload._groups.step import StepRecord
 from pp_offload.plan import device, predict, record
 from pp_offload.plan import rank as plan_rank
-from pp_offload.plan.bounds import Bounds
-from pp_offload.plan.device import NumberDevice
-from pp_offload.plan.engine import NumberEngine, SharedNumbers
-from pp_offload.plan.places import NumberPlaces
+from pp_offload.plan.engine import SharedNumbers
 from pp_offload.plan.tape import Lost
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
@@ -54,97 +46,25 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
-    compare(range(20), ran)
-
-
-@pytest.mark.slow
-def test_more_of_them() -> None:
-    compare(range(20, 70), ran)
-
-
-@pytest.mark.exhaustive
-def test_two_thousand_of_them() -> None:
-    compare(range(1000, 3000), ran)
+    compare(range(12), ran)
 
 
 def test_with_layers_that_are_recomputed() -> None:
-    compare(range(45, 60), ran_with_recomputed)
-
-
-@pytest.mark.slow
-def test_more_with_layers_that_are_recomputed() -> None:
-    compare(range(60, 90), ran_with_recomputed)
-
-
-def test_a_payload_that_is_taken_back_and_then_brought() -> None:
-    """Its first memory is free before it has another."""
-    assert ran_with_recomputed(75, layers_seed=526).differences() == []
-
-
-def test_parameters_that_are_not_used_yet_count() -> None:
-    """All forwards of a stage come before the first one of the next one on that rank, and the peak
-    of the only step comes before that.
-    """
-    compare(range(1066, 1067), ran)
+    compare(range(45, 53), ran_with_recomputed)
 
 
 def test_with_too_little_host_memory() -> None:
     """What finds no room stays on the device, from the first group on that does not fit."""
-    compare(range(300, 310), ran_with_budget)
-
-
-def test_a_budget_binds_in_most_of_them() -> None:
-    num = 0
-    for seed in range(300, 310):
-        found = ran_with_budget(seed)
-        without = replace(found.drawn.config, host_budget_bytes=None)
-        options = {**found.drawn.options, "config": without}
-        step = predict(found.drawn.order, found.tapes, found.drawn.hardware, **options)
-        num += any(
-            mine.bytes_offloaded < all_of_it.bytes_offloaded
-            for mine, all_of_it in zip(found.ran, step.ranks, strict=True)
-        )
-    assert num >= 5
-
-
-@pytest.mark.slow
-def test_more_with_too_little_host_memory() -> None:
-    compare(range(310, 340), ran_with_budget)
+    compare(range(300, 305), ran_with_budget)
 
 
 def test_with_backwards_in_two_parts() -> None:
-    compare(range(12), ran_split)
-
-
-@pytest.mark.slow
-def test_more_with_backwards_in_two_parts() -> None:
-    compare(range(12, 40), ran_split)
-
-
-def test_a_file_with_one_stage_for_each_rank(tmp_path: Path) -> None:
-    file = tmp_path / "order.csv"
-    file.write_text(
-        "0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3\n"
-        "1F0,1I0,1F1,1W0,1I1,1F2,1W1,1I2,1F3,1W2,1I3,1W3\n"
-    )
-    order = PipelineOrder(file, num_ranks=2, num_stages=2, num_microbatches=4)
-    for seed in (0, 4, 5):
-        drawn = draw_pipeline(seed, schedules=[ScheduleInterleavedZeroBubble])
-        drawn.work.stages[:] = drawn.work.stages[:2]
-        with ordered_parts():
-            found = run_and_recorded(replace(drawn, order=order))
-        assert found.differences() == [], f"seed {seed}"
-        assert any(rank.bytes_offloaded for rank in found.ran)
+    compare(range(6), ran_split)
 
 
 def test_v_shaped() -> None:
     """Two stages of the last rank are next to each other."""
-    compare(range(8), ran_v_shaped)
-
-
-@pytest.mark.slow
-def test_more_v_shaped() -> None:
-    compare(range(8, 34), ran_v_shaped)
+    compare(range(4), ran_v_shaped)
 
 
 def test_without_offload() -> None:
@@ -161,36 +81,11 @@ def test_without_offload() -> None:
         assert found.differences() == []
 
 
-def test_bounds_do_not_outgrow_the_device() -> None:
-    endless = ran(219, memory_bytes=2**40)
-    full = ran(219, memory_bytes=min(rank.peak_bytes for rank in endless.ran))
-    assert full.differences() == []
-    full.drawn = endless.drawn
-    assert full.differences(), "or it says nothing"
-
-
-def test_steps_are_timed_again_when_more_leaves() -> None:
-    """As the engine does, which has the same numbers."""
-    bounds, config = Bounds(OffloadConfig()), OffloadConfig()
-    for sent, is_timed in ((100, True), (100, False), (110, False), (111, True), (111, True)):
-        number_device = NumberDevice(DEVICES["H100"])
-        places = NumberPlaces(config, DEVICES["H100"])
-        tier, record = places.tier(number_device, 0.0), StepRecord()
-        for what in (sent, None):
-            engine = NumberEngine(number_device, tier, record, config)
-            bounds.watch(engine, number_device)
-            if what is not None:
-                bounds.choose(kept=(), unused_bytes=None, sent_bytes=what)
-        assert bool(engine.observers.copied) is is_timed
-
-
 # Each rule counts
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    "no bounds are chosen": lambda: patch.object(Bounds, "choose", lambda *a, **k: None),
     "copied again by each group": lambda: patch.object(SharedNumbers, "add", lambda *a: None),
-    "the first plan stays": lambda: patch.object(StepRecord, "make_plan", lambda *a: Plan()),
     "a view has what it is of": lambda: patch.dict(plan_rank._TELL, {Lost: lambda *a: None}),
     "host memory comes back for nothing": lambda: patch.object(device, "ROUNDING_BYTES", 2**40),
 }
@@ -207,18 +102,6 @@ def test_a_fault_in_a_rule_shows(name: str, some: list[Found]) -> None:
     with FAULTS[name]():
         assert any(found.differences() for found in some)
     assert not any(found.differences() for found in some)
-
-
-def test_the_figure_of_exactness_counts_a_fault() -> None:
-    """And one that ends a run is no pipeline that was compared."""
-    rows = [predict_exact.compared(0)]
-    with FAULTS["host memory comes back for nothing"]():
-        rows.append(predict_exact.compared(0))
-    with patch("beside_engine.predict", side_effect=ZeroDivisionError("once")):
-        rows.append(predict_exact.compared(0))
-    found = predict_exact.figures(rows)
-    assert (found["num_compared"], found["num_unequal"]) == (2, 1)
-    assert found["failed"] == {0: "ZeroDivisionError: once"}
 
 
 # What is not predicted says so

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 from beside_engine import Found, compare, drawn_of_any_kind, ran_with_disk, run_and_recorded
 from random_pipelines import draw_pipeline
 
-from pp_offload._core.tiers import DiskTier
 from pp_offload._groups import auto_bounds
-from pp_offload.plan import places as plan_places
 from pp_offload.plan import predict, record
 
 
@@ -25,17 +20,7 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
-    compare(range(10), ran_with_disk)
-
-
-@pytest.mark.slow
-def test_more_of_them() -> None:
-    compare(range(10, 30), ran_with_disk)
-
-
-@pytest.mark.exhaustive
-def test_a_thousand_of_them() -> None:
-    compare(range(1000, 2000), ran_with_disk)
+    compare(range(6), ran_with_disk)
 
 
 def test_where_the_file_is_does_not_matter(tmp_path: Path) -> None:
@@ -71,31 +56,3 @@ def test_what_is_written_still_goes_on_in_the_next_step(seed: int) -> None:
 
 
 # Each rule counts
-
-
-FAULTS: dict[str, Callable[[], Any]] = {
-    "nothing is left of the budget for the way": lambda: patch.object(
-        plan_places, "STAGING_SHARE", 2**60
-    ),
-    "reads take no time": lambda: patch.object(
-        plan_places.NumberFile, "read_into", lambda file, write, *rest, **after: write.event
-    ),
-    "the disk takes nothing": lambda: patch.object(DiskTier, "take", no_room),
-}
-
-
-def no_room(*args: Any) -> Any:
-    raise MemoryError
-
-
-@pytest.fixture(scope="module")
-def some() -> list[Found]:
-    with patch.object(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1):
-        return [ran_with_disk(seed) for seed in (0, 5, 9, 47)]
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_a_rule_shows(name: str, some: list[Found]) -> None:
-    with FAULTS[name]():
-        assert any(found.differences() for found in some)
-    assert not any(found.differences() for found in some)

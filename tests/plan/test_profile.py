@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from random_pipelines import draw_pipeline
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 from virtual_models import KIND, Stage
 
 from pp_offload import OffloadConfig, recompute_layers, use_backend
-from pp_offload.plan import Profile, predict, profile, profile_table, record
+from pp_offload.plan import Profile, profile, profile_table, record
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, VirtualBackend
 
 WIDTH, LENGTH, NUM_LAYERS = 4096, 8192, 3
@@ -98,48 +95,6 @@ def test_a_group_saves_what_hooks_see(llama: Stage, found: Profile) -> None:
     assert [one.nbytes / (WIDTH * LENGTH) for one in found.groups] == [9, 32] * 6
 
 
-def test_groups_have_their_place(found: Profile) -> None:
-    places = [(one.stage, one.layer, one.name) for one in found.groups]
-    layers = range(NUM_LAYERS)
-    assert places == [(i, j, name) for i in range(2) for j in layers for name in GROUPS]
-
-
-def test_equal_layers_are_one_row(found: Profile) -> None:
-    """Backward of the very first layer asks for no gradient of its input."""
-    kinds = [(one.first.name, one.stages, one.num) for one in found.kinds()]
-    assert kinds == [("attn", (0,), 1), ("mlp", (0, 1), 6), ("attn", (0, 1), 5)]
-
-
-def test_what_rounding_leaves_of_a_clock_makes_no_rows() -> None:
-    stages = [
-        nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).to("meta", torch.bfloat16)
-        for _ in range(2)
-    ]
-    found = profiled(stages, torch.empty(2048, 1024, **KIND), groups={"linear": "*"})
-    assert len({one.forward_ms for one in found.groups}) > 1, "or there is nothing to round"
-    assert [one.num for one in found.kinds()] == [1, 23]
-
-
-def test_compute_is_that_of_each_module_alone() -> None:
-    """In backward with the sums of gradients, which all microbatches but the first have."""
-    widths = (1024, 2048, 4096, 1024)
-    sizes = list(zip(widths, widths[1:], strict=False))
-    layers = [nn.Sequential(nn.Linear(*size), nn.GELU()) for size in sizes]
-    last = nn.Linear(1024, 1024)
-    stages = [nn.Sequential(*layers), last]
-    for one in stages:
-        one.to("meta", torch.bfloat16)
-    example = torch.empty(2048, 1024, **KIND)
-    found = profiled([nn.Sequential(last), stages[0]], example, groups={"layer": "*"})
-    mine = [one for one in found.groups if one.stage == 1]
-    for layer, one, (width, _) in zip(layers, mine, sizes, strict=True):
-        forward_ms, backward_ms = alone_ms(layer, example.new_empty(2048, width))
-        assert one.forward_ms == pytest.approx(forward_ms, rel=1e-9)
-        assert one.backward_ms == pytest.approx(backward_ms, rel=1e-9)
-    stage = found.stages[1]
-    assert sum(one.forward_ms for one in mine) < stage.forward.ms, "or the loss takes no time"
-
-
 def alone_ms(layer: nn.Module, x: Tensor) -> tuple[float, float]:
     """Of a forward, and of a backward that is not the first."""
     backend = VirtualBackend(AT_ONCE)
@@ -152,57 +107,6 @@ def alone_ms(layer: nn.Module, x: Tensor) -> tuple[float, float]:
         end_s = backend.compute.busy_s
     layer.zero_grad()
     return (between_s - begin_s) * 1e3, (end_s - between_s) * 1e3
-
-
-def test_copies_take_the_rate_of_the_link_and_a_latency_each(found: Profile) -> None:
-    attn = found.groups[0]  # input, normed, queries, keys, values and output
-    expected_s = 6 * H100.copy_latency_s + attn.nbytes / H100.link_bytes_per_s
-    assert attn.copy_ms == pytest.approx(expected_s * 1e3, rel=1e-9)
-    assert attn.bytes_per_ms == attn.nbytes / attn.forward_ms
-    assert found.link_bytes_per_ms == H100.link_bytes_per_s / 1e3
-
-
-def test_memory_of_a_microbatch_is_that_of_the_device(llama: Stage, found: Profile) -> None:
-    """A stage that is sent its input: it is in a buffer that is there all the time."""
-    with microbatch(llama) as (backend, forward):
-        begin = backend.memory.live_bytes
-        backend.memory.take_peak()
-        y = forward()
-        loss = square(y)
-        held = backend.memory.live_bytes - begin
-        one = found.stages[1].forward
-        assert (one.resident_bytes, one.transient_peak_bytes) == (
-            held,
-            backend.memory.take_peak() - begin,
-        )
-        del y, loss
-
-
-def test_peaks_are_those_that_are_predicted_without_offload() -> None:
-    """Of one microbatch on one rank: the fuller one of its two actions."""
-    for seed in range(12):
-        drawn = draw_pipeline(seed)
-        work = Modules(
-            drawn.work.stages[:1],
-            example=drawn.work.samples[0],
-            loss_fn=drawn.work.loss_fn,
-            groups=drawn.work.groups,
-        )
-        order = PipelineOrder(Schedule1F1B, num_ranks=1, num_stages=1, num_microbatches=1)
-        tapes = record(order, work, drawn.hardware, drawn.config)
-        (stage,) = profile(tapes, drawn.hardware).stages
-        (ran,) = predict(order, tapes, drawn.hardware, num_steps=1).ranks
-        forward, backward = stage.forward, stage.first_backward
-        peaks = forward.transient_peak_bytes, forward.resident_bytes + backward.transient_peak_bytes
-        assert ran.peak_bytes == tapes[0].resident_bytes + max(peaks), f"seed {seed}"
-
-
-def test_a_backward_leaves_nothing_but_the_first_gradients(llama: Stage, found: Profile) -> None:
-    gradients = sum(-(-one.nbytes // 512) * 512 for one in llama.parameters())
-    first = found.stages[0]
-    assert first.forward.resident_bytes + first.backward.resident_bytes == 0
-    assert first.forward.resident_bytes + first.first_backward.resident_bytes == gradients
-    assert found.resident_bytes[0] >= gradients, "as many parameters"
 
 
 def test_recomputation_costs_and_frees_what_it_does_on_the_device(
@@ -261,32 +165,3 @@ def test_the_tables(found: Profile) -> None:
     assert "The link carries 47.7" in profile_table(found)
     stages = rows[next(i for i, row in enumerate(rows) if row.startswith("stage")) :]
     assert stages[2].split() == "0 0 1.47 3.85 3.91 0.55 22.89 48.35 5.94 1.22".split()
-
-
-def test_without_layers_nothing_is_said_of_recomputation(llama: Stage) -> None:
-    found = profiled([llama], llama.microbatch().detach(), groups=GROUPS)
-    assert (found.stages[0].num_layers, found.stages[0].recompute_ms) == (0, None)
-    assert profile_table(found).count(" - ") == 1
-
-
-def test_hardware_is_asked_for() -> None:
-    with pytest.raises(TypeError, match="hardware is 'H100', expected a Hardware"):
-        profile([], "H100")  # type: ignore[arg-type]
-
-
-def test_a_backward_in_two_parts_is_both() -> None:
-    kind = {"device": "meta", "dtype": torch.bfloat16}
-    sizes = {"num_ranks": 2, "num_stages": 4, "num_microbatches": 4}
-    found = []
-    for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
-        stages = [nn.Sequential(nn.Linear(4096, 4096, **kind), nn.Tanh()) for _ in range(4)]
-        example = torch.empty(4096, 4096, **kind)
-        work = Modules(stages, example=example, loss_fn=square, groups={"part": "*"})
-        order = PipelineOrder(schedule, **sizes)
-        found.append(profile(record(order, work, AT_ONCE), AT_ONCE))
-    one, two = found
-    assert [each.nbytes for each in two.groups] == [each.nbytes for each in one.groups]
-    for whole, parts in zip(one.stages[1:], two.stages[1:], strict=True):
-        assert parts.forward == whole.forward
-        assert parts.backward.ms == pytest.approx(whole.backward.ms, rel=1e-9)
-        assert parts.first_backward.ms == pytest.approx(whole.first_backward.ms, rel=1e-9)

@@ -21,7 +21,6 @@ from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_ba
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups import auto_bounds
 from pp_offload._memory.budget import as_another_process
-from pp_offload.compat import megatron
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
 
@@ -146,17 +145,6 @@ def test_where_all_that_leaves_is_too_little_one_warning_says_so(
     assert f"all groups leave; {advice}; have more of the model in groups" in told[0]
 
 
-@with_limit(2)
-def test_a_rank_says_which_one_it_is(
-    training: Training, caplog: pytest.LogCaptureFixture, one_rank: None
-) -> None:
-    """Else lines of many ranks in one log tell nothing."""
-    with caplog.at_level(logging.INFO):
-        training.run(6)
-    told = [one.getMessage() for one in caplog.records]
-    assert [one for one in told if one.startswith("rank 0: the device took ")]
-
-
 @with_limit(40, resets=True)
 def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -> None:
     limit = training.limit_bytes
@@ -210,59 +198,6 @@ def test_two_smaller_steps_in_a_row_have_the_room_to_themselves(training: Traini
     assert sent[0] > sent[2] == alone
 
 
-@with_limit(60)
-def test_sizes_that_alternate_are_counted_as_the_largest(training: Training) -> None:
-    """Else each larger step would send all of its groups."""
-    sent = []
-    for number in range(40):
-        training.rows = ROWS // 2 if number % 4 < 3 else ROWS
-        sent.append(training.sent_by_a_step(in_flight=5))
-    larger = sent[3::4]
-    assert larger[-1] < larger[0]
-
-
-@with_limit(60)
-def test_a_step_that_was_aborted_is_followed_by_one_that_is_watched(training: Training) -> None:
-    """Also where a loop calls ``reset()`` at the end of its steps."""
-    limit = training.limit_bytes
-    training.run(6)
-    PipelineOffloadManager.get_instance().abort()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(off_interface, "reset", lambda: None)
-        assert training.step(in_flight=5, num=6) <= limit
-
-
-@with_limit(40)
-def test_bounds_have_no_room_where_the_limit_was_passed(training: Training) -> None:
-    """By memory that nobody foresaw; then all groups leave."""
-    limit = training.limit_bytes
-    first = training.sent_by_a_step()
-    training.run(4)
-    manager = PipelineOffloadManager.get_instance()
-    left = manager._room.unused_bytes()
-    assert left is not None and 0 <= left < limit / 4
-    assert training.sent_by_a_step() < first
-    training.states = [torch.empty(limit, dtype=torch.uint8, device="meta")]
-    training.run(2)
-    assert manager._room.unused_bytes() == 0
-    assert training.sent_by_a_step() > first * 0.95
-
-
-@with_limit(40)
-def test_memory_that_is_taken_and_given_back_between_steps(training: Training) -> None:
-    """As by a loader's buffers, or states of another optimizer."""
-    limit = training.limit_bytes
-    training.run(5)
-    before = training.sent_by_a_step()
-    training.states = [torch.empty(12 * SAVED_BYTES, dtype=torch.uint8, device="meta")]
-    training.step()
-    assert training.step() <= limit
-    assert before < training.sent_by_a_step()
-    training.states.clear()
-    training.step()
-    assert training.sent_by_a_step() == before
-
-
 @with_limit(None)
 def test_what_another_process_takes_has_no_room(training: Training) -> None:
     backend = training.backend
@@ -276,41 +211,6 @@ def test_what_another_process_takes_has_no_room(training: Training) -> None:
     backend.hardware = replace(backend.hardware, memory_bytes=10**12)
     training.step()
     assert training.sent_by_a_step() == 0
-
-
-@with_limit(40)
-def test_a_limit_that_comes_back_is_filled_again(training: Training) -> None:
-    """As where calls by Megatron's names give a fraction for some steps."""
-    manager = PipelineOffloadManager.get_instance()
-    training.run(8)
-    manager.step.options = replace(training.config, device_limit_bytes=None)
-    everything = max(training.sent_by_a_step() for _ in range(3))
-    manager.step.options = None
-    training.run(4)
-    assert training.sent_by_a_step() == SENT_WITH_40 < everything
-
-
-@with_limit(40)
-def test_an_allocator_that_had_to_give_memory_back_has_more_free(training: Training) -> None:
-    """In a step, and not behind it."""
-    backend, model, num_retries = training.backend, training.model, 0
-    allocated, forward = backend.allocated, model.forward
-
-    def retries(x: Tensor, *, offload: bool) -> Tensor:
-        nonlocal num_retries
-        y = forward(x, offload=offload)
-        num_retries = 2
-        return y
-
-    backend.allocated = lambda: allocated()._replace(num_retries=num_retries)  # type: ignore[method-assign]
-    training.run(8)
-    num_retries = 1
-    assert training.sent_by_a_step() == training.sent_by_a_step() == SENT_WITH_40
-    model.forward = retries  # type: ignore[method-assign]
-    training.step()
-    more = training.sent_by_a_step()
-    assert more > SENT_WITH_40
-    assert training.sent_by_a_step() == more
 
 
 class Feedforward(nn.Module):
@@ -344,49 +244,6 @@ def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets:
         first = one.sent_by_a_step()
         assert all(peak <= limit for peak in one.run(8))
         assert 0 < one.sent_by_a_step() < 0.9 * first
-
-
-SENT_WITH_40 = 102 * SAVED_BYTES
-"""By a step, once some stay."""
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"activation_offload_fraction": 0.9},
-        {"delta_offload_bytes_across_pp_ranks": 1},
-        {"device_limit_bytes": None},
-        {},
-    ],
-)
-def test_a_limit_of_its_own_gives_way(options: dict[str, Any]) -> None:
-    """To options that say what stays. By default there is one."""
-    one = Training("auto")
-    config = OffloadConfig(host_budget_bytes=2**40, min_offloaded_tensor_size=1, **options)
-    with as_another_process(), use_backend(one.backend, config=config):
-        one.run(5)
-        assert bool(one.sent_by_a_step()) is bool(options)
-
-
-@with_limit(None)
-def test_calls_by_megatrons_names_have_no_limit(training: Training) -> None:
-    """Its users give fractions. Bounds may grow into all that is unused."""
-    begin = megatron.FineGrainedActivationOffloadingInterface.init_chunk_handler
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            off_interface, "init_chunk_handler", lambda *_: begin(None, None, None, 1, 0, 1.0)
-        )
-        training.run(6)
-        assert training.sent_by_a_step() > 0
-    room = PipelineOffloadManager.get_instance()._room
-    memory = training.backend.hardware.memory_bytes
-    assert room.unused_bytes() == memory - training.backend.memory.peak_bytes
-
-
-@with_limit(None)
-def test_without_a_limit_it_is_that_of_the_device(training: Training) -> None:
-    training.run(2)
-    assert training.sent_by_a_step() == 0  # of 80 GB
 
 
 def test_a_device_that_tells_nothing_has_all_groups_leave(
@@ -436,18 +293,3 @@ def test_no_rank_takes_more_than_the_limit(seed: int, monkeypatch: pytest.Monkey
         for num_steps in (4, 6):
             step = after(drawn, num_steps, limit)
             assert all(rank.peak_bytes <= limit for rank in step.ranks)
-
-
-def test_each_rank_sends_what_it_must_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
-    drawn, tapes = planned(11)
-    none = peaks_of(drawn, tapes, num_steps=1)
-    step = after(drawn, 6, max(none) * 2)
-    assert [rank.bytes_offloaded for rank in step.ranks] == [0] * len(none)
-    config = replace(drawn.config, plan=None)
-    all_leave = predict(drawn.order, tapes, drawn.hardware, peers=drawn.peers, config=config)
-    limit = (min(none) + max(none)) // 2  # some have room for all, and others have not
-    step = after(drawn, 6, limit)
-    sent = [rank.bytes_offloaded for rank in step.ranks]
-    before = [rank.bytes_offloaded for rank in all_leave.ranks]
-    assert 0 in sent and any(0 < now <= then for now, then in zip(sent, before, strict=True))
