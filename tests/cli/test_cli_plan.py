@@ -76,6 +76,7 @@ def test_a_sweep_has_a_row_for_each_limit(tmp_path: Path) -> None:
     figures = json.loads(good("sweep", *DEEP, "--gib", 0.01, "--limits", 3, "--json"))
     plans = [OffloadPlan.from_dict(plan) for plan in figures["plans"]]
     assert plans[-1].limit_bytes == max(figures["without offload"]["peak_bytes"])
+    assert plans[-1].seconds == pytest.approx(figures["without offload"]["seconds"])
     assert figures["all recomputed"] is None, "the model does not say which layers may be"
 
 
