@@ -109,7 +109,7 @@ class Found:
 
 
 def compare(seeds: Iterable[int], ran: Callable[[int], Found]) -> list[Found]:
-    """What the engine did is what is predicted; in half of the pipelines at least something left."""
+    """What the engine did is what is predicted; in half of the pipelines something left."""
     all_found = []
     for seed in seeds:
         found = ran(seed)
