@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
@@ -168,11 +167,6 @@ class Tape:
         """Of a microbatch."""
         parts = len(self.input_part) + len(self.weight_part.later)
         return len(self.forward) + max(len(self.backward.later), parts)
-
-    @cached_property
-    def group_bytes(self) -> tuple[int, ...]:
-        """What each group of it may send."""
-        return tuple([self.nbytes(group) for group in self.groups])
 
     def nbytes(self, group: GroupTape) -> int:
         """What a group of it may send."""
