@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from planted.faults import Fault
 
 import pp_offload
 from emulated import programs
-from emulated.faults import Fault
 from emulated.programs import Program
 
 MOVER, ARRIVED = "_core/mover:Mover", "_core/mover:Arrived"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from campaign import explore
-from emulated.faults import Fault
+from planted.faults import Fault
 from programs import size
 from run import check
 

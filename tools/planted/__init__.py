@@ -1,1 +1,1 @@
-"""Faults that are planted while the core tests run: each of them has to be caught."""
+"""Faults that the core tests have to catch: ``python tools/planted`` plants one after another."""

@@ -6,20 +6,10 @@ import os
 
 import pytest
 
-from planted import edits, seam
+from planted.faults import FAULTS
 
-
-def _plant(name: str) -> None:
-    if name in seam.SEAM:
-        seam.install(seam.SEAM[name])
-    elif name in edits.EDITS:
-        edits.install(edits.EDITS[name])
-    else:
-        raise pytest.UsageError(f"no fault is named {name!r}")
-
-
+# Here and not in a hook: tests import the package before any hook of a plugin is called.
 try:
-    # Here and not in a hook: tests import the package before any hook of a plugin is called.
-    _plant(os.environ["PLANTED"])
-except edits.DoesNotApplyError as failure:
+    FAULTS[os.environ["PLANTED"]].plant(pytest.MonkeyPatch())
+except (AttributeError, ImportError, ValueError) as failure:
     raise pytest.UsageError(f"DOES NOT APPLY: {failure}") from None
