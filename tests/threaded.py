@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from field_checks import make_inputs
+from helpers.scenarios import make_inputs
 from processes import HANG_S
 from toy import AwayBackend, assert_idle
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from field_checks import hook_depth
+from helpers.scenarios import hook_depth
 from injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
 from sliced import input_for, state
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload.backends.base import Backend, Event
-from pp_offload.errors import RaceError
+from pp_offload.errors import CaptureError, NotWhileCapturingError, RaceError
 from pp_offload.testing.copies import QueuedCopy
 from pp_offload.testing.happens_before import RaceDetector
 from pp_offload.testing.simulated import ORDERS, SimulatedBackend
@@ -587,3 +587,27 @@ def test_an_engine_may_be_collected_while_another_queues_copies() -> None:
             gc.enable()
         backend.synchronize()
         assert all(map(torch.equal, hosts, sources))
+
+
+@pytest.mark.field("F24")
+def test_rules_of_captures() -> None:
+    device = SimulatedBackend("late")
+    compute, d2h = device.current_stream(), device.d2h
+    before = compute.record_event()
+    for forbidden, says in [
+        (lambda: compute.wait_event(before), "no capture"),
+        (before.query, "queried"),
+        (lambda: d2h.wait_event(compute.record_event()), "has not waited for stream d2h"),
+    ]:
+        with pytest.raises(CaptureError, match=says), device.capture():
+            forbidden()
+    with pytest.raises(NotWhileCapturingError), device.capture():
+        device.allocate_host(8)
+    with device.capture():
+        captured = compute.record_event()
+        d2h.wait_event(captured)
+        compute.wait_event(d2h.record_event())
+    with pytest.raises(CaptureError, match="recorded in capture"), device.capture():
+        d2h.wait_event(captured)
+    with pytest.raises(CaptureError, match="asked about"):
+        captured.query()

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from field_checks import make_inputs
+from helpers.scenarios import Chain
 from helpers.traces import check_file, raw
-from test_captures import manager_of, pair, step
+from test_captures import manager_of, step
 from threaded import settled
 from torch.profiler import ProfilerActivity, profile
 from toy import AwayBackend, batches, make_model, run_step, same_bits
@@ -193,13 +193,12 @@ def test_configure_in_the_block_is_followed(
 def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
     """The device raises if an event of a capture is asked for its time."""
     with manager_of("late") as (manager, device):
-        on, off = pair()
-        inputs = make_inputs(2)
-        expected = step(off, inputs)
-        step(on, inputs)
+        chain = Chain()
+        expected = step(chain, is_on=False)
+        step(chain)
         with Trace(tmp_path / "out.json") as trace:
-            assert same_bits(step(on, inputs, device), expected)
-            assert same_bits(step(on, inputs), expected)
+            assert same_bits(step(chain, device), expected)
+            assert same_bits(step(chain), expected)
     timeline = trace.timeline
     assert timeline is not None and timeline.metadata[0]["has_captures"] is True
     _, second = timeline.of(0, "steps")

@@ -1,0 +1,523 @@
+"""Groups, the context and checkpoints, one inside the other: F12, F28, F38, F39, F53, F69."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from conftest import BEFORE_2_13, make_backend, on_two_backends
+from helpers.kept import Raises
+from helpers.scenarios import begin, check_steps, hook_depth, make_inputs
+from helpers.sessions import gradients, group
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from toy import assert_idle, assert_no_hooks, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    OffloadActivations,
+    PipelineOffloadManager,
+    fine_grained_offloading_group_start,
+    offload_modules,
+    recompute_layers,
+)
+from pp_offload._activations.stash import ActivationStash
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._checkpoint.selective import OpPolicy
+from pp_offload._hooks import regions
+from pp_offload._hooks.regions import is_in_backward, top_pack
+from pp_offload.backends import Backend
+from pp_offload.checkpointing import SelectiveOpACParams
+from pp_offload.testing import SimulatedBackend
+
+Function = Callable[..., Tensor]
+Run = Callable[..., Tensor]
+"""A checkpoint: takes the function and its arguments."""
+
+ADDMM, MM, TOPK = "ops.aten.addmm.default", "ops.aten.mm.default", "ops.aten.topk.default"
+
+
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def torchs(stops: bool = True, **options: Any) -> Run:
+    return partial(checkpoint, use_reentrant=False, early_stop=stops, **options)
+
+
+def ours(stops: bool = True, **options: Any) -> Run:
+    return Recompute(early_stop=stops, **options)
+
+
+def ours_offloaded(stops: bool = True) -> Run:
+    stash = ActivationStash("inputs", min_offload_size=1, backend=make_backend("cpu"))
+    return Recompute(stash, early_stop=stops)
+
+
+def nested(stops: bool = True) -> Run:
+    outer, inner = torchs(stops), torchs(stops)
+    return lambda function, x: outer(lambda y: inner(function, y), x)
+
+
+CHECKPOINTS: dict[str, Callable[..., Run]] = {
+    "torch": torchs,
+    "torch, selective": partial(
+        torchs, context_fn=partial(create_selective_checkpoint_contexts, keep_products)
+    ),
+    "torch, nested": nested,
+    "torch, reentrant": lambda stops=True: partial(checkpoint, use_reentrant=True),
+    "ours": ours,
+    "ours, reentrant": lambda stops=True: Recompute(use_reentrant=True),
+    "ours, offloaded": ours_offloaded,
+}
+
+if not BEFORE_2_13:
+    CHECKPOINTS["ours, selective"] = partial(
+        ours,
+        policy=OpPolicy(frozenset([torch.ops.aten.tanh.default, torch.ops.aten.addmm.default])),
+    )
+
+
+# F28: groups or the context around checkpoints, inside them, or both
+
+
+class Layer(nn.Module):
+    """Two parts with dropout, so that the random state counts, under one checkpoint."""
+
+    def __init__(self, run: Run, around: Run, inside: Run) -> None:
+        super().__init__()
+        self.run, self.around, self.inside = run, around, inside
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.around(partial(self.run, self.compute), x * 1.0)
+
+    def compute(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = self.inside(
+                lambda x, part=part: nn.functional.dropout(torch.tanh(part(x)).sin(), 0.25), x
+            )
+        return torch.tanh(2 * x)  # saved behind the groups
+
+
+def plainly(function: Function, x: Tensor) -> Tensor:
+    return function(x)
+
+
+def in_group(function: Function, x: Tensor) -> Tensor:
+    return group(x, function)
+
+
+@pytest.mark.field("F28")
+@on_two_backends
+@pytest.mark.parametrize("is_context", [False, True], ids=["groups", "context"])
+@pytest.mark.parametrize("nesting", ["around", "inside", "both"])
+@pytest.mark.parametrize("way", [way for way in CHECKPOINTS if way != "ours, offloaded"])
+def test_around_checkpoints_and_inside(
+    manager: PipelineOffloadManager,
+    activations: OffloadActivations,
+    way: str,
+    nesting: str,
+    is_context: bool,
+) -> None:
+    """Two microbatches in flight. Inside a checkpoint nothing leaves, nor when it runs again."""
+    owner: Any = activations if is_context else manager
+    run = CHECKPOINTS[way]()
+
+    def in_context(function: Function, x: Tensor) -> Tensor:
+        with activations:
+            return function(x)
+
+    def step(is_on: bool, number: int) -> list[Tensor]:
+        mark = in_context if is_context else in_group
+        around = mark if is_on and nesting != "inside" else plainly
+        inside = mark if is_on and nesting != "around" else plainly
+        torch.manual_seed(2)
+        model = nn.Sequential(*(Layer(run, around, inside) for _ in range(3)))
+        model.to(manager.backend.device)
+        leaves = make_inputs(2, step=number, device=manager.backend.device)
+        losses = []
+        for leaf in leaves:
+            begin(is_on and not is_context)
+            losses.append(model(leaf.requires_grad_()).square().sum())
+            assert hook_depth() == 0
+        if is_on and is_context:
+            activations.stash.send_if_full()
+        moved = owner.statistics().bytes_offloaded
+        while losses:
+            losses.pop(0).backward()
+        assert owner.statistics().bytes_offloaded == moved
+        return gradients(*leaves, *model.parameters())
+
+    check_steps(owner, step, moves=nesting != "inside")
+    assert nesting != "inside" or owner.statistics().bytes_offloaded == 0
+
+
+# F53: a group inside a checkpoint does nothing, in forward and when the region runs again
+
+PLACES = ("start", "middle", "end")
+
+
+@pytest.fixture(autouse=True)
+def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_warned", set())
+
+
+def by_functions(function: Function, x: Tensor) -> Tensor:
+    fine_grained_offloading_group_start(x, "part")
+    with off_interface.get_context(True):
+        y = function(x)
+    return off_interface.group_commit(y, name="part")
+
+
+def by_markers(function: Function, x: Tensor) -> Tensor:
+    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
+    x = FineGrainedOffloadingGroupStartFunction.apply(x * 1, chunk, "part")
+    with off_interface.get_context(True):
+        y = function(x)
+    return FineGrainedOffloadingGroupCommitFunction.apply(y * 1, chunk, "part", None, False)
+
+
+def by_context(function: Function, x: Tensor) -> Tensor:
+    with OffloadActivations(min_offload_size=1, backend=make_backend("cpu")):
+        return function(x)
+
+
+def body(x: Tensor, mark: Run = in_group, place: str = "middle") -> Tensor:
+    """Three parts that save tensors of one shape, so that a wrong one is not noticed."""
+    for name in PLACES:
+        x = (mark if name == place else plainly)(lambda y: torch.tanh(y).sin() * y, 2 * x)
+    return torch.tanh(x) if place != "end" else x
+
+
+def leaf_of(manager: PipelineOffloadManager) -> Tensor:
+    """The input of a step that begins."""
+    manager.reset()
+    begin()
+    return make_inputs(1, device=manager.backend.device)[0].requires_grad_()
+
+
+def assert_right(function: Function, x: Tensor, *, times: int = 1) -> None:
+    """The gradient that ``x`` has is that of the function without offload."""
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    assert same_bits(gradients(x), [times * expected])
+
+
+@pytest.mark.field("F53")
+@on_two_backends
+@pytest.mark.parametrize("stops", [True, False], ids=["early stop", "to the end"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_a_group_inside_a_checkpoint(
+    manager: PipelineOffloadManager, way: str, place: str, stops: bool
+) -> None:
+    """Marked in any way; twice through one graph, and behind a look at a saved tensor."""
+    run = CHECKPOINTS[way](stops)
+    for mark in (in_group, by_functions, by_markers, by_context):
+        x = leaf_of(manager)
+        y = run(partial(body, mark=mark, place=place), x).exp()
+        assert hook_depth() == 0
+        assert manager.statistics().bytes_offloaded == 0
+        assert same_bits([y.grad_fn._saved_result], [y.detach()])
+        is_twice = "selective" not in way  # which goes back once
+        if is_twice:
+            y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        del y
+        assert_right(lambda x: body(x, plainly, place).exp(), x, times=1 + is_twice)
+        assert_idle(manager)
+
+
+@pytest.mark.field("F53")
+@on_two_backends
+@pytest.mark.parametrize("stops", [True, False], ids=["early stop", "to the end"])
+@pytest.mark.parametrize("mark", [in_group, by_functions])
+def test_a_group_around_and_one_of_the_same_name_inside(
+    manager: PipelineOffloadManager, mark: Run, stops: bool
+) -> None:
+    """The commit inside is not that of the group around."""
+    x = leaf_of(manager)
+    y = mark(lambda x: torchs(stops)(partial(body, mark=mark), x.sin()).exp(), x)
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None and [member.name for member in chunk.groups] == ["part"]
+    assert manager.statistics().bytes_offloaded > 0
+    y.sum().backward()
+    del y
+    assert_right(lambda x: body(x.sin(), plainly).exp(), x)
+    assert_idle(manager)
+
+
+@pytest.mark.field("F53")
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+def test_one_warning_for_each_name(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names what to use instead. None where ``recompute_layers`` asked for the checkpoint."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)))
+    recompute_layers(model, ["1"])
+    with offload_modules(model, {"linear": "*.0"}):
+        model(leaf_of(manager)).sum().backward()
+    manager.reset()
+    assert not caplog.records
+    for run in (torchs(), partial(checkpoint, use_reentrant=True)):
+        for name in ("a", "b"):
+            run(partial(group, compute=torch.exp, name=name), leaf_of(manager)).sum().backward()
+    torchs()(partial(by_context, torch.exp), leaf_of(manager)).sum().backward()
+    manager.reset()
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] * 3
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert "OffloadActivations is inside a checkpoint" in messages[0]
+    for message, name in zip(messages[1:], "ab", strict=True):
+        assert f"group '{name}' is inside a checkpoint and does nothing" in message
+        assert "pp_offload.checkpoint_wrapper(module, offload_inputs=True)" in message
+
+
+# F12: what is recomputed is what was computed
+
+
+def recompute_for(backend: Backend, **options: Any) -> Recompute:
+    """Keeps what it is told to, in the stash if it is to be offloaded."""
+    stash = ActivationStash("ops", min_offload_size=1, backend=backend)
+    return Recompute(stash, policy=SelectiveOpACParams(**options).policy(), offload_inputs=False)
+
+
+class Routed(nn.Module):
+    """Two experts, one for each token; where both score the same, whoever is asked decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.whims: Iterator[float] = cycle([1e-6, -1e-6])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.stack([x.mean(-1), x.mean(-1) + next(self.whims)], dim=-1)
+        weight, chosen = scores.topk(1, dim=-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y = torch.where(chosen == number, expert(x), y)
+        return (y * weight.sigmoid()).square()
+
+
+class Products(nn.Module):
+    """Three products without bias: every second one is another in each second run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x))
+        return x
+
+
+class Counts(nn.Module):
+    """Buffers that a forward changes, and that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("large", torch.zeros(2**15, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced = self.replaced + 1
+        self.large += 1
+        return self.spectral(self.norm(x * (self.replaced + self.large[:6]))).sigmoid()
+
+
+@pytest.mark.field("F12")
+@on_two_backends
+@pytest.mark.parametrize(
+    ("make", "options", "is_right_without"),
+    [
+        (Products, {"save_ops_keys": [MM]}, True),
+        (Products, {"offload_ops_keys": [MM]}, True),
+        (Routed, {"save_ops_keys": [TOPK]}, False),
+        (Routed, {"offload_ops_keys": [TOPK]}, False),
+        (Counts, {"use_reentrant": False}, False),
+        (Counts, {"use_reentrant": True}, False),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_what_is_recomputed_is_what_was_computed(
+    backend: Backend, make: type[nn.Module], options: dict[str, Any], is_right_without: bool
+) -> None:
+    """Calls are counted apart, routes do not flip, buffers change once; with PyTorch they do."""
+    use_reentrant = options.get("use_reentrant")
+    with backend.activate():
+        recompute = (
+            recompute_for(backend, **options)
+            if use_reentrant is None
+            else Recompute(use_reentrant=use_reentrant)
+        )
+        results = []
+        for run in (recompute, plainly, partial(checkpoint, use_reentrant=bool(use_reentrant))):
+            torch.manual_seed(1)
+            model = make().to(backend.device)
+            leaves = [torch.randn(6, 8).to(backend.device).requires_grad_() for _ in range(3)]
+            if make is Routed:
+                leaves = leaves[:1]
+            losses = [run(model, x).square().sum() for x in leaves]
+            while losses:
+                losses.pop(0).backward()
+            results.append([*gradients(*leaves, *model.parameters()), *model.buffers()])
+        assert same_bits(results[0], results[1])
+        assert same_bits(results[2], results[1]) == is_right_without
+        if make is Products:
+            counts = recompute.counts
+            assert counts.saved_outputs + counts.offloaded_outputs == 3 * 2, "first and third"
+
+
+# F38 and F39: what a checkpoint keeps, between forward and backward
+
+
+def held_bytes(run: Run, chain: Callable[[Run, Tensor], Tensor], backend: Any) -> int:
+    """Device bytes between forward and backward, but for what the caller has."""
+    x = torch.ones(4, 8, requires_grad=True) * 1
+    before = backend.device_bytes
+    loss = chain(run, x)
+    held = backend.device_bytes - before - loss.nbytes
+    loss.backward()
+    return int(held)
+
+
+@pytest.mark.field("F38")
+@pytest.mark.parametrize("keep_inputs", [True, False])
+def test_outputs_that_pass_no_hook_are_offloaded_or_counted(keep_inputs: bool) -> None:
+    """Held per layer: its input but for the first, which is the caller's; its product if saved."""
+    backend, nbytes = SimulatedBackend("eager"), 4 * 8 * 4
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(5)]
+
+    def chain(run: Run, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = run(layer, x)
+        return x.sum()
+
+    inputs = 4 * nbytes if keep_inputs else 0
+    sizes = [("save_ops_keys", 1), ("offload_ops_keys", 1), ("offload_ops_keys", nbytes + 1)]
+    with backend.activate():
+        for where, min_offload_size in sizes:
+            stash = ActivationStash("ops", min_offload_size=min_offload_size, backend=backend)
+            policy = SelectiveOpACParams(**{where: [ADDMM]}).policy()
+            recompute = Recompute(stash, policy=policy, offload_inputs=not keep_inputs)
+            held_bytes(recompute, chain, backend)  # makes gradients
+            held = held_bytes(recompute, chain, backend)
+            is_saved = where == "save_ops_keys" or min_offload_size > 1
+            counts = recompute.counts
+            assert (counts.saved_bytes, counts.offloaded_bytes)[not is_saved] == 2 * 5 * nbytes
+            assert (counts.saved_bytes, counts.offloaded_bytes)[is_saved] == 0
+            assert min_offload_size > 1 or held == inputs + (5 * nbytes if is_saved else 0)
+
+
+def positional(run: Run, x: Tensor) -> Tensor:
+    return run(lambda x: x.sin().cos(), x)
+
+
+def by_name(run: Run, x: Tensor) -> Tensor:
+    return run(lambda *, hidden: hidden.sin().cos(), hidden=x)
+
+
+def in_a_dict(run: Run, x: Tensor) -> Tensor:
+    return run(lambda inputs: inputs["hidden"].sin().cos(), {"hidden": x, "length": 3})
+
+
+def in_a_tuple(run: Run, x: Tensor) -> Tensor:
+    return run(lambda inputs: inputs[1][0].sin().cos(), ("a", (x, None)))
+
+
+@pytest.mark.field("F39")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("way", [positional, by_name, in_a_dict, in_a_tuple])
+@on_two_backends
+def test_arguments_are_offloaded_wherever_they_stand(
+    backend: Backend, way: Callable[[Run, Tensor], Tensor], use_reentrant: bool
+) -> None:
+    """Between forward and backward the device has none of them."""
+
+    def chain(run: Run, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = way(run, x)
+        return x.sum()
+
+    def recompute_on(backend: Any) -> Recompute:
+        stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
+        return Recompute(stash, use_reentrant=use_reentrant)
+
+    with backend.activate():
+        (x,) = make_inputs(1, device=backend.device)
+        recompute = recompute_on(backend)
+        chain(recompute, x.requires_grad_()).backward()
+        assert_right(partial(chain, lambda function, *args, **named: function(*args, **named)), x)
+        assert recompute.stash.statistics().bytes_offloaded == 6 * x.nbytes
+    device = SimulatedBackend("eager")
+    with device.activate():
+        assert held_bytes(recompute_on(device), chain, device) == 0
+
+
+# F69: errors in checkpoints
+
+
+class Boom(Exception):
+    """What goes wrong."""
+
+
+def boom(x: Tensor) -> Tensor:
+    raise Boom
+
+
+def in_recomputation(x: Tensor) -> Tensor:
+    return boom(x) if is_in_backward() else x.sin()
+
+
+def in_manager(function: Function, x: Tensor) -> Tensor:
+    with PipelineOffloadManager.get_instance():
+        return function(x)
+
+
+@pytest.mark.field("F69")
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+@pytest.mark.parametrize(
+    "fails", [boom, in_recomputation, lambda x: Raises.apply(x, Boom)], ids=["1", "2", "3"]
+)
+@pytest.mark.parametrize("way", ["torch", "torch, reentrant", "ours", "ours, reentrant"])
+@pytest.mark.parametrize("mark", [in_group, by_context, in_manager])
+def test_an_error_in_a_checkpoint_takes_no_hook_away(
+    manager: PipelineOffloadManager, mark: Run, way: str, fails: Function
+) -> None:
+    """In the forward, the recomputation, or the backward; nor when it is forgotten later."""
+    run = CHECKPOINTS[way]()
+    x = leaf_of(manager)
+    with pytest.raises(Boom) as error:
+        mark(partial(run, lambda x: run(fails, x.sin())), x.sin()).sum().backward()
+    assert_no_hooks()
+
+    def forgets(x: Tensor) -> Tensor:
+        nonlocal error
+        before = top_pack()
+        del error
+        gc.collect()
+        assert top_pack() is before, "the checkpoint that failed took the hooks of this one"
+        return x.exp()
+
+    x = leaf_of(manager)
+    y = mark(partial(run, torch.exp), by_context(forgets, x.sin()).sin())
+    y.sum().backward()
+    del y
+    assert_right(lambda x: x.sin().exp().sin().exp(), x)
+    assert_idle(manager)

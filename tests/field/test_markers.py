@@ -1,0 +1,391 @@
+"""Scopes and markers: F19, F26, F51."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import on_two_backends
+from helpers.scenarios import Chain, begin, check_steps, hook_depth, make_inputs, part
+from helpers.sessions import gradients, group
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from toy import assert_idle, assert_no_hooks, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    GroupStateError,
+    PipelineOffloadManager,
+    fine_grained_offloading_disable_offload,
+    fine_grained_offloading_enable_offload,
+    fine_grained_offloading_group_start,
+)
+
+
+def commit(y: Tensor, name: str, is_on: bool = True) -> Tensor:
+    return off_interface.group_commit(y, name=name) if is_on else y
+
+
+# F19: groups that interleave, and markers without their counterpart
+
+ROW_BYTES = 6 * 4
+"""Of one row of an input; groups save different numbers of rows, so bytes tell them apart."""
+
+
+def nested(h: Tensor, is_on: bool) -> Tensor:
+    """Start a, start b, commit a, commit b."""
+    with off_interface(is_on, h, "a"):
+        y = h[:1].sin()
+        with off_interface(is_on, h, "b"):
+            z = h[:3].cos()
+    y = commit(y, "a", is_on)
+    return y.sum() + commit(z, "b", is_on).sum()
+
+
+def one_after_the_other(h: Tensor, is_on: bool) -> Tensor:
+    """Both contexts end before the first commit."""
+    with off_interface(is_on, h, "a"):
+        y = h[:1].sin()
+    with off_interface(is_on, h, "b"):
+        z = h[:3].cos()
+    y = commit(y, "a", is_on)
+    return y.sum() + commit(z, "b", is_on).sum()
+
+
+def functions_in_a_scope(h: Tensor, is_on: bool) -> Tensor:
+    """Bare functions; what is saved belongs to the group started last of those still open."""
+    with off_interface.get_context(is_on):
+        h = fine_grained_offloading_group_start(h, "a") if is_on else h
+        y = h[:1].sin()
+        h = fine_grained_offloading_group_start(h, "b") if is_on else h
+        z = h[:2].cos()
+        y = commit(y, "a", is_on)
+        z = commit(z.sum() + h[2:3].cos().sum(), "b", is_on)
+    return y.sum() + z
+
+
+def b_in_the_midst_of_a(h: Tensor, is_on: bool) -> Tensor:
+    """Group b begins and ends while a is open; a goes on afterwards."""
+    with off_interface(is_on, h, "a"):
+        z = group(h, lambda h: h[:3].cos(), is_on, "b")
+        y = h[:1].sin()
+    return commit(y, "a", is_on).sum() + z.sum()
+
+
+@pytest.mark.field("F19")
+@pytest.mark.field("F51")
+@on_two_backends
+@pytest.mark.parametrize(
+    "program", [nested, one_after_the_other, functions_in_a_scope, b_in_the_midst_of_a]
+)
+def test_each_group_keeps_its_own(
+    manager: PipelineOffloadManager, program: Callable[[Tensor, bool], Tensor]
+) -> None:
+    """The innermost group takes what is saved."""
+
+    def step(is_on: bool, number: int) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in make_inputs(3, step=number, device=device)]
+        outputs = []
+        for leaf in leaves:
+            begin(is_on)
+            # Another storage for each view, so that nothing is shared between the groups.
+            outputs.append(sum(program(h.clone(), is_on) for h in (leaf * 2, leaf * 3)))
+        while outputs:
+            outputs.pop(0).backward()
+        return gradients(*leaves)
+
+    device = manager.backend.device
+    check_steps(manager, step, steps=1)
+    manager.reset()
+    assert manager.offload_summary_bytes == {"a": 6 * ROW_BYTES, "b": 18 * ROW_BYTES}
+    check_steps(manager, step)
+
+
+@pytest.mark.field("F19")
+@on_two_backends
+@pytest.mark.parametrize("is_first_first", [True, False])
+def test_one_name_open_for_two_microbatches(
+    manager: PipelineOffloadManager, is_first_first: bool
+) -> None:
+    """Each commit is of its own chunk, whichever is current."""
+    leaves = [x.requires_grad_() for x in make_inputs(2, device=manager.backend.device)]
+    opened = []
+    for leaf in leaves:
+        begin()
+        chunk = manager.cur_forward_chunk()
+        h = FineGrainedOffloadingGroupStartFunction.apply(leaf * 2, chunk, "a")
+        with manager:
+            opened.append((chunk, h.sin()))
+        del h
+    for chunk, y in opened if is_first_first else opened[::-1]:
+        before = manager.statistics().bytes_offloaded
+        FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "a", None, False)
+        assert manager.statistics().bytes_offloaded == before + leaves[0].nbytes
+    for _, y in opened:
+        y.sum().backward()
+    expected = [torch.autograd.grad((x * 2).sin().sum(), x)[0] for x in leaves]
+    assert same_bits([x.grad for x in leaves], expected)
+
+
+def commit_without_start(h: Tensor) -> Tensor:
+    return commit(h.sin(), "a")
+
+
+def commit_of_another_name(h: Tensor) -> Tensor:
+    with off_interface(True, h, "b"):
+        return commit(h.sin(), "a")
+
+
+def commit_twice(h: Tensor) -> Tensor:
+    return commit(group(h, torch.sin, name="a"), "a")
+
+
+def commit_in_the_next_microbatch(h: Tensor) -> Tensor:
+    with off_interface(True, h, "a"):
+        y = h.sin()
+    begin()
+    return commit(y, "a")
+
+
+def start_without_commit(h: Tensor) -> Tensor:
+    with off_interface(True, h, "a"):
+        return h.sin()
+
+
+@pytest.mark.field("F19")
+@on_two_backends
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (commit_without_start, r"commit of group 'a'.*no group of that name was started"),
+        (commit_of_another_name, r"commit of group 'a'.*open groups: \['b'\]"),
+        (commit_twice, r"commit of group 'a'.*committed already"),
+        (commit_in_the_next_microbatch, r"commit of group 'a'.*no group of that name was started"),
+        (start_without_commit, r"\['a'\].*never committed.*group_commit"),
+    ],
+)
+def test_a_marker_without_its_counterpart(
+    manager: PipelineOffloadManager, wrong: Callable[[Tensor], Tensor], says: str
+) -> None:
+    """The error tells what was found and what to do; the next step is right."""
+    (x,) = make_inputs(1, device=manager.backend.device)
+
+    def right(is_on: bool, number: int) -> list[Tensor]:
+        begin(is_on)
+        return list(torch.autograd.grad(nested(x.requires_grad_() * 2, is_on), x))
+
+    for _ in range(2):
+        manager.reset()
+        begin()
+        with pytest.raises(GroupStateError, match=says):
+            wrong(x.requires_grad_() * 2).sum().backward()
+            manager.reset()
+        x.grad = None
+        assert_no_hooks()
+        check_steps(manager, right, steps=2)
+
+
+# F26: disabled and enabled
+
+PLACES = (
+    *("before start", "inside, first", "inside, last"),
+    *("before commit", "after commit", "in backward"),
+)
+
+
+def two_groups(device: torch.device, is_on: bool, switch: Callable[[str], None]) -> list[Tensor]:
+    """``switch`` is called at every place of the first group, which the plan lets leave."""
+    x = make_inputs(1, device=device)[0].requires_grad_()
+    if is_on:
+        off_interface.reset()
+    begin(is_on)
+    h = x * 2
+    switch("before start")
+    with off_interface(is_on, h, "a") as h:
+        switch("inside, first")
+        y = h.sin().exp().tanh()
+        switch("inside, last")
+    switch("before commit")
+    y = commit(y, "a", is_on)
+    switch("after commit")
+    z = group(y, lambda y: y.cos().sigmoid(), is_on, "a")
+    z.register_hook(lambda gradient: switch("in backward"))
+    z.square().sum().backward()
+    return [z.detach(), *gradients(x)]
+
+
+def nothing(place: str) -> None:
+    """Switch nothing."""
+
+
+@pytest.mark.field("F26")
+@on_two_backends
+@pytest.mark.parametrize("off_at", PLACES)
+def test_switched_off_and_on(manager: PipelineOffloadManager, off_at: str) -> None:
+    """At each later place, or never: same bits, and hooks only inside the group."""
+    device, expected = manager.backend.device, two_groups(manager.backend.device, False, nothing)
+    for on_at in (*PLACES[PLACES.index(off_at) + 1 :], None):
+        depths: dict[str, int] = {}
+
+        def switch(place: str, on_at: str | None = on_at, depths: dict = depths) -> None:
+            if place == off_at:
+                fine_grained_offloading_disable_offload()
+            if place == on_at:
+                fine_grained_offloading_enable_offload()
+            depths[place] = hook_depth()
+
+        assert same_bits(two_groups(device, True, switch), expected)
+        # A group that starts while offload is disabled has no hooks, also if it is enabled inside.
+        has_hooks = off_at != "before start"
+        assert depths == {p: int(p.startswith("inside") and has_hooks) for p in PLACES}
+        before = manager.statistics().bytes_offloaded
+        assert same_bits(two_groups(device, True, nothing), expected)
+        assert (manager.statistics().bytes_offloaded > before) == (on_at is not None)
+        fine_grained_offloading_enable_offload()
+        assert same_bits(two_groups(device, True, nothing), expected)
+        assert manager.statistics().bytes_offloaded > before
+        assert_idle(manager)
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.field("F26")
+@on_two_backends
+@pytest.mark.parametrize("is_on", [True, False], ids=["on, then off", "off, then on"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_switched_before_a_checkpoint_runs_again(
+    manager: PipelineOffloadManager, is_on: bool, early_stop: bool
+) -> None:
+    """A group right inside a checkpoint, and one with hooks between that pass tensors on to it."""
+    begin()
+    x = torch.linspace(-1, 1, 12).to(manager.backend.device).requires_grad_()
+    num_runs = 0
+
+    def function(h: Tensor) -> Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        h = group(h.sin(), lambda h: h.exp().tanh(), name="a")
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (same, same)
+        with saved_tensors_hooks(lambda t: pack(t), lambda t: unpack(t)):
+            h = group(h, lambda h: h.cos().sigmoid(), name="b")
+        with off_interface.get_context(True):  # takes nothing: the checkpoint is to drop it
+            return h.sin()
+
+    with set_checkpoint_early_stop(early_stop):
+        for switches in ((is_on, not is_on), (False, False)):
+            manager.switch(switches[0])
+            num_runs = 0
+            y = checkpoint(function, x * 1, use_reentrant=False).sum()
+            manager.switch(switches[1])
+            y.backward()
+            assert num_runs == 2
+            assert same_bits(gradients(x), torch.autograd.grad(function(x * 1).sum(), x))
+    del y
+    assert_idle(manager)
+
+
+# F51: scopes in scopes
+
+
+@pytest.mark.field("F51")
+@on_two_backends
+@pytest.mark.parametrize("place", ["around", "inside"])
+@pytest.mark.parametrize("other", ["hooks", "save_on_cpu"])
+def test_with_hooks_of_others(manager: PipelineOffloadManager, place: str, other: str) -> None:
+    """The innermost hooks get what is saved, theirs as many as without ours."""
+    packed = {True: 0, False: 0}
+
+    def step(is_on: bool, number: int) -> list[Tensor]:
+        def pack(tensor: Tensor) -> Tensor:
+            packed[is_on] += 1
+            return tensor.detach().neg()
+
+        def theirs() -> saved_tensors_hooks:
+            return save_on_cpu() if other == "save_on_cpu" else saved_tensors_hooks(pack, torch.neg)
+
+        (x,) = make_inputs(1, device=manager.backend.device)
+        begin(is_on)
+        h = x.requires_grad_() * 2
+        if place == "around":
+            with theirs():
+                y = part("a", h.sin(), x.detach().t() @ x.detach(), is_on).exp()
+        else:
+            with off_interface(is_on, h, "a") as h:
+                y = h.sin()
+                with theirs():
+                    y = y.exp()
+                y = y.tanh()
+            y = commit(y, "a", is_on)
+        y.sum().backward()
+        return [y.detach(), *gradients(x)]
+
+    check_steps(manager, step)
+    assert place == "around" or packed[True] == packed[False]
+
+
+@pytest.mark.field("F51")
+@on_two_backends
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_reset_or_a_new_microbatch_inside_a_scope(
+    manager: PipelineOffloadManager, is_reset: bool
+) -> None:
+    """The commit says that the group is gone; what was saved is good, and so is the next step."""
+    device = manager.backend.device
+    begin()
+    x = make_inputs(1, device=device)[0].requires_grad_()
+    with off_interface(True, x * 1, "lost") as h:
+        y = h.sin()
+        manager.reset() if is_reset else begin()
+        assert hook_depth() == 1, "the scope ends with its with"
+        y = y.exp()
+    assert_no_hooks()
+    if is_reset:
+        with pytest.raises(GroupStateError, match="'lost' without a chunk.*init_chunk_handler"):
+            commit(y, "lost")
+        begin()
+    with pytest.raises(GroupStateError, match="'lost'.*no group of that name was started"):
+        commit(y, "lost")
+    y.sum().backward()
+    assert same_bits(gradients(x), torch.autograd.grad(x.sin().exp().sum(), x))
+    assert manager.statistics().bytes_offloaded == 0
+    del y, h
+    assert_idle(manager)
+    with nullcontext() if is_reset else pytest.raises(GroupStateError, match="never committed"):
+        manager.reset()
+    begin()
+    Chain("a", 2, device=device)(x).sum().backward()
+    assert manager.statistics().bytes_offloaded > 0
+
+
+@pytest.mark.field("F51")
+@on_two_backends
+def test_scopes_belong_to_their_thread(manager: PipelineOffloadManager) -> None:
+    """Neither hooks nor the chunk of one thread are those of another, which is told."""
+    device = manager.backend.device
+    x, other = make_inputs(2, device=device)
+    begin()
+
+    def elsewhere() -> Tensor:
+        assert hook_depth() == 0
+        leaf = other.clone().requires_grad_()
+        with pytest.raises(GroupStateError, match="without a chunk on thread"):
+            group(leaf, torch.sin)
+        leaf.sin().sum().backward()
+        return leaf.grad
+
+    h = x.requires_grad_() * 1
+    with off_interface(True, h, "here") as h:
+        y = h.sin()
+        with ThreadPoolExecutor(1) as thread:
+            gradient = thread.submit(elsewhere).result()
+    commit(y, "here").sum().backward()
+    assert manager.statistics().bytes_offloaded == h.nbytes
+    assert same_bits([gradient, x.grad], [other.cos(), x.detach().cos()])

@@ -1,0 +1,300 @@
+"""Ranks, forked processes, and the end of a process: F22, F58, F59."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import textwrap
+from pathlib import Path
+
+import processes
+import pytest
+from helpers.scenarios import begin, manager_on
+from helpers.sessions import gradients
+from torch import Tensor
+from toy import assert_idle, batches, make_model, run_step, same_bits
+
+from pp_offload._memory.disk_file import NUM_THREADS
+from pp_offload.backends import CpuBackend
+
+PROLOGUE = """
+import os, sys, threading, traceback
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from toy import batches, make_model, run_step, same_bits
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import CpuBackend, ForkedError, OffloadConfig, PipelineOffloadManager
+from pp_offload.testing import SimulatedBackend
+
+directory, tier, kind = sys.argv[2:5]
+config = OffloadConfig(
+    min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=directory if tier == "disk" else None,
+    max_in_flight_bytes=int(sys.argv[5]),
+)
+backend = CpuBackend(inline_bytes=0) if kind == "cpu" else SimulatedBackend(kind)
+manager = PipelineOffloadManager(config=config, backend=backend)
+PipelineOffloadManager.OFFLOAD_MGR = manager
+disk = manager.offloader.engine.mover.tier.disk if tier == "disk" else None
+model, plain = make_model(width=32), make_model(width=32, groups=())
+
+def is_right(step):
+    inputs = batches(4, 32, step, length=9 + step)
+    expected = run_step(plain, inputs, in_flight=2, offload=False)
+    return same_bits(run_step(model, inputs, in_flight=2), expected)
+
+def forward(step=0):
+    off_interface.init_chunk_handler(None, None, 1)
+    return model(batches(1, 32, step)[0]).sum()
+
+def graph():
+    off_interface.reset()
+    return forward()
+
+def in_child(work):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+written, gate = [], threading.Event()
+def slow(fd, data, offset):
+    os.write(1, b"written\\n")  # one call, so that no other thread writes in between
+    written.append(1)
+    gate.wait()
+    return os.pwrite(fd, data, offset)
+"""
+
+
+def printed_by(
+    code: str, tmp_path: Path, tier: str = "disk", kind: str = "cpu", in_flight: int = 40_000
+) -> list[str]:
+    """The lines that a program prints, which writes no error."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").mkdir()
+    program = textwrap.dedent(PROLOGUE) + textwrap.dedent(code)
+    arguments = [Path(__file__).parent.parent, tmp_path / "disk", tier, kind, in_flight]
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
+    result = processes.run(command, tmp_path / "out")
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    return result.stdout.splitlines()
+
+
+# F22: a summary over ranks
+
+
+@pytest.mark.field("F22")
+@pytest.mark.parametrize("is_empty", ["no groups", "no steps"])
+def test_a_summary_over_ranks_does_not_hang(is_empty: str, tmp_path: Path) -> None:
+    """A rank without groups, or that ran no step, joins the table of both."""
+    code = f"""
+        import torch.distributed as dist
+        from pp_offload import print_offload_summary_table, summary_table
+        def rank(number):
+            dist.init_process_group(
+                "gloo", init_method="file://" + directory + "/store", rank=number, world_size=2
+            )
+            if number == 0:
+                is_right(0)
+            elif {is_empty!r} == "no groups":
+                run_step(plain, batches(4, 32))
+            manager.reset()
+            print_offload_summary_table(manager.offload_summary_bytes)
+            table = summary_table()
+            print(bool(manager.offload_summary_bytes) == (number == 0), "mix" in table)
+            dist.destroy_process_group()
+        pid = os.fork()
+        rank(int(pid == 0))
+        sys.stdout.flush()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        """
+    lines = printed_by(code, tmp_path, "host")
+    assert [line for line in lines if line.startswith(("True", "False"))] == ["True True"] * 2
+
+
+# F58: forked processes
+
+
+@pytest.mark.field("F58")
+@pytest.mark.parametrize(
+    ("tier", "kind"), [("host", "cpu"), ("disk", "late"), ("disk", "eager"), ("disk", "cpu")]
+)
+def test_a_forked_process_trains_at_once(tmp_path: Path, tier: str, kind: str) -> None:
+    """A graph of the other process raises there, and stays good where it was made."""
+    lines = printed_by(
+        """
+        assert is_right(0) and is_right(1)
+        living, parent = graph(), os.getpid()
+        def work():
+            manager = PipelineOffloadManager.get_instance()
+            assert manager.config == config
+            print(is_right(0), is_right(2), manager.statistics().bytes_offloaded > 0)
+            print(manager.statistics().disk_bytes_in_use, manager.statistics().host_bytes_in_use)
+            try:
+                living.backward()
+            except ForkedError as error:
+                print(str(parent) in str(error) and str(os.getpid()) in str(error))
+            model.zero_grad()
+            print(is_right(1), in_child(lambda: print(is_right(2))))
+        print(in_child(work))
+        model.zero_grad()
+        living.backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        plain(batches(1, 32)[0]).sum().backward()
+        print(same_bits(got, [p.grad for p in plain.parameters()]))
+        """,
+        *(tmp_path, tier, kind),
+    )
+    assert lines == ["True True True", "0 0", "True", "True", "True 0", "0", "True"]
+
+
+@pytest.mark.field("F58")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tier: str) -> None:
+    """They never end in the forked process, whose threads begin anew."""
+    lines = printed_by(
+        """
+        manager.backend.d2h.submit(gate.wait)
+        if disk is not None:
+            for _ in range(4):
+                disk._threads.submit(gate.wait)
+        living = graph()
+        def work():
+            global living, manager
+            print(is_right(0))
+            manager = None
+            try:
+                living.backward()
+            except ForkedError:
+                print("refused")
+            living = None
+            print(is_right(1))
+        code = in_child(work)
+        gate.set()
+        living.backward()
+        model.zero_grad()
+        print(code, is_right(2))
+        """,
+        *(tmp_path, tier),
+    )
+    assert lines == ["True", "refused", "True", "0 True"]
+
+
+@pytest.mark.field("F58")
+def test_workers_that_load_data_do_no_harm(tmp_path: Path) -> None:
+    lines = printed_by(
+        """
+        from torch.utils.data import DataLoader
+        loader = DataLoader(batches(6, 32), batch_size=None, num_workers=2)
+        for epoch in range(2):
+            living = graph()
+            for x in loader:
+                off_interface.reset()
+                got = run_step(model, [x])
+                assert same_bits(got, run_step(plain, [x], offload=False))
+            living.backward()
+            model.zero_grad()
+        print(manager.statistics().host_bytes_in_use, len(os.listdir(directory)))
+        """,
+        *(tmp_path, "host"),
+    )
+    assert lines == ["0 0"]
+
+
+# F59: the end of a process, and a loop without a reset
+
+
+@pytest.mark.field("F59")
+@pytest.mark.parametrize("is_exit", [True, False], ids=["at exit", "while training goes on"])
+def test_what_nobody_needs_is_not_written(tmp_path: Path, is_exit: bool) -> None:
+    lines = printed_by(
+        f"""
+        import atexit
+        disk._pwrite = slow
+        losses = [forward(step) for step in range(4)]
+        manager.statistics()
+        while len(written) < {NUM_THREADS}:
+            pass
+        del losses
+        if {is_exit}:
+            atexit.register(gate.set)  # registered last, so called first
+        else:
+            gate.set()
+            disk._threads.submit(lambda: None).result()
+            print(disk.in_use_bytes)
+        """,
+        tmp_path,
+        in_flight=10**9,
+    )
+    assert lines == ["written"] * NUM_THREADS + ["0"] * (not is_exit)
+
+
+@pytest.mark.field("F59")
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+def test_a_process_ends_with_its_program(tmp_path: Path, kind: str) -> None:
+    """Graphs alive, copies under way, a thread and an exit handler that still train."""
+    lines = printed_by(
+        """
+        import atexit
+        print(is_right(0))
+        graphs = [forward(step) for step in range(4)]
+        cycle = [manager, graphs]
+        cycle.append(cycle)
+        def train():
+            threading.main_thread().join()  # the program is over, the process is not
+            print(is_right(0), is_right(1), manager.statistics().disk_bytes_written > 0)
+        if kind == "cpu":
+            atexit.register(lambda: print(is_right(0), is_right(1)))
+            threading.Thread(target=train).start()
+        """,
+        *(tmp_path, "disk", kind),
+    )
+    assert lines == ["True"] + ["True True True", "True True"] * (kind == "cpu")
+
+
+def num_objects() -> int:
+    """All that the garbage collector sees, without what it would collect."""
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.field("F59")
+def test_a_loop_that_never_calls_reset(caplog: pytest.LogCaptureFixture) -> None:
+    """It does not grow, and says so once; the numbers stay right, also behind a late reset."""
+    with manager_on(CpuBackend()) as manager:
+        model, plain = make_model(layers=1), make_model(layers=1, groups=())
+        (x,) = batches(1)
+        expected = run_step(plain, [x], offload=False)
+        waiting: list[tuple[Tensor, Tensor]] = []
+        counts = []
+        for number in range(3_000):
+            begin()
+            leaf = x.clone().requires_grad_()
+            waiting.append((model(leaf).square().mean(), leaf))
+            if len(waiting) == 3:
+                loss, leaf = waiting.pop(0)
+                loss.backward()
+                got = [loss.detach(), *gradients(leaf, *model.parameters())]
+                assert same_bits(got, expected)
+            if number % 500 == 499:
+                counts.append(num_objects())
+        # Up to a thousand chunks are kept for the plan, so the first counts are before the bound.
+        assert max(counts[2:]) - min(counts[2:]) < 1_000 * 29
+        assert counts[-1] - counts[3] < 5_000
+        assert caplog.text.count("since the last reset()") == 1
+        waiting.clear()
+        del loss, leaf
+        assert same_bits(run_step(model, [x]), expected)
+        manager.reset()
+        assert_idle(manager)

@@ -1,0 +1,393 @@
+"""Threads, signals and interrupts: F54, F55, F56, F57."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from helpers.scenarios import begin, hook_depth
+from helpers.sessions import group
+from injected import Injected, chosen, folders, interrupt_at, points_in
+from threaded import (
+    KINDS,
+    TABLE,
+    Lockstep,
+    Net,
+    assert_all_idle,
+    block,
+    frequent_switches,
+    gradients,
+    input_of,
+    manager_of,
+    on_threads,
+    plain,
+)
+from torch import Tensor, nn
+from toy import assert_no_hooks, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    GroupStateError,
+    OffloadActivations,
+    PipelineOffloadManager,
+    offload_modules,
+)
+
+NUM_THREADS = 4
+
+Graph = tuple[Net, Tensor, Tensor]
+"""A model, its input and its loss."""
+
+# F54: threads through one manager
+
+
+def forward(number: int, step: int, model: Net | None = None) -> Graph:
+    """A microbatch of its own: model, input and loss."""
+    model = model or Net(number)
+    begin()
+    leaf = input_of(number, step).requires_grad_()
+    return model, leaf, model(leaf).square().mean()
+
+
+def check_backward(graph: Graph, number: int, step: int) -> None:
+    model, leaf, loss = graph
+    loss.backward()
+    assert same_bits(gradients(model, leaf), plain(number, number, step)), (step, number)
+
+
+def all_at_once(run: Callable[[int], Any]) -> list[Any]:
+    """What ``run`` returns for each number, on threads that begin together."""
+    barrier = Lockstep(NUM_THREADS)
+
+    def begin_together(number: int) -> Any:
+        barrier.wait()
+        return run(number)
+
+    return on_threads([partial(begin_together, number) for number in range(NUM_THREADS)], barrier)
+
+
+def check_next_step(manager: PipelineOffloadManager) -> None:
+    """Another step, on this thread alone, is right, and nothing is left."""
+    before = manager.statistics().bytes_offloaded
+    manager.reset()
+    for number in range(3):
+        check_backward(forward(number, 1), number, 1)
+    assert manager.statistics().bytes_offloaded > before
+    manager.reset()
+    assert_all_idle(manager)
+
+
+@pytest.mark.field("F54")
+@pytest.mark.parametrize("window_bytes", [None, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_and_backward_in_threads(
+    kind: str, window_bytes: int | None, tmp_path: Path
+) -> None:
+    """Of a model each; of graphs of one thread; and of one graph with four heads."""
+
+    def microbatches(step: int, number: int) -> None:
+        for later in range(step, step + 3):
+            check_backward(forward(number, later), number, later)
+
+    def heads(step: int, is_on: bool) -> list[Callable[[], Tensor]]:
+        begin(is_on)
+        leaf = h = input_of(0, step).requires_grad_()
+        for weight in Net(0).weights:
+            h = block(h, weight.detach(), TABLE, is_on)
+        sums = [(h * (number + 1)).square().sum() for number in range(NUM_THREADS)]
+        return [lambda s=s: torch.autograd.grad(s, leaf, retain_graph=True)[0] for s in sums]
+
+    with frequent_switches(), manager_of(kind, tmp_path, window_bytes=window_bytes) as manager:
+        for step in range(6):
+            manager.reset()
+            all_at_once(partial(microbatches, step))
+            graphs = [forward(number, step) for number in range(NUM_THREADS)]
+            all_at_once(lambda n, graphs=graphs, step=step: check_backward(graphs[n], n, step))
+            with_offload = heads(step, True)
+            got = all_at_once(lambda number, heads=with_offload: heads[number]())
+            assert same_bits(got, [head() for head in heads(step, False)]), step
+            del graphs, with_offload
+        manager.reset()
+        assert_all_idle(manager)
+        check_next_step(manager)
+
+
+@pytest.mark.field("F54")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_thread_with_steps_of_its_own(kind: str, tmp_path: Path) -> None:
+    """A ``reset`` inside the step of another names the threads, and changes nothing."""
+    refusals: list[tuple[int, str]] = []
+
+    def run(number: int) -> None:
+        model = Net(number)
+        for step in range(30):
+            try:
+                off_interface.reset()
+            except GroupStateError as refusal:
+                refusals.append((threading.get_ident(), str(refusal)))
+            check_backward(forward(number, step, model), number, step)
+
+    with frequent_switches(), manager_of(kind, tmp_path) as manager:
+        all_at_once(run)
+        assert all(str(ident) in text for ident, text in refusals)
+        check_next_step(manager)
+
+
+@pytest.mark.field("F54")
+@pytest.mark.parametrize("num_steps", [30, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["host", "copy threads", "host and disk"])
+def test_graphs_change_hands(kind: str, num_steps: int, tmp_path: Path) -> None:
+    """Between forward and backward, in steps with a shape of their own each."""
+    with frequent_switches(), manager_of(kind, tmp_path, window_bytes=6000) as manager:
+        barrier = Lockstep(NUM_THREADS)
+        next_step = Lockstep(NUM_THREADS, action=manager.reset)
+        graphs: list[Any] = [None] * NUM_THREADS
+        models = [Net(number) for number in range(NUM_THREADS)]
+
+        def run(number: int) -> None:
+            try:
+                for step in range(num_steps):
+                    next_step.wait()
+                    graphs[number] = forward(number, step % 40, models[number])
+                    barrier.wait()
+                    whose = (number + step) % NUM_THREADS
+                    mine, graphs[whose] = graphs[whose], None
+                    check_backward(mine, whose, step % 40)
+                    del mine
+            except BaseException:
+                next_step.abort()
+                raise
+
+        on_threads([partial(run, number) for number in range(NUM_THREADS)], barrier)
+        manager.reset()
+        check_next_step(manager)
+
+
+# F55: evaluation beside training
+
+
+class Part(nn.Module):
+    """May be a group; stops in the middle, where its thread is told to."""
+
+    def __init__(self, pause: Callable[[], None], is_marked: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+        self.pause, self.is_marked = pause, is_marked
+
+    def forward(self, x: Tensor) -> Tensor:
+        return group(x, self.compute, self.is_marked)
+
+    def compute(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        self.pause()
+        return y.sin().exp()
+
+
+@pytest.mark.field("F55")
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode, None])
+@pytest.mark.parametrize("is_marked", [True, False], ids=["markers", "modules"])
+def test_evaluation_beside_training(is_marked: bool, without_grad: Any, tmp_path: Path) -> None:
+    """The forwards of both meet inside every group, and go on in any order.
+
+    With grad and without a chunk, the second forward is told so, in its own thread.
+    """
+    barrier = Lockstep(1)
+    model = nn.Sequential(*(Part(lambda: barrier.wait(), is_marked) for _ in range(2)))
+    x, other = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+    scope = nullcontext() if is_marked else offload_modules(model, {"part": "*"})
+
+    def train() -> list[Tensor]:
+        off_interface.reset()
+        begin()
+        leaf = x.clone().requires_grad_()
+        model(leaf).square().sum().backward()
+        assert hook_depth() == 0
+        return gradients(model, leaf)
+
+    def evaluate() -> Tensor | None:
+        try:
+            if without_grad is not None:
+                with without_grad():
+                    return model(other).clone()
+            with pytest.raises(GroupStateError, match="init_chunk_handler"):
+                model(other)
+            barrier.wait()
+            barrier.wait()
+            return None
+        finally:
+            assert hook_depth() == 0
+
+    with frequent_switches(), manager_of("copy threads", tmp_path) as manager, scope:
+        right = train()
+        with torch.no_grad():
+            output = model(other)
+        before = manager.statistics().bytes_offloaded
+        train()
+        alone = manager.statistics().bytes_offloaded - before
+        for _ in range(20):
+            barrier, before = Lockstep(2), manager.statistics().bytes_offloaded
+            grads, seen = on_threads([train, evaluate], barrier)
+            assert same_bits(grads, right)
+            assert seen is None or same_bits([seen], [output])
+            assert manager.statistics().bytes_offloaded - before == alone > 0
+        gc.collect()  # the errors held what had been saved
+        manager.reset()
+        assert_all_idle(manager)
+
+
+# F56: signals in backward, which tests/core sends. Behind one, a destructor or the callback of a
+# weak reference must not be the first Python code: what the handler raises there is forgotten.
+
+
+class Program:
+    """Trains with groups, or in the context; ``owner`` is whose statistics are to be zero."""
+
+    def __init__(self, kind: str, manager: PipelineOffloadManager) -> None:
+        self.owner: Any = manager
+        self.has_groups = kind != "context"
+        if not self.has_groups:
+            self.owner = OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=3, config=manager.config
+            )
+
+    def begin(self) -> None:
+        if self.has_groups:
+            self.owner.reset()
+        else:
+            with self.owner:
+                pass
+
+    def forward(self, seed: int, step: int) -> Graph:
+        if self.has_groups:
+            return forward(seed, step)
+        model, leaf = Net(seed, is_on=False), input_of(seed, step).requires_grad_()
+        with self.owner:
+            return model, leaf, model(leaf).square().mean()
+
+    def step(self, number: int, graphs: list[Any]) -> None:
+        """Two microbatches, whose backwards are right; ``graphs`` are those still to come."""
+        self.begin()
+        for seed in range(2):
+            graphs.append((self.forward(seed, number), seed, number))
+        for _ in range(2):
+            check_backward(*graphs.pop(0))
+
+    def check(self, *steps: int) -> None:
+        """Steps are right, and nothing is left."""
+        for number in steps:
+            self.step(number, [])
+        self.begin()
+        assert_no_hooks()
+        assert_all_idle(self.owner)
+
+
+@contextmanager
+def program_of(kind: str, directory: Path) -> Iterator[Program]:
+    tier = kind if kind in KINDS else "copy threads"
+    with manager_of(tier, directory) as manager:
+        yield Program(kind, manager)
+
+
+@contextmanager
+def calls_seen() -> Iterator[list[tuple[str, str]]]:
+    """Python functions called by this thread, with who called; not by the garbage of others."""
+    seen: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_back is not None:
+            name = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+            if __name__ not in name and not name.startswith("contextlib."):
+                seen.append((name, frame.f_back.f_code.co_name))
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+@pytest.mark.field("F56")
+@pytest.mark.parametrize("kind", [*KINDS, "context"])
+def test_no_python_code_where_autograd_frees_what_it_saved(kind: str, tmp_path: Path) -> None:
+    """A graph that dies calls nothing; a backward calls the unpack hook, and no destructor."""
+    with program_of(kind, tmp_path) as program:
+        for _ in range(2):
+            program.begin()
+            graph = program.forward(0, 5)
+            loss = graph[2]
+            del graph
+            with calls_seen() as seen:
+                del loss
+            assert seen == []
+        program.begin()
+        loss = program.forward(0, 5)[2]
+        with calls_seen() as seen:
+            loss.backward()
+        called = {name for name, caller in seen if caller == "_engine_run_backward"}
+        kinds = ("Resident", "Saved", "Wrapped")
+        assert {name for name in called if "pp_offload" in name} <= {
+            f"pp_offload._core.saved.{saved}.unpack" for saved in kinds
+        }
+        ends = ("__del__", "<locals>._remove", "<locals>.remove", "finalize.__call__")
+        assert not [name for name, _ in seen if name.endswith(ends)]
+
+
+# F57: an interrupt at any line
+
+LINES = folders("_core", "_groups", "_megatron", "_activations")
+
+
+@pytest.mark.field("F57")
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [
+        *((kind, 25) for kind in ("host", "disk", "context")),
+        *(pytest.param(kind, 8, marks=pytest.mark.slow) for kind in (*KINDS, "context")),
+        *(pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in (*KINDS, "context")),
+    ],
+)
+def test_an_interrupt_at_some_lines(kind: str, every: int, tmp_path: Path) -> None:
+    """No hook stays, older graphs are right, and so are the next steps."""
+    with program_of(kind, tmp_path) as program:
+        program.check(0)
+        points = chosen(points_in(LINES, lambda: program.step(1, [])), every=every)
+    assert len(points) > 200 // every
+    wrong: list[str] = []
+    for point in points:
+        with program_of(kind, tmp_path) as program:
+            program.check(0)
+            older: list[Any] = []
+            graph: Any = None
+            try:
+                with interrupt_at(point.number, LINES) as interrupt:
+                    program.step(1, older)
+                # Copies end sooner or later, so not every run is of the same length.
+                if interrupt.at is not None:
+                    wrong.append(f"{point}: the exception is lost")
+            except Injected:
+                depth = hook_depth()  # while it is handled, and keeps frames alive
+                if depth:
+                    wrong.append(f"{point}: hooks are left")
+            try:
+                program.step(2, [])
+                for graph in older:
+                    check_backward(*graph)
+                del graph
+                older.clear()
+                program.check(3)
+            except BaseException as error:
+                wrong.append(f"{point}: {type(error).__name__}: {str(error)[:150]}")
+    if wrong:
+        pytest.fail("\n".join([f"{len(wrong)} of {len(points)} lines", *wrong]), pytrace=False)
