@@ -30,7 +30,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 from toy import assert_idle, same_bits
 
-from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager
 from pp_offload.backends import Backend
 
 # F06: views of what came back
@@ -128,12 +128,6 @@ def three_times(loss: Tensor, leaf: Tensor, weights: Sequence[Tensor]) -> list[T
     return []
 
 
-def retained(loss: Tensor, leaf: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Nothing is freed before the loss is."""
-    loss.backward(retain_graph=True)
-    return []
-
-
 def input_then_weight(loss: Tensor, leaf: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     (of_input,) = torch.autograd.grad(loss, leaf, retain_graph=True)
     return [of_input, *torch.autograd.grad(loss, list(weights))]
@@ -159,7 +153,7 @@ def parts_of_pipelining(loss: Tensor, leaf: Tensor, weights: Sequence[Tensor]) -
 @pytest.mark.parametrize("is_context", [False, True], ids=["groups", "context"])
 @pytest.mark.parametrize(
     "backward",
-    [once, three_times, retained, input_then_weight, of_gradients, parts_of_pipelining],
+    [once, three_times, input_then_weight, of_gradients, parts_of_pipelining],
 )
 def test_backward_of_any_kind(
     manager: PipelineOffloadManager,
@@ -425,7 +419,7 @@ def test_microbatches_in_any_order(backend: Backend, num_models: int, num_manage
         Chain(names, 2, device=backend.device, seed=seed)
         for seed, names in enumerate(("ab", "ba")[:num_models])
     ]
-    with use_backend(backend, config=config):
+    with manager_on(backend):
         orders = (sum_of_losses, last_in_first_out, shuffled, first_forgotten, last_in_first_out)
         for number, order in enumerate(orders):
 

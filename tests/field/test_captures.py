@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,8 +17,6 @@ from pp_offload import (
     fine_grained_offloading_backward_record,
 )
 from pp_offload.testing import SimulatedBackend
-
-Function = Callable[[Tensor], Tensor]
 
 
 class Event:

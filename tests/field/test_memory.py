@@ -20,7 +20,7 @@ from test_auto_plan import Training, training, with_limit
 from torch import Tensor, nn
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
-from pp_offload import ConfigError, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import ConfigError, OffloadConfig, PipelineOffloadManager
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.host_pool import HostPool
 from pp_offload.backends import Allocated, Backend
@@ -75,13 +75,13 @@ def test_two_managers_stay_in_one_budget(backend: Backend) -> None:
     room = 600_000
     gc.collect()
     before = reserved_bytes()
-    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=before + room)
+    options = {"host_budget_bytes": before + room}
     plain, model = make_model(2, 64, groups=()), make_model(2, 64)
     inputs = [torch.randn(300, 64) for _ in range(3)]
     expected = run_step(plain, inputs, in_flight=3, offload=False)
-    with use_backend(backend, config=config) as first:
+    with manager_on(backend, **options) as first:
         assert same_bits(run_step(model, inputs, in_flight=3), expected)
-        with use_backend(backend, config=config) as second:
+        with manager_on(backend, **options) as second:
             assert same_bits(run_step(model, inputs, in_flight=3), expected)
             held = [each.statistics().host_bytes_reserved for each in (first, second)]
             assert held[1] < held[0] and sum(held) <= room
@@ -324,15 +324,12 @@ def test_an_allocation_between_steps_takes_no_room_from_them(
 def test_affinity_is_as_it_was(backend: Backend, tiers: tuple[str, ...]) -> None:
     """Also where a launcher has bound the process, as ``torchrun --numa-binding`` does."""
     before = os.sched_getaffinity(0)
-    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=tiers)
+    device = str(backend.device)
     try:
         for bound in (before, {min(before)}):
             os.sched_setaffinity(0, bound)
-            with use_backend(backend, config=config):
-                run_step(
-                    make_model(device=str(backend.device)),
-                    [x.to(backend.device) for x in batches(3)],
-                )
+            with manager_on(backend, tiers=tiers):
+                run_step(make_model(device=device), [x.to(device) for x in batches(3)])
                 assert os.sched_getaffinity(0) == bound
     finally:
         os.sched_setaffinity(0, before)

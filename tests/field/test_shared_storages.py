@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import PipelineOffloadManager
 from pp_offload.backends import Backend
 
 # F09: a release of one view
@@ -129,11 +128,7 @@ def test_memory_of_others_is_not_released(
     kind: str, make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning; the group is offloaded all the same, and an ordinary tensor beside it goes."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with (
-        caplog.at_level(logging.WARNING, logger="pp_offload"),
-        use_backend(make_backend(kind), config=config) as manager,
-    ):
+    with manager_on(make_backend(kind)) as manager:
         weight = nn.Parameter(torch.ones(4, 6))
         for step in range(2):
             x, own = make_inputs(2, step=step)

@@ -33,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from toy import assert_idle, assert_no_hooks, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import PipelineOffloadManager
 from pp_offload.backends import Backend
 from pp_offload.pipelining import attach
 
@@ -45,10 +45,9 @@ from pp_offload.pipelining import attach
 @pytest.mark.parametrize("fraction", [1.0, 0.0], ids=["all leave", "all stay after the first"])
 @pytest.mark.parametrize("vp_size", [1, 2])
 def test_every_number_of_layers(backend: Backend, vp_size: int, fraction: float) -> None:
-    config = OffloadConfig(min_offloaded_tensor_size=1, activation_offload_fraction=fraction)
     sizes = product((1, 2, 3), (1, 2, 3), (1, 2, 4)) if backend.name == "cpu" else [(1, 2, 2)]
     for layers, groups, stages in list(sizes)[:: 2 * vp_size - 1]:
-        with use_backend(backend, config=config) as manager:
+        with manager_on(backend, activation_offload_fraction=fraction) as manager:
             chains = [
                 Chain("abc"[:groups], layers, device=backend.device, seed=seed)
                 for seed in range(vp_size)
@@ -151,11 +150,6 @@ def test_passes_without_grad_change_nothing(backend: Backend) -> None:
         {"before": evaluate, "between": evaluate, "within": within},
     ):
         assert plan_and_bytes(backend, **extra) == (plan, moved), extra
-
-
-def layers(device: torch.device) -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).to(device)
 
 
 def pipeline(kind: Any, model: nn.Module, num_microbatches: int) -> Any:
@@ -275,9 +269,8 @@ def test_more_microbatches_than_the_first_step_had(
     backend: Backend, ahead: int, vp_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="pp_offload")
-    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     counts = (2, 6, 3, 8, 8)
-    with use_backend(backend, config=config) as manager:
+    with manager_on(backend, device_limit_bytes=None) as manager:
         stages = [Chain(device=backend.device, seed=seed) for seed in range(vp_size)]
         moved = [
             check_moves(

@@ -76,7 +76,6 @@ SAVES: dict[str, View] = {
     "expanded": lambda x: x.expand(3, *x.shape),
     "first row expanded": lambda x: x[0].expand_as(x),
     "as int16": lambda x: x.view(torch.int16),
-    "flat": lambda x: x.view(-1),
 }
 
 
@@ -203,19 +202,15 @@ NUMEL = 210
 VIEWS: dict[str, View] = {
     "transpose": lambda x: x.view(14, 15).t(),
     "transpose of a part": lambda x: x.view(14, 15)[2:9, 3:8].t(),
-    "every second": lambda x: x[::2],
     "every second column": lambda x: x.view(14, 15)[:, ::2],
     "padded rows": lambda x: x.view(14, 15)[:, :12],
     "padded rows, last one whole": lambda x: x.as_strided((14, 12), (15, 1), 3),
     "offset of one": lambda x: x[1:2],
     "expand a row": lambda x: x[:30].expand(50, 30),
-    "expand inside": lambda x: x.view(14, 1, 15).expand(14, 40, 15),
-    "expand one element": lambda x: x[5].expand(30, 20),
     "channels last": lambda x: x.view(2, 5, 7, 3).permute(0, 3, 1, 2),
     "part of channels last": lambda x: x.view(2, 5, 7, 3).permute(0, 3, 1, 2)[:, 1:],
     "0-d": lambda x: x[3],
     "empty": lambda x: x[:0],
-    "empty in the middle": lambda x: x.view(14, 15)[3:3].t(),
 }
 
 
