@@ -36,8 +36,8 @@ class Failure:
 
     def script(self) -> str:
         """A file that runs it, with what it says at the top."""
-        said = "".join(f"# {line}\n" for line in self.error.splitlines())
-        return said + script(self.program)
+        error = "".join(f"# {line}\n" for line in self.error.splitlines())
+        return error + script(self.program)
 
 
 @dataclass
@@ -157,8 +157,8 @@ def in_processes(work: Iterator[tuple[Any, ...]], jobs: int) -> Iterator[Totals]
         running: set[Future[Totals]] = set()
         try:
             while True:
-                for one in islice(work, jobs - len(running)):
-                    running.add(pool.submit(explore, *one))
+                for arguments in islice(work, jobs - len(running)):
+                    running.add(pool.submit(explore, *arguments))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)

@@ -14,6 +14,7 @@ from kinds import CHANGES, COMPUTES
 from programs import (
     Backward,
     Body,
+    Call,
     Change,
     Commit,
     Compute,
@@ -21,34 +22,26 @@ from programs import (
     Enter,
     Evaluate,
     Exit,
-    Flush,
     Forward,
     Free,
     Mark,
-    Op,
     Options,
     Part,
     Peek,
     Program,
     Region,
     Step,
-    Switch,
-    Synchronize,
     Touch,
 )
+from run import CHECKPOINTS, HOWS
 
 BACKENDS = ["late", "random", "eager", "cpu", "cpu threads"]
-CHECKPOINTS = ["torch", "torch", "torch", "ours", "ours", "stash", "reentrant"]
-HOWS = ["whole", "retain", "input", "weight", "stage input", "stage weight", "double", "together"]
 
 picks = st.integers(0, 3)
 rarely = st.integers(0, 19).map(lambda n: n == 19)
 seldom = st.integers(0, 5).map(lambda n: n == 5)
 streams = st.sampled_from([0, 0, 0, 1, 2])
 names = st.sampled_from(["a", "b"])
-
-computes = st.builds(Compute, st.sampled_from(list(COMPUTES)), picks, picks)
-changes = st.builds(Change, st.sampled_from(list(CHANGES)), picks)
 
 
 def often(usual: SearchStrategy, *others: SearchStrategy, share: int = 6) -> SearchStrategy:
@@ -58,10 +51,17 @@ def often(usual: SearchStrategy, *others: SearchStrategy, share: int = 6) -> Sea
     )
 
 
-def flat(found: list[list[Part]]) -> Body:
-    return tuple(chain.from_iterable(found))
+def sometimes(draw: st.DrawFn, values: SearchStrategy) -> object:
+    """One of the values, or None five times out of six."""
+    return draw(values) if draw(seldom) else None
 
 
+def flat(parts: list[list[Part]]) -> Body:
+    return tuple(chain.from_iterable(parts))
+
+
+computes = st.builds(Compute, st.sampled_from(list(COMPUTES)), picks, picks)
+changes = st.builds(Change, st.sampled_from(list(CHANGES)), picks)
 frees, marks = st.builds(Free, picks), st.builds(Mark, picks)
 lines = often(computes, changes, frees, marks, share=9)
 again = [kind for kind in COMPUTES if kind != "reads twice"]  # which a checkpoint refuses
@@ -75,82 +75,64 @@ def groups(draw: st.DrawFn, lines: SearchStrategy[Part]) -> list[Part]:
     name = draw(names)
     inside = draw(st.lists(lines, min_size=1, max_size=4))
     between = draw(st.lists(lines, max_size=1)) if draw(seldom) else []
-    commit = Commit(name, draw(seldom), draw(picks) if draw(seldom) else None)
+    commit = Commit(name, draw(seldom), sometimes(draw, picks))  # type: ignore[arg-type]
     return [Enter(name, draw(seldom)), *inside, Exit(), *between, commit]
 
 
 @st.composite
 def crossed(draw: st.DrawFn, lines: SearchStrategy[Part]) -> list[Part]:
-    """Two groups, one begun in the other, committed in any order; or not at all."""
+    """Two groups, the second begun in the first, committed in any order; or one of them never."""
     first, second = draw(names), draw(names)
     commits = [Commit(first), Commit(second, draw(seldom))]
     if draw(seldom):
         commits.pop()
-    return [
-        Enter(first, draw(seldom)),
-        *draw(st.lists(lines, min_size=1, max_size=4)),
-        Enter(second, draw(seldom)),
-        *draw(st.lists(lines, min_size=1, max_size=4)),
-        Exit(),
-        *draw(st.lists(lines, max_size=1)),
-        Exit(),
-        *draw(st.permutations(commits)),
-    ]
+    outer, inner = (draw(st.lists(lines, min_size=1, max_size=4)) for _ in range(2))
+    enters = Enter(first, draw(seldom)), Enter(second, draw(seldom))
+    return [enters[0], *outer, enters[1], *inner, Exit(), Exit(), *draw(st.permutations(commits))]
 
 
 def pieces_of(
     lines: SearchStrategy[Part], *others: SearchStrategy[Part]
 ) -> SearchStrategy[list[Part]]:
     """Mostly groups."""
-    single = [one.map(lambda part: [part]) for one in (lines, *others)]
+    single = [part.map(lambda part: [part]) for part in (lines, *others)]
     return often(groups(lines), crossed(lines), *single, share=3)
 
 
-def regions_of(pieces: SearchStrategy[list[Part]]) -> SearchStrategy[Part]:
-    """A checkpoint around them."""
-    body = st.lists(pieces, min_size=1, max_size=3).map(flat)
-    return st.builds(Region, body, st.sampled_from(CHECKPOINTS), st.booleans())
-
-
-around_groups = regions_of(pieces_of(calm_lines))
-nested = regions_of(pieces_of(often(calm_lines, around_groups, share=4), around_groups))
-regions = often(around_groups, nested, share=4)
+region_bodies = st.lists(pieces_of(calm_lines), min_size=1, max_size=3).map(flat)
+regions = st.builds(Region, region_bodies, st.sampled_from(list(CHECKPOINTS)))
 pieces = pieces_of(often(lines, regions, share=12), regions)
 bodies: SearchStrategy[Body] = st.lists(pieces, min_size=1, max_size=4).map(flat)
 stages = st.lists(st.lists(bodies, min_size=1, max_size=2).map(tuple), min_size=1, max_size=3)
 
-numels = st.sampled_from([1, 1, 1, 0, 9, 10**6])
 rows = st.sampled_from([2, 1, 3, 5])
 
 
 @st.composite
-def forwards(draw: st.DrawFn) -> Op:
+def forwards(draw: st.DrawFn) -> Forward:
     fails_at = draw(st.integers(0, 8)) if draw(rarely) else None
     backward_fails_at = draw(st.integers(0, 8)) if draw(rarely) else None
     return Forward(
-        draw(picks),
-        draw(st.integers(0, 1)),
-        draw(rows),
-        not draw(seldom),
-        draw(numels) if draw(seldom) else 1,
-        draw(streams),
-        draw(seldom),
-        fails_at,
-        backward_fails_at,
+        stage=draw(picks),
+        variant=draw(st.integers(0, 1)),
+        rows=draw(rows),
+        needs_grad=not draw(seldom),
+        stream=draw(streams),
+        is_held=draw(seldom),
+        fails_at=fails_at,
+        backward_fails_at=backward_fails_at,
     )
 
 
 backwards = st.builds(
-    Backward, often(st.just("whole"), st.sampled_from(HOWS), share=2), picks, streams
+    Backward, often(st.just("whole"), st.sampled_from(list(HOWS)), share=2), picks, streams
 )
 others = st.one_of(
     st.builds(Evaluate, picks, st.integers(0, 1), rows),
     st.builds(Touch, st.sampled_from(list(CHANGES)), picks, picks),
     st.builds(Peek, picks),
     st.builds(Drop, picks),
-    st.just(Flush()),
-    st.builds(Switch, st.sampled_from([True, True, False])),
-    st.just(Synchronize()),
+    st.builds(Call, st.sampled_from(["flush", "synchronize", "enable", "enable", "disable"])),
 )
 ops = often(often(forwards(), backwards, share=2), others, share=6)
 steps = st.builds(
@@ -168,18 +150,15 @@ def options(draw: st.DrawFn) -> Options:
         return Options()
     sizes = [0, 64, 300, 10**6]
     return Options(
-        draw(st.sampled_from(["auto", "auto", *sizes])),
-        draw(st.sampled_from([2**29, 2**29, *sizes])),
-        draw(st.sampled_from([0, 512, 1024, 4096])) if draw(seldom) else None,
-        draw(st.sampled_from([0.0, 0.5])) if draw(seldom) else 1.0,
-        draw(st.sampled_from([64, 512])) if draw(seldom) else 0,
-        draw(st.integers(0, 2)),
-        draw(st.sampled_from([("disk",), ("host", "disk")])) if draw(seldom) else ("host",),
-        draw(rarely),
-        draw(st.sampled_from([None, "reload", "keep"])),
-        draw(st.sampled_from([None, None, None, 1, 2, 5])),
-        draw(st.booleans()),
-        draw(st.sampled_from([0, 2000, 8000, 10**6])) if draw(seldom) else None,
+        prefetch_bytes=draw(st.sampled_from(["auto", "auto", *sizes])),
+        max_in_flight_bytes=draw(st.sampled_from([2**29, 2**29, *sizes])),
+        host_budget_bytes=sometimes(draw, st.sampled_from([0, 512, 1024, 4096])),  # type: ignore[arg-type]
+        activation_offload_fraction=draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0])),
+        tiers=draw(st.sampled_from([("host",)] * 6 + [("disk",), ("host", "disk")])),
+        verify=draw(rarely),
+        stash=draw(st.sampled_from([None, None, None, 1, 2, 5])),
+        is_fine=draw(st.booleans()),
+        device_limit_bytes=sometimes(draw, st.sampled_from([0, 2000, 8000, 10**6])),  # type: ignore[arg-type]
     )
 
 

@@ -1,26 +1,25 @@
 """Programs as data: what the fuzzer runs, shrinks and prints.
 
-A program is a tree of frozen records of plain values, and its ``repr`` is the Python that makes it.
-A number that picks something is taken modulo what there is, 0 being the latest, so that every
-program means something, also after a part of it was taken away.
+A program is a tree of frozen records of plain values; its ``repr`` is the Python that makes it.
+A number that picks something is taken modulo what there is, 0 being the latest, so a program means
+something whatever part of it was taken away.
 
-    print(script(program))  # a file that runs it
+    print(script(program))  # a file that runs the program
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-WIDTH = 100
-
 
 class Record:
-    """Its ``repr`` leaves out what is as by default."""
+    """The base of all records. Its ``repr`` leaves out values that are the default."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in said(self))})"
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
+        given = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 # What a stage's forward does. It works on a list of tensors, the first of which is its input.
@@ -83,17 +82,15 @@ class Mark(Record):
 
 @dataclass(frozen=True, repr=False)
 class Region(Record):
-    """Run parts under a checkpoint, which runs them again in backward; adds what they made last.
+    """Run parts under a checkpoint, which runs them again in backward; add the last tensor.
 
-    The parts work on a list of their own, which begins with the tensors that there are. They do
-    not change any in place, for then PyTorch would compute something else when it runs them again.
+    The parts work on a list of their own, which begins with the tensors of the forward, and change
+    no tensor in place: PyTorch would compute another result when it runs them again.
     """
 
     body: Body = ()
     by: str = "torch"
-    """Whose checkpoint: PyTorch's, its older one, ours, or ours with a stash for inputs."""
-    stops: bool = True
-    """Whether it stops as soon as backward has what it needs; the older one cannot."""
+    """Whose checkpoint: PyTorch's, PyTorch's reentrant one, or ours."""
 
 
 Part = Compute | Change | Enter | Exit | Commit | Free | Mark | Region
@@ -104,13 +101,12 @@ Body = tuple[Part, ...]
 
 @dataclass(frozen=True, repr=False)
 class Forward(Record):
-    """One microbatch through one stage; its input is what the stage before has ready, if it has."""
+    """One microbatch through one stage; its input is what the stage before has ready, if any."""
 
     stage: int = 0
     variant: int = 0
     rows: int = 2
     needs_grad: bool = True
-    min_numel: int = 1
     stream: int = 0
     is_held: bool = False
     """Whether its tensors stay referenced."""
@@ -140,7 +136,7 @@ class Evaluate(Record):
 
 @dataclass(frozen=True, repr=False)
 class Touch(Record):
-    """Change in place a tensor that a forward left behind."""
+    """Change in place a tensor of a microbatch that waits for its backward."""
 
     kind: str
     pick: int = 0
@@ -162,23 +158,13 @@ class Drop(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class Flush(Record):
-    """Do the delayed commits."""
+class Call(Record):
+    """Flush delayed commits, enable or disable offload, or finish all copies."""
+
+    what: Literal["flush", "enable", "disable", "synchronize"] = "flush"
 
 
-@dataclass(frozen=True, repr=False)
-class Switch(Record):
-    """Enable or disable offload."""
-
-    is_on: bool = True
-
-
-@dataclass(frozen=True, repr=False)
-class Synchronize(Record):
-    """Finish all copies."""
-
-
-Op = Forward | Backward | Evaluate | Touch | Peek | Drop | Flush | Switch | Synchronize
+Op = Forward | Backward | Evaluate | Touch | Peek | Drop | Call
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,8 +173,8 @@ class Step(Record):
 
     ops: tuple[Op, ...] = ()
     rest: str = "fifo"
-    """What becomes of microbatches whose backward is not over: ``fifo``, ``lifo``, ``drop``, or
-    ``keep`` for the next step.
+    """The backward of microbatches that are not over: ``fifo``, ``lifo``, ``drop``, or ``keep``
+    for the next step.
     """
     catches: bool = False
     """Whether an error ends its operation only; else it ends the step."""
@@ -204,18 +190,14 @@ class Options(Record):
     max_in_flight_bytes: int = 2**29
     host_budget_bytes: int | None = None
     activation_offload_fraction: float = 1.0
-    delta_offload_bytes_across_pp_ranks: int = 0
-    pipeline_rank: int = 0
     tiers: tuple[str, ...] = ("host",)
     verify: bool = False
-    split_backward: str | None = None
-    """As there; None if the engine is not told that backward may come in parts."""
     stash: int | None = None
-    """Tensors that gather before they leave, where everything does and groups mean nothing."""
+    """With a number, ``OffloadActivations`` with that ``max_fwd_stash_size``, and no groups."""
     is_fine: bool = False
     """Whether thresholds in bytes are as small as the tensors here."""
     device_limit_bytes: int | None = None
-    """With one, options that say what stays are left out."""
+    """With a limit, the fraction is left out."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -230,53 +212,12 @@ class Program(Record):
     options: Options = Options()
 
 
-def said(record: Record) -> Iterator[tuple[str, object]]:
-    """Fields and values that are not the default."""
-    for field in fields(record):  # type: ignore[arg-type]
-        value = getattr(record, field.name)
-        if value != field.default:
-            yield field.name, value
-
-
-def size(value: object) -> int:
-    """How many records a program is made of."""
-    if isinstance(value, tuple):
-        return sum(size(one) for one in value)
-    if not isinstance(value, Record):
-        return 0
-    return 1 + sum(size(one) for _, one in said(value))
-
-
-def code(value: object, indent: int = 0) -> str:
-    """Python that makes ``value``, in lines that are not too long."""
-    flat = repr(value)
-    if len(flat) + indent <= WIDTH or not isinstance(value, tuple | Record):
-        return flat
-    inner = " " * (indent + 4)
-    if isinstance(value, tuple):
-        lines = [code(one, indent + 4) for one in value]
-        begin, end = "(", ")"
-    else:
-        lines = [f"{n}={code(v, indent + 4)}" for n, v in said(value)]
-        begin, end = f"{type(value).__name__}(", ")"
-    return begin + "".join(f"\n{inner}{line}," for line in lines) + "\n" + " " * indent + end
-
-
-def names(value: object) -> set[str]:
-    """The records a program is made of."""
-    if isinstance(value, tuple):
-        return set().union(*map(names, value))
-    if not isinstance(value, Record):
-        return set()
-    return {type(value).__name__}.union(*(names(one) for _, one in said(value)))
-
-
 def script(program: Program) -> str:
     """A file that runs the program."""
     return (
         '"""Run it in the checkout with PYTHONPATH=.:tests:tests/fuzz"""\n\n'
-        f"from programs import {', '.join(sorted(names(program)))}\n"
+        "from programs import *\n"
         "from run import check\n\n"
-        f"program = {code(program)}\n"
+        f"program = {program!r}\n"
         "check(program)\n"
     )
