@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import apply
 from products import PRODUCTS, Product
 from torch import Tensor, nn
 from toy import same_bits
 
-from emulated.helpers import some
+from emulated.helpers import DELAYS, some
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,
     OffloadConfig,
-    OffloadModel,
     PipelineOffloadManager,
-    offload_layers,
     use_backend,
 )
 from pp_offload._memory.host_pool import pageable
@@ -90,18 +87,6 @@ def test_a_copy_from_one_to_the_other_is_in_order_with_both(emulated: ModuleType
     assert later.cpu().equal(given * 2 + 1)
 
 
-def test_a_stream_that_is_entered_brings_its_device(emulated: ModuleType) -> None:
-    """As PyTorch does it, which is why ours goes back."""
-    before, side = torch.accelerator.current_stream(1), torch.Stream(device=SECOND)
-    torch.accelerator.set_stream(side)
-    assert torch.accelerator.current_device_index() == 1
-    torch.accelerator.set_stream(torch.accelerator.current_stream(0))
-    assert torch.accelerator.current_device_index() == 0
-    torch.accelerator.set_device_index(1)
-    torch.accelerator.set_stream(before)
-    torch.accelerator.set_device_index(0)
-
-
 # The engine on the one that is not current
 
 
@@ -150,13 +135,14 @@ def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Te
     return [one.cpu() for one in seen]
 
 
+@pytest.mark.parametrize("delays", ["late compute", "late d2h", "late h2d", "by chance"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_each_product_has_the_same_bits_on_a_device_that_is_not_current(
-    emulated: ModuleType, name: str
+    emulated: ModuleType, name: str, delays: str
 ) -> None:
     expected = train(Product(AcceleratorBackend(second())), second())
     first_bytes = torch.accelerator.max_memory_allocated(0)
-    emulated.set_delays(jitter_us=300, seed=2)
+    emulated.set_delays(**DELAYS[delays])
     with use_backend(default_backend(second()), config=CONFIG) as manager:
         product = PRODUCTS[name](manager.backend)
         got = train(product, second())
@@ -215,36 +201,6 @@ def test_a_device_without_a_number_is_the_current_one(emulated: ModuleType, inde
         assert backend.current_stream() == torch.accelerator.current_stream(index)
 
 
-def test_what_is_made_for_a_device_without_a_number_works(emulated: ModuleType) -> None:
-    """What a user writes: "cuda"."""
-    torch.manual_seed(1)
-    plain = Net().to("emulated")
-    torch.manual_seed(1)
-    sliced = OffloadModel(
-        nn.Sequential(*Net().layers), torch.device("emulated"), checkpoint_activation=True
-    )
-    torch.manual_seed(1)
-    streamed = Net()
-    handle = offload_layers(streamed, "layers", device="emulated")
-    context = OffloadActivations(
-        min_offload_size=1, backend=AcceleratorBackend(torch.device("emulated"))
-    )
-    torch.manual_seed(1)
-    activations = Net().to("emulated")
-    x = torch.randn(16, WIDTH).to("emulated")
-    expected = gradients(plain, x)
-    assert same_bits(gradients(sliced, x), expected)
-    assert same_bits(gradients(streamed, x), expected)
-    with context:
-        loss = activations(x).square().mean()
-    loss.backward()
-    assert same_bits([p.grad.cpu() for p in activations.parameters()], expected)  # type: ignore[union-attr]
-    assert context.statistics().bytes_offloaded > 0
-    assert sliced._recompute is not None
-    assert sliced._recompute.stash.statistics().bytes_offloaded > 0
-    handle.close()
-
-
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model(x).square().mean().backward()
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
@@ -270,39 +226,26 @@ def test_an_integration_takes_the_device_of_the_model(emulated: ModuleType) -> N
     assert offload.statistics().bytes_offloaded > 0
 
 
-def test_groups_on_another_device_than_the_engine_are_warned_of(
-    emulated: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where the manager was made before ``set_device``."""
-    layer = nn.Linear(WIDTH, WIDTH).to(SECOND)
-    with use_backend(AcceleratorBackend(), config=CONFIG) as manager:
-        for _ in range(2):
-            manager.reset()
-            manager.init_model_chunk_offload_handler(None, None, 1)
-            x = torch.randn(4, WIDTH, device=SECOND, requires_grad=True)
-            with off_interface(True, x, "mlp") as x:
-                y = layer(x).tanh()
-            off_interface.group_commit(y, name="mlp").sum().backward()
-    (said,) = [one.getMessage() for one in caplog.records]
-    assert said.startswith("group 'mlp' offloaded nothing: none of its 1 groups saved a tensor")
-    assert "tensors on emulated:1 were saved, and this engine works on emulated:0" in said
-
-
-@pytest.mark.parametrize("kind", ["context", "checkpoint"])
-def test_activations_on_another_device_than_the_engine_are_warned_of(
+@pytest.mark.parametrize("kind", ["groups", "context"])
+def test_tensors_on_another_device_than_the_engine_are_warned_of(
     emulated: ModuleType, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On every rank but the first, where the context was made before ``set_device``."""
-    model = Net().to(SECOND)
+    """On every rank but the first, where the engine was made before ``set_device``."""
+    layer = nn.Linear(WIDTH, WIDTH).to(SECOND)
     context = OffloadActivations(min_offload_size=1, backend=AcceleratorBackend())
-    if kind == "checkpoint":
-        apply(model, "layers", "full, offload", AcceleratorBackend())
-    for _ in range(3):
-        with context if kind == "context" else nullcontext():
-            loss = model(torch.randn(16, WIDTH, device=SECOND, requires_grad=True)).square().mean()
-        loss.backward()
-    (said,) = [one.getMessage() for one in caplog.records]
-    assert "offloaded nothing: tensors on emulated:1 were saved, and this engine" in said
+    with use_backend(AcceleratorBackend(), config=CONFIG):
+        for _ in range(3):
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.randn(4, WIDTH, device=SECOND, requires_grad=True)
+            with off_interface(True, x, "mlp") if kind == "groups" else context:
+                y = layer(x).tanh()
+            if kind == "groups":
+                off_interface.group_commit(y, name="mlp")
+            y.sum().backward()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "offloaded nothing" in line
+    assert "tensors on emulated:1 were saved, and this engine works on emulated:0" in line
 
 
 # A default device, as programs set it

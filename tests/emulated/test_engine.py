@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
+from emulated.helpers import DELAYS, compute
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
+from pp_offload._groups import auto_bounds
 from pp_offload.backends import AcceleratorBackend, default_backend
 
 pytestmark = pytest.mark.emulated
 
 WIDTH = 32
-DELAYS: dict[str, dict[str, int]] = {
-    "none": {},
-    "late compute": {"kernel_us": 300},
-    "late d2h": {"d2h_us": 2000},
-    "late h2d": {"h2d_us": 2000},
-    "late copies": {"d2h_us": 1500, "h2d_us": 1500},
-    "by chance": {"jitter_us": 1500, "seed": 3},
-    "by another chance": {"kernel_us": 50, "jitter_us": 800, "seed": 4},
-}
-OPTIONS: dict[str, dict[str, object]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "host": {},
     "host, few in flight": {"max_in_flight_bytes": 40_000},
     "disk": {"tiers": ("disk",), "max_in_flight_bytes": 40_000},
@@ -39,21 +33,21 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 @contextmanager
 def manager_of(
-    directory: Path, options: dict[str, object], backend: AcceleratorBackend | None = None
+    directory: Path, options: dict[str, Any], backend: AcceleratorBackend | None = None
 ) -> Iterator[PipelineOffloadManager]:
     if "tiers" in options:
         options = {**options, "disk_dir": directory}
-    config = OffloadConfig(min_offloaded_tensor_size=1, **options)  # type: ignore[arg-type]
+    config = OffloadConfig(min_offloaded_tensor_size=1, **options)
     with use_backend(backend or AcceleratorBackend(), config=config) as manager:
         yield manager
 
 
-def steps_are_equal(num: int = 3) -> bool:
+def steps_are_equal(num: int = 3, growth: int = 1) -> bool:
     """Steps of changing length, four microbatches in flight, against the same without offload."""
     on = make_model(width=WIDTH, device="emulated")
     off = make_model(width=WIDTH, groups=(), device="emulated")
     for step in range(num):
-        inputs = [x.to("emulated") for x in batches(5, WIDTH, step, length=9 + step)]
+        inputs = [x.to("emulated") for x in batches(5, WIDTH, step, length=9 + growth * step)]
         got = run_step(on, inputs, in_flight=4)
         if not same_bits(got, run_step(off, inputs, in_flight=4, offload=False)):
             return False
@@ -79,12 +73,7 @@ def test_it_is_the_backend_that_is_taken_by_default() -> None:
     assert isinstance(backend, AcceleratorBackend)
     assert backend.device == torch.device("emulated", 0)
     assert not backend.is_capturing
-
-
-@pytest.mark.parametrize("delays", ["none", "late compute", "late copies"])
-def test_the_default_backend_has_the_same_bits(emulated: ModuleType, delays: str) -> None:
-    emulated.set_delays(**DELAYS[delays])
-    with use_backend(default_backend(), config=OffloadConfig(min_offloaded_tensor_size=1)):
+    with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)):
         assert steps_are_equal()
 
 
@@ -116,12 +105,12 @@ def test_memory_given_to_others_while_it_is_copied_is_an_error(
     emulated: ModuleType, is_filled_again: bool
 ) -> None:
     config = OffloadConfig(min_offloaded_tensor_size=1)
-    backend = AcceleratorBackend()
+    backend: Any = AcceleratorBackend()
     with use_backend(backend, config=config):
         x = torch.linspace(-1, 1, 600).to("emulated").requires_grad_()
         off_interface.init_chunk_handler(None, None, 1)
         h = x * 2
-        with emulated.hold(cast(torch.Stream, backend.d2h)):
+        with emulated.hold(backend.d2h):
             with off_interface(True, h, "core"):
                 y = h.sin()
             loss = off_interface.group_commit(y, name="core").sum()
@@ -136,3 +125,68 @@ def test_memory_given_to_others_while_it_is_copied_is_an_error(
         with pytest.raises(OffloadError, match="group 'core'"):
             torch.autograd.grad(loss, x)
         del others
+
+
+# Copy streams come from a pool of 32, in turn, so another may have the same
+
+
+def test_sixteen_managers_have_all_streams_of_the_pool() -> None:
+    backends: list[Any] = [AcceleratorBackend() for _ in range(40)]
+    pairs = [(backend.d2h, backend.h2d) for backend in backends]
+    assert len({stream for pair in pairs for stream in pair}) == 32
+    assert len(set(pairs)) == 16 and pairs[0] == pairs[16]
+    assert all(d2h != h2d for d2h, h2d in pairs), "of one manager they are two"
+    assert all(compute() not in pair for pair in pairs), "the default stream is not of the pool"
+
+
+@pytest.mark.parametrize("options", ["host", "disk"])
+@pytest.mark.parametrize("stream", ["d2h", "h2d"])
+def test_compute_on_a_copy_stream_has_the_same_bits(
+    emulated: ModuleType, stream: str, options: str, tmp_path: Path
+) -> None:
+    emulated.set_delays(**DELAYS["late copies"])
+    backend = AcceleratorBackend()
+    with manager_of(tmp_path, OPTIONS[options], backend):
+        before = compute()
+        torch.accelerator.set_stream(getattr(backend, stream))
+        try:
+            assert steps_are_equal(2)
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+# Bounds that are chosen from times, on streams that take time and know it
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+def test_bounds_are_chosen_and_bits_are_the_same(
+    emulated: ModuleType, delays: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+    emulated.set_delays(**DELAYS[delays])
+    with manager_of(tmp_path, {"device_limit_bytes": None}) as manager:
+        assert manager.statistics().stalled_ms is None
+        mover = manager.offloader.engine.mover
+        bounds = [mover.in_flight.bound.nbytes]
+        for _ in range(4):
+            assert steps_are_equal(1)
+            torch.accelerator.synchronize()
+            off_interface.reset()  # which knows the times of the step
+            bounds.append(mover.in_flight.bound.nbytes)
+        assert bounds[0] > bounds[-1] > 0
+        assert len(set(bounds[2:])) == 1, "the second step was the last that was timed"
+        assert manager.statistics().stalled_ms is not None
+        assert steps_are_equal(3, growth=30), "steps that differ are timed again"
+        gc.collect()
+        assert_idle(manager)
+
+
+def test_by_default_what_has_room_stays(emulated: ModuleType, tmp_path: Path) -> None:
+    """Nobody has to say that there is enough."""
+    sent = [0]
+    with manager_of(tmp_path, {}) as manager:
+        for _ in range(5):
+            assert steps_are_equal(1)
+            sent.append(manager.statistics().bytes_offloaded)
+    steps = [after - before for before, after in itertools.pairwise(sent)]
+    assert steps[0] > 0 and steps[-2:] == [0, 0]

@@ -1,0 +1,204 @@
+"""Streams, events, threads and memory of the emulated device behave as those of a device do."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulated.helpers import compute, late, some
+
+pytestmark = pytest.mark.emulated
+
+N = 4096
+with_and_without = pytest.mark.parametrize("waits", [False, True])
+
+
+def pinned(like: Tensor | None = None) -> Tensor:
+    host = torch.zeros(N, pin_memory=True)
+    return host if like is None else host.copy_(like)
+
+
+# Each wait that a copy needs, left out: it comes out wrong, and right with its wait
+
+
+@with_and_without
+def test_a_copy_to_the_host_waits_for_compute(emulated: ModuleType, waits: bool) -> None:
+    given, host, d2h = some(N), pinned(), torch.Stream(device="emulated")
+    x = given.to("emulated")
+    with late(emulated, compute(), d2h):
+        y = x * 2
+        if waits:
+            d2h.wait_event(compute().record_event())
+        with d2h:
+            host.copy_(y, non_blocking=True)
+    assert host.equal(given * 2) is waits
+
+
+@with_and_without
+def test_compute_waits_for_a_reload(emulated: ModuleType, waits: bool) -> None:
+    given, h2d = some(N), torch.Stream(device="emulated")
+    host, target = pinned(given), torch.zeros(N, device="emulated")
+    with late(emulated, h2d, compute()):
+        with h2d:
+            target.copy_(host, non_blocking=True)
+        if waits:
+            compute().wait_event(h2d.record_event())
+        result = target * 2
+    assert result.cpu().equal(given * 2) is waits
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "a wait", "record_stream"])
+def test_freed_memory_is_used_again_in_the_order_of_its_stream(
+    emulated: ModuleType, keeps: str
+) -> None:
+    given, side = some(N), torch.Stream(device="emulated")
+    x, result = given.to("emulated"), torch.zeros(N, device="emulated")
+    with late(emulated, side, compute()):
+        with side:
+            torch.add(x, 0, out=result)
+        if keeps == "a wait":
+            compute().wait_event(side.record_event())
+        if keeps == "record_stream":
+            x.record_stream(side)
+        del x
+        torch.zeros(N, device="emulated")
+    assert result.cpu().equal(given) is (keeps != "nothing")
+
+
+# Streams, events and threads
+
+
+def test_work_is_queued_and_the_host_goes_on(emulated: ModuleType) -> None:
+    x = torch.ones(N, device="emulated")
+    with emulated.hold(compute()):
+        y = x + 1
+        event = compute().record_event()
+        assert not event.query() and not compute().query()
+    event.synchronize()
+    assert event.query()
+    assert y.sum().item() == 2 * N
+
+
+def test_an_event_says_when_the_stream_was_there(emulated: ModuleType) -> None:
+    emulated.set_delays(kernel_us=20_000)
+    x = torch.ones(N, device="emulated")
+    start, end = (torch.Event(device="emulated", enable_timing=True) for _ in range(2))
+    compute().synchronize()
+    start.record()
+    x.add_(1)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) >= 20
+
+
+def test_the_pool_hands_out_its_streams_in_turn() -> None:
+    ids = [torch.Stream(device="emulated").stream_id for _ in range(65)]
+    assert len(set(ids)) == 32
+    assert ids[0] == ids[32] == ids[64]
+    assert 0 not in ids, "that is the default stream"
+
+
+def test_each_thread_has_its_own_current_stream() -> None:
+    side = torch.Stream(device="emulated")
+    seen: list[torch.Stream] = []
+    with side:
+        thread = threading.Thread(target=lambda: seen.append(compute()))
+        thread.start()
+        thread.join()
+        assert compute() == side
+    assert seen[0].stream_id == 0
+
+
+def test_a_kernel_that_fails_is_told_by_the_next_wait() -> None:
+    rows = torch.ones(4, 3, device="emulated")
+    torch.index_select(rows, 0, torch.tensor([7], device="emulated"))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        compute().synchronize()
+    compute().synchronize()
+
+
+def test_backward_runs_in_a_thread_of_autograd_on_the_stream_of_its_forward() -> None:
+    seen: list[tuple[int, torch.Stream]] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            seen.append((threading.get_ident(), compute()))
+            return grad
+
+    side = torch.Stream(device="emulated")
+    with side:
+        y = Look.apply(torch.ones(2, device="emulated", requires_grad=True))
+    y.sum().backward()
+    ((thread, stream),) = seen
+    assert thread != threading.get_ident()
+    assert stream == side
+
+
+# Memory
+
+
+def test_memory_is_free_for_its_own_stream_at_once(emulated: ModuleType) -> None:
+    x = torch.ones(N, device="emulated")
+    address = x.data_ptr()
+    with emulated.hold(compute()):
+        y = x + 1
+        del x
+        z = torch.full((N,), 5.0, device="emulated")
+        assert z.data_ptr() == address
+    assert y.eq(2).all() and z.eq(5).all()
+    assert torch.empty(N + 777, device="emulated").isnan().all(), "what is allocated holds poison"
+
+
+def test_memory_is_counted(emulated: ModuleType) -> None:
+    emulated.empty_cache()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    x = torch.empty(1024, device="emulated")
+    assert torch.accelerator.memory_allocated() - before == 4096
+    del x
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() - before == 4096
+    reserved = torch.accelerator.memory_reserved()
+    emulated.empty_cache()
+    assert reserved - torch.accelerator.memory_reserved() >= 4096
+
+
+def test_pinned_memory_is_used_again_when_its_copy_is_through(emulated: ModuleType) -> None:
+    torch.accelerator.empty_host_cache()
+    source, on_device = torch.empty(N, pin_memory=True), torch.ones(N, device="emulated")
+    address = source.data_ptr()
+    assert source.is_pinned() and not torch.empty(N).is_pinned()
+    with emulated.hold(compute()):
+        on_device.copy_(source, non_blocking=True)
+        del source
+        other = torch.empty(N, pin_memory=True)
+        assert other.data_ptr() != address
+    compute().synchronize()
+    assert torch.empty(N, pin_memory=True).data_ptr() == address
+
+
+def test_pageable_memory_is_read_before_the_copy_returns(emulated: ModuleType) -> None:
+    given = some(N)
+    source = given.clone()
+    with emulated.hold(compute()):
+        x = source.to("emulated", non_blocking=True)
+        source.fill_(7)
+    assert x.cpu().equal(given)
+
+
+def test_pinned_memory_that_went_back_is_poisoned() -> None:
+    host = torch.ones(N, pin_memory=True)
+    alias = torch.frombuffer((ctypes.c_float * N).from_address(host.data_ptr()), dtype=torch.float)
+    del host
+    torch.accelerator.empty_host_cache()
+    assert alias.isnan().all()
