@@ -1,6 +1,7 @@
-"""What was changed in place is refused where autograd refuses it: when backward asks for it.
+"""A tensor that was changed in place is refused where autograd refuses it: when backward asks.
 
-Also where a disk has refused the bytes, so that they are in the sources alone.
+A group shares the copy that another has made, and never one of what has changed since. Tensors
+with one memory may count changes apart, as the parts of ``unsafe_chunk``, or ``.data``.
 """
 
 from __future__ import annotations
@@ -15,25 +16,37 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import begin_step, group, session, settle, unseen
+from conftest import on_two_backends
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_step,
+    drawn,
+    gradients,
+    group,
+    session,
+    settle,
+    side_stream,
+    unseen,
+)
 from torch import Tensor
-from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager, SavedTensorModifiedError, use_backend
+from pp_offload import PipelineOffloadManager, SavedTensorModifiedError
 from pp_offload._common.workers import Workers
 from pp_offload._memory.disk_file import DiskFile
-from pp_offload.testing import SimulatedBackend
+
+kinds = pytest.mark.parametrize("kind", ["cpu", "late"])
 
 
+@on_two_backends
 @pytest.mark.parametrize("is_delayed", [False, True], ids=["at once", "delayed"])
 def test_a_changed_tensor_harms_only_who_asks_for_it(
     manager: PipelineOffloadManager, is_delayed: bool
 ) -> None:
     """Its group is committed, the others of the group leave, and no step fails for its sake."""
     x = torch.linspace(-1, 1, 12).view(3, 4).to(manager.backend.device).requires_grad_()
-    manager.reset()
-    manager.init_model_chunk_offload_handler(None, None, 1)
+    begin_step()
     changed, other = x * 2, x * 3
     with off_interface(True, x, "core"):
         unused, used = changed.sin(), other.sin()
@@ -42,22 +55,96 @@ def test_a_changed_tensor_harms_only_who_asks_for_it(
     if is_delayed:
         manager.reset()
     assert manager.statistics().bytes_offloaded == other.nbytes
-    (got,) = torch.autograd.grad(used.sum(), x)
-    assert same_bits([got], list(torch.autograd.grad((x * 3).sin().sum(), x)))
+    got = torch.autograd.grad(used.sum(), x)
+    assert_same(got, torch.autograd.grad((x * 3).sin().sum(), x))
     with pytest.raises(SavedTensorModifiedError, match=r"(?s)\(3, 4\).*core"):
         unused.sum().backward()
-    manager.reset()
-    del unused, used
-    torch.ones((), requires_grad=True).backward()  # autograd forgets the backward that failed
-    assert_idle(manager)
 
 
-SAVED: dict[str, Callable[[Tensor], Tensor]] = {
-    "a whole storage": lambda y: y.sin(),
-    "views of a storage": lambda y: y[:2].sin() * y[2:].sin(),
-    "rows of a storage": lambda y: y[1:3].sin(),
-    "columns of a storage": lambda y: y[:, :2].sin(),  # gathered, so a change does no harm
-}
+# Copies that groups share
+
+
+def gap_is_written(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """The first group saves two parts of three; its copy has the third as well."""
+    a, b, c = (x * 2).unsafe_chunk(3)
+    u = group(a, lambda a: a * c, is_on, "one")
+    settle()
+    b.sigmoid_()
+    return u + group(a, lambda a: a.sin() * b.cos() + c.sin(), is_on, "two")
+
+
+def part_is_written(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """All three were saved, and one of them is another one when it is saved again."""
+    a, b, c = (x * 2).unsafe_chunk(3)
+    u = group(a, lambda a: a.sin() * b.detach() + b.sin() * c, is_on, "one")
+    settle()
+    with torch.no_grad():
+        d = b.data.sigmoid_()
+    return u.detach() + group(a, lambda a: a.sin() * d + c.sin(), is_on, "two")
+
+
+def same_number(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """The whole was at version 1 when it was saved, and so are its parts now, for other reasons."""
+    y = (x * 2).add_(1)
+    u = group(y, torch.sin, is_on, "one")
+    settle()
+    parts = [part.sigmoid_().requires_grad_() for part in y.detach().unsafe_chunk(2)]
+    group(parts[0], lambda a: a.cos() * parts[1].cos(), is_on, "two").sum().backward()
+    return u.detach() + (x * torch.cat(gradients(*parts))).sin()
+
+
+def unsaved_is_received(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """Between what the first group saves, a write that counts no change, as collectives do.
+
+    As many bytes as the storage has were saved, some of them twice. The second group saves all.
+    """
+    h = x * 2
+    a, b, c = h[:2], h[2:4], h[4:]
+    u = group(a, lambda a: a.sin() * c.cos() * a.view(-1).cos().view(2, 4), is_on, "one")
+    settle()
+    b.data.fill_(3.0)
+    return torch.cat([u, u, u]) + group(h, lambda h: h * h.exp(), is_on, "two")
+
+
+def filled_anew(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """Who saved it first has no use for it any more; another tensor of its group is alive."""
+    buffer, total, alive = torch.empty_like(x), torch.zeros_like(x), []
+    for number in (1.0, 2.0):
+        buffer.data.fill_(number)
+        h = x.detach().requires_grad_()
+
+        def both(h: Tensor) -> Tensor:
+            alive.append((h * 2).sin())
+            return h * buffer
+
+        y = group(h, both, is_on, f"microbatch {number}")
+        settle()
+        total += torch.autograd.grad(y.sum(), h)[0]
+    return (x * total).sin()
+
+
+SHARED = [gap_is_written, part_is_written, same_number, unsaved_is_received, filled_anew]
+
+
+@kinds
+@pytest.mark.parametrize("options", [{}, {"tiers": ("disk",)}, {"verify": True}], ids=str)
+@pytest.mark.parametrize("program", SHARED)
+def test_no_copy_of_what_has_changed_is_shared(
+    kind: str, program: Callable[..., Tensor], options: dict[str, Any]
+) -> None:
+    def run(is_on: bool, settle: Callable[[], None]) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 24).view(6, 4).requires_grad_()
+        program(x, is_on, settle).sum().backward()
+        return gradients(x)
+
+    with session(kind, **options) as manager:
+        begin_step()
+        assert_same(run(True, lambda: wait_for_copies(manager)), run(False, lambda: None))
+        wait_for_copies(manager)
+        assert_idle(manager)
+
+
+# Bytes that a disk refused are in the sources alone
 
 
 def refuse(*call: object) -> int:
@@ -68,28 +155,40 @@ def refuse(*call: object) -> int:
 def wait_for_copies(manager: PipelineOffloadManager) -> None:
     """Also for those that threads make."""
     settle(manager)
-    for leaving in tuple(manager.offloader.engine.mover.in_flight.queue):
+    mover = manager.offloader.engine.mover
+    for leaving in tuple(mover.in_flight.queue):
         leaving.offloaded.synchronize()
+    for event in [read.event for read in getattr(mover.tier, "reads", ())]:
+        event.synchronize()
     settle(manager)
 
 
+SAVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "views of a storage": lambda y: y[:2].sin() * y[2:].sin(),
+    "columns of a storage": lambda y: y[:, :2].sin(),  # gathered, so a change does no harm
+}
+
+
+@kinds
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("kind", ["cpu", "late", "eager"])
 def test_what_the_disk_refused_and_somebody_changes(
     kind: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change after the bytes have left does no harm: they are in host memory."""
     monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(refuse))
     with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
-        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-        (expected,) = torch.autograd.grad(SAVED[saved](x * 2).sum(), x)
+        x = drawn(4, 4).requires_grad_()
+        expected = torch.autograd.grad(SAVED[saved](x * 2).sum(), x)
         begin_step()
         y = x * 2
         loss = group(y, SAVED[saved], name="core").sum()
         wait_for_copies(manager)
         with torch.no_grad():
             y.add_(1)
-        assert same_bits(torch.autograd.grad(loss, x), [expected])
+        storage = weakref.ref(y.untyped_storage())
+        del y
+        assert storage() is None or kind != "cpu", "a part is kept, not the whole"
+        assert_same(torch.autograd.grad(loss, x), expected)
         del loss
         manager.reset()
         assert_idle(manager)
@@ -104,17 +203,29 @@ def test_what_the_disk_refuses_at_once_is_there(
     monkeypatch.setattr(Workers, "queue", lambda workers, piece: piece.run())
     with session("cpu", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=window):
         begin_step()
-        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        x = drawn(4, 4).requires_grad_()
         y = group(group(x * 2, torch.sin, name="first"), torch.cos, name="second")
         got = torch.autograd.grad(y.sum(), x)
-        assert same_bits(got, torch.autograd.grad((x * 2).sin().cos().sum(), x))
+        assert_same(got, torch.autograd.grad((x * 2).sin().cos().sum(), x))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "threads", "late", "eager"])
+# A change while the copy is queued, which the engine alone has to notice
+
+
+def grad_or_refusal(loss: Tensor, x: Tensor, expected: Tensor) -> None:
+    """The value at save is used, or an error names a group: never the changed value."""
+    try:
+        got = torch.autograd.grad(loss, x)
+    except SavedTensorModifiedError as error:
+        assert "'core'" in str(error) or "'first'" in str(error)
+    else:
+        assert_same(got, [expected])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "threads", "late"])
 def test_changed_while_it_waits_to_be_written(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread has not written yet, or has and found it changed: no gradient is of the change."""
     gate, write = threading.Event(), DiskFile._pwrite
 
     def write_late(*call: Any) -> int:
@@ -124,64 +235,39 @@ def test_changed_while_it_waits_to_be_written(
     monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(write_late))
     with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=10**9) as manager:
         begin_step()
-        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        x = drawn(4, 4).requires_grad_()
         h = x * 1
         loss = group(h, torch.sin, name="core").sum()
         with unseen(manager.backend):
             h.mul_(2)
         gate.set()
         wait_for_copies(manager)
-        try:
-            (got,) = torch.autograd.grad(loss, x)
-        except SavedTensorModifiedError as error:
-            assert "'core'" in str(error)
-        else:
-            assert same_bits([got], torch.autograd.grad(x.sin().sum(), x))
+        grad_or_refusal(loss, x, x.detach().cos())
 
 
-def test_of_what_the_disk_refused_a_part_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the large tensor that it was gathered from."""
-    monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(refuse))
-    with session("cpu", tiers=("disk",), disk_dir=tmp_path) as manager:
-        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("kind", ["late", "threads"])
+def test_an_alias_that_counts_its_changes_apart_is_watched(kind: str, is_shared: bool) -> None:
+    """Also where its bytes left with the copy of another group."""
+    with session(kind) as manager:
         begin_step()
+        x, w = drawn(2**16).requires_grad_(), drawn(2**16, seed=1).requires_grad_()
         y = x * 2
-        loss = group(y, lambda y: y[:, :2].sin()).sum()
-        wait_for_copies(manager)
-        storage = weakref.ref(y.untyped_storage())
-        del y
-        assert storage() is None
-        (expected,) = torch.autograd.grad((x * 2)[:, :2].sin().sum(), x)
-        assert same_bits(torch.autograd.grad(loss, x), [expected])
-
-
-def test_each_view_of_a_storage_is_watched() -> None:
-    """Those of ``data`` count their changes apart."""
-    backend = SimulatedBackend(order="late")
-    with use_backend(backend) as manager:
-        x = torch.linspace(-1, 1, 12).to(manager.backend.device).requires_grad_()
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        y = x * 2
-        apart = y.data.requires_grad_()
-        with off_interface(True, y, "core"):
-            z = y.sin() + apart.cos()
-        loss = off_interface.group_commit(z, name="core").sum()
-        # The simulated device would report the race itself; here the engine alone must notice.
-        with unseen(backend), torch.no_grad():
+        apart = y.data
+        first = group(y, torch.sin, name="first") if is_shared else y
+        loss = group(y, lambda y: y.sin().detach() + apart * w, name="core").sum()
+        with unseen(manager.backend), torch.no_grad():
             apart.add_(1)
-        with pytest.raises(SavedTensorModifiedError, match=r"group 'core'"):
-            torch.autograd.grad(loss, x)
+        grad_or_refusal(loss + first.detach().sum(), w, x.detach() * 2)
 
 
 def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
     """Which cannot take the source back, and would get what the copy has made of it."""
-    backend = SimulatedBackend(order="late")
-    with use_backend(backend) as manager:
-        x = torch.linspace(-1, 1, 12).to(manager.backend.device).requires_grad_()
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        main, side = backend.current_stream(), backend.new_stream("side")
+    with session("late") as manager:
+        begin_step()
+        backend = manager.backend
+        x = drawn(3, 4).requires_grad_()
+        main, side = backend.current_stream(), side_stream(backend)
         with off_interface(True, x, "core"):
             y = x * 2
             side.wait_stream(main)
@@ -192,27 +278,5 @@ def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
         with unseen(backend), torch.no_grad():
             y.add_(1)
         side.wait_stream(main)
-        with (
-            backend.stream(side),
-            pytest.raises(SavedTensorModifiedError, match=r"group 'core'"),
-        ):
+        with backend.stream(side), pytest.raises(SavedTensorModifiedError, match="group 'core'"):
             torch.autograd.grad(loss, x)
-
-
-@pytest.mark.parametrize("kind", ["late", "random", "threads"])
-def test_a_view_that_another_group_shares_is_watched(kind: str) -> None:
-    """It counts its changes apart, and its bytes left with the copy of the first group."""
-    with session(kind) as manager:
-        begin_step()
-        x, w = (torch.linspace(-1, 1, 2**16).requires_grad_() for _ in "xw")
-        y = x * 2
-        apart = y.data
-        first = group(y, torch.sin, name="first")
-        loss = group(apart, lambda apart: apart * w, name="second").sum()
-        with unseen(manager.backend), torch.no_grad():
-            apart.add_(1)
-        try:
-            (got,) = torch.autograd.grad(loss + first.sum(), w)
-        except SavedTensorModifiedError:
-            return
-        assert same_bits([got], [x.detach() * 2])

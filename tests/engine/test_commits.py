@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend
+from conftest import make_backend, on_two_backends
 from processes import HANG_S
 from torch import Tensor
 from toy import batches, make_model, run_step, same_bits
@@ -24,8 +21,6 @@ from pp_offload import (
     PipelineOffloadManager,
     use_backend,
 )
-from pp_offload._core.group import Group
-from pp_offload._core.saved import Saved
 from pp_offload.backends import Backend
 
 
@@ -33,6 +28,7 @@ def leaf_on(backend: Backend) -> Tensor:
     return torch.linspace(-1, 1, 12).view(3, 4).to(backend.device).requires_grad_()
 
 
+@on_two_backends
 def test_a_group_that_backward_used_before_its_commit_stays(
     manager: PipelineOffloadManager,
 ) -> None:
@@ -47,6 +43,7 @@ def test_a_group_that_backward_used_before_its_commit_stays(
     assert same_bits([inside], [behind])
 
 
+@on_two_backends
 def test_what_is_saved_behind_a_backward_in_the_forward_leaves(
     activations: OffloadActivations, backend: Backend
 ) -> None:
@@ -60,21 +57,6 @@ def test_what_is_saved_behind_a_backward_in_the_forward_leaves(
     activations.stash.send()
     assert activations.statistics().bytes_offloaded == z.nbytes
     z.sum().backward()
-
-
-def test_what_is_named_for_release_stays_with_its_group(backend: Backend) -> None:
-    """Nothing is emptied in a step that has no room, as nothing is in one without offload."""
-    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=1)
-    with use_backend(backend, config=config) as manager:
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        unsaved = torch.ones(3, 4).to(backend.device)
-        with off_interface(True, leaf_on(backend) * 2, "core") as h:
-            y = h.sin()
-        off_interface.group_commit(y, name="core", forced_released_tensors=[unsaved])
-        backend.synchronize()
-        assert manager.statistics().bytes_offloaded == 0
-        nbytes = unsaved.untyped_storage().nbytes()  # a message would read what was emptied
-        assert nbytes == 48
 
 
 @pytest.mark.parametrize(
@@ -108,32 +90,7 @@ def test_over_budget_the_advice_is_nothing_that_is_set(
     assert ("tiers=" in message) == (tiers == ("host",))
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
-    """It takes the tensor, or gives its batch in its place; who looks sees one of them."""
-    commit: list[Callable[[], None]] = []
-
-    class Amid(Saved):
-        def __getattribute__(self, name: str) -> Any:
-            if name != "tensor" or not commit:
-                return super().__getattribute__(name)
-            act = commit.pop()
-            tensor = None if is_before else super().__getattribute__(name)
-            act()
-            return super().__getattribute__(name) if is_before else tensor
-
-    with use_backend(make_backend("eager")) as manager:
-        engine = manager.offloader.engine
-        group = Group("core", engine=engine)
-        group.is_used = True  # or the unpack would say so first
-        group.streams.append(manager.backend.current_stream())
-        saved = Amid(torch.ones(4), group)
-        group.saved_refs.append(weakref.ref(saved))
-        commit.append(lambda: engine.send(group, engine.payloads(group)))
-        assert saved.unpack().eq(1).all()
-        assert not commit
-
-
+@on_two_backends
 def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
     manager: PipelineOffloadManager,
 ) -> None:
@@ -162,6 +119,7 @@ def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
         thread.join(HANG_S)
 
 
+@on_two_backends
 def test_a_forward_of_a_thread_that_ended_holds_up_no_reset(
     manager: PipelineOffloadManager,
 ) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from helpers.sessions import assert_same, begin_step, drawn, group, session, set
 from processes import HANG_S
 from torch import Tensor
 
-from pp_offload import DiskTierError
 from pp_offload._memory.disk_file import DiskFile
 
 
@@ -97,34 +94,6 @@ def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
         gc.enable()
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= files
-
-
-def test_failed_reads_leave_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were ahead of their use, and the graph goes without them."""
-
-    def fail(fd: int, parts: Any, at: int) -> int:
-        raise OSError(errno.EIO, "gone")
-
-    with session("late", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=10**6) as manager:
-        begin_step()
-        before = manager.backend.device_bytes
-        h = group(drawn(64, 64).requires_grad_(), torch.sin, name="first")
-        y = group(h, torch.cos, name="second").sum()
-        written(manager)
-        monkeypatch.setattr(DiskFile, "_pread", staticmethod(fail))
-        with pytest.raises(DiskTierError):
-            y.backward()
-        events = [read.event for read in manager.offloader.engine.mover.tier.reads]
-        for event in events:
-            with suppress(DiskTierError):
-                event.synchronize()
-        manager.statistics()
-        del h, y
-        gc.collect()
-        manager.statistics()
-        settle(manager)
-        assert not manager.offloader.engine.is_torn
-        assert manager.backend.device_bytes <= before
 
 
 def test_memory_of_a_read_for_a_graph_that_is_gone_is_free_without_a_collection(

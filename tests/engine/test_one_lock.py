@@ -7,31 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_backend
-from torch import Tensor
 from toy import AwayBackend, assert_idle, batches, make_model, run_step, same_bits
 
-from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._common.workers import Piece, Workers, is_worker
-from pp_offload._core.tiers import add_tier
-from pp_offload._groups.offloader import Offloader
-from pp_offload._megatron.current import use_backend
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.testing.streams import SimulatedEvent
 
-TIERS = [("host",), ("disk",), ("host", "disk")]
-
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "cpu": CpuBackend,
     "copy threads": lambda: CpuBackend(inline_bytes=0),
     "away": AwayBackend,
     "late": lambda: make_backend("late"),
-    "eager": lambda: make_backend("eager"),
 }
 
 
@@ -67,8 +57,8 @@ class LateWorkers(Workers):
 def steps_are_equal() -> bool:
     """Steps of changing length, against the same without offload."""
     on, off = make_model(width=WIDTH), make_model(width=WIDTH, groups=())
-    for step in range(4):
-        inputs = batches(5, WIDTH, step, length=9 + step)
+    for step in range(3):
+        inputs = batches(4, WIDTH, step, length=9 + step)
         got = run_step(on, inputs, in_flight=3)
         if not same_bits(got, run_step(off, inputs, in_flight=3, offload=False)):
             return False
@@ -113,23 +103,17 @@ def waits_seen(
         yield seen
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("cap", [3000, 40_000])
-@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("tiers", [("host",), ("host", "disk")], ids="+".join)
+@pytest.mark.parametrize("kind", ["copy threads", "late"])
 def test_nobody_waits_with_the_lock_held(
-    kind: str,
-    tiers: tuple[str, ...],
-    cap: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, tiers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OffloadConfig(
         min_offloaded_tensor_size=1,
         tiers=tiers,
         disk_dir=tmp_path if "disk" in tiers else None,
-        max_in_flight_bytes=cap,
-        host_budget_bytes=2**16 if len(tiers) > 1 else None,
+        max_in_flight_bytes=3000,
+        host_budget_bytes=2**16 if "disk" in tiers else None,
     )
     with use_backend(BACKENDS[kind](), config=config) as manager:
         with waits_seen(manager, monkeypatch) as seen:
@@ -140,7 +124,7 @@ def test_nobody_waits_with_the_lock_held(
         assert_idle(manager)
 
 
-@pytest.mark.parametrize("kind", ["away", "late", "eager"])
+@pytest.mark.parametrize("kind", ["away", "late"])
 def test_waits_for_a_disk_that_is_late_are_seen(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,69 +137,6 @@ def test_waits_for_a_disk_that_is_late_are_seen(
         with waits_seen(manager, monkeypatch) as seen:
             assert steps_are_equal()
             manager.reset()
-        assert len(seen) > 50
+        assert len(seen) > 30
         assert all(seen)
         assert_idle(manager)
-
-
-class Ended:
-    """Work of a thread; it ends when somebody waits for it."""
-
-    def __init__(self, lock: Any, seen: list[bool]) -> None:
-        self._lock, self._seen, self.has_ended = lock, seen, False
-
-    def query(self) -> bool:
-        return self.has_ended
-
-    def synchronize(self) -> None:
-        if not self.has_ended:
-            self._seen.append(is_free(self._lock[0]))
-        self.has_ended = True
-
-
-class Store:
-    """A tier whose work ends when somebody waits for it."""
-
-    in_use_bytes = peak_bytes = written_bytes = read_bytes = 0
-
-    def __init__(self) -> None:
-        self.lock: list[Any] = []
-        self.seen: list[bool] = []
-
-    def write(self, views: list[Tensor], after: list[Any]) -> Any:
-        for event in after:
-            event.synchronize()
-        data = [view.clone() for view in views]
-        return SimpleNamespace(event=Ended(self.lock, self.seen), failure=None, data=data)
-
-    def read_into(self, written: Any, views: list[Tensor], after: list[Any]) -> Any:
-        for view, data in zip(views, written.data, strict=True):
-            view.copy_(data)
-        return Ended(self.lock, self.seen)
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_read_that_nobody_wants_is_not_waited_for_with_the_lock_held() -> None:
-    """It goes on when its tensor is asked for anew, and a write has to make room first."""
-    store, numbers = Store(), torch.arange(2.0**16)
-    add_tier("late store", lambda config: store)
-    options: dict[str, Any] = {"prefetch_bytes": 0, "max_in_flight_bytes": numbers.nbytes}
-    config = OffloadConfig(tiers=("late store",), **options)
-    engine = Offloader(CpuBackend(inline_bytes=0), config).engine
-    mover = engine.mover
-    store.lock.append(mover.lock)
-    saved = engine.offload(numbers.clone())
-    saved.batch.write.event.synchronize()
-    mover.poll()
-    with mover.lock:
-        mover.reload([(saved.batch, [0])])
-        mover.arrived.expect_uses(saved.batch.back, [0])
-    mover.tier._bound.nbytes *= 2
-    other = engine.offload(numbers.clone())
-    mover.tier._bound.nbytes //= 2
-    assert torch.equal(saved.unpack(), numbers)
-    assert torch.equal(other.unpack(), numbers)
-    assert store.seen
-    assert all(store.seen)

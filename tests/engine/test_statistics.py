@@ -11,7 +11,7 @@ from pp_offload import OffloadConfig, OffloadStatistics, use_backend
 from pp_offload._core.statistics import COUNTERS
 from pp_offload.backends import CpuBackend
 
-NAMES = [one.name for one in fields(OffloadStatistics)]
+NAMES = [field.name for field in fields(OffloadStatistics)]
 
 GAUGES = """host_bytes_in_use host_bytes_peak host_bytes_reserved bytes_in_flight
 bytes_reloaded_unused live_tensors stalled_ms disk_bytes_in_use disk_bytes_peak""".split()
@@ -47,12 +47,13 @@ def test_each_step_of_an_engine_has_its_own() -> None:
     assert found[-1].host_bytes_peak == whole.host_bytes_peak > 0
 
 
-@pytest.mark.parametrize("name", COUNTERS)
-def test_statistics_that_counted_more_are_none_of_before(name: str) -> None:
-    now = numbered(0)
-    before = replace(now, **{name: getattr(now, name) + 1})
+def test_statistics_that_counted_more_are_none_of_before() -> None:
+    name = COUNTERS[0]
+    before = replace(numbered(0), **{name: getattr(numbered(0), name) + 1})
     with pytest.raises(ValueError, match=f"before has .* {name}, more than .* same engine"):
-        now.since(before)
+        numbered(0).since(before)
+    with pytest.raises(TypeError, match=r"before is the dict .*, expected what statistics\(\)"):
+        numbered(0).since({})  # type: ignore[arg-type]
 
 
 def test_another_engine_counts_from_0() -> None:
@@ -64,19 +65,11 @@ def test_another_engine_counts_from_0() -> None:
             manager.statistics().since(before)
 
 
-def test_something_else_is_not_subtracted() -> None:
-    with pytest.raises(TypeError, match=r"before is the dict .*, expected what statistics\(\)"):
-        numbered(0).since({})  # type: ignore[arg-type]
-
-
 def test_a_logger_gets_plain_numbers() -> None:
     found = replace(numbered(1), stalled_ms=2.5).as_dict("offload/")
     assert list(found) == [f"offload/{name}" for name in NAMES]
     assert all(type(number) in (int, float) for number in found.values())
     assert found["offload/stalled_ms"] == 2.5
     assert numbered(1).as_dict()["bytes_offloaded"] == 1
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    found = replace(numbered(1), stalled_ms=None).as_dict()
-    assert set(NAMES) - set(found) == {"stalled_ms"}
+    unknown = replace(numbered(1), stalled_ms=None).as_dict()
+    assert set(NAMES) - set(unknown) == {"stalled_ms"}

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_two_backends
+from helpers.sessions import begin_step, drawn, gradients, group
 from torch import Tensor, nn
-from toy import assert_idle, batches, same_bits
+from toy import assert_idle, same_bits
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
 
 Program = Callable[[Tensor, nn.ParameterDict], Tensor]
@@ -106,42 +107,28 @@ PROGRAMS = [
 def make_weights(device: torch.device) -> nn.ParameterDict:
     torch.manual_seed(7)
     shapes = {"row": (6,), "square": (6, 6), "kernel": (4, 4, 3, 3)}
-    drawn = {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
-    return nn.ParameterDict({name: nn.Parameter(t.to(device)) for name, t in drawn.items()})
+    values = {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+    return nn.ParameterDict({name: nn.Parameter(t.to(device)) for name, t in values.items()})
 
 
+@on_two_backends
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_are_equal(manager: PipelineOffloadManager, program: Program) -> None:
-    device = manager.backend.device
-    weights = make_weights(device)
+    weights = make_weights(manager.backend.device)
 
-    def run(is_on: bool, step: int) -> list[Tensor]:
-        torch.manual_seed(step)
-        if is_on:
-            manager.reset()
-        done = []
-        for drawn in batches(2, 6, step, 4):
-            x = drawn.to(device).requires_grad_()
-            if is_on:
-                manager.init_model_chunk_offload_handler(None, None, 1)
-            h = x * 1
-            for _ in range(2):
-                with off_interface(is_on, h, "core") as h:
-                    h = program(h, weights)
-                if is_on:
-                    h = off_interface.group_commit(h, name="core")
-            done.append((h, x))
-        results = []
-        for y, x in done:
-            y.square().mean().backward()
-            results += [y.detach(), x.grad]
-        results += [p.grad.clone() for p in weights.parameters() if p.grad is not None]
-        weights.zero_grad()
-        return results
+    def run(is_on: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = drawn(4, 6).to(manager.backend.device).requires_grad_()
+        y = x * 1
+        for _ in range(2):
+            y = group(y, lambda h: program(h, weights), is_on)
+        y.square().mean().backward()
+        return [y.detach(), *gradients(x, *weights.parameters())]
 
-    for step in range(3):
-        got, expected = run(True, step), run(False, step)
-        assert all(torch.isfinite(result).all() for result in expected)
-        assert same_bits(got, expected), step
+    expected = run(False)
+    assert all(torch.isfinite(result).all() for result in expected)
+    for step in range(2):
+        begin_step()
+        assert same_bits(run(True), expected), step
         assert_idle(manager)
     assert manager.statistics().bytes_offloaded > 0

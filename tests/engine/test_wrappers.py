@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
+from conftest import on_two_backends
 from torch import Tensor
 from toy import assert_idle, batches, same_bits
 from wrapped import WRAPPERS, KeepsSaved, Scaled, begin, in_group, leaves
@@ -19,6 +20,7 @@ def inputs(num: int, device: torch.device) -> list[Tensor]:
     return [x.to(device) for x in batches(num, 6, length=4)]
 
 
+@on_two_backends
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
 def test_what_left_is_gone(
     manager: PipelineOffloadManager, make: Callable[[list[Tensor]], Tensor]
@@ -37,6 +39,7 @@ def test_what_left_is_gone(
     assert_idle(manager)
 
 
+@on_two_backends
 def test_rows_of_several_lengths_stay(manager: PipelineOffloadManager) -> None:
     """A jagged tensor knows its shape by the very tensor of offsets it has."""
     device = manager.backend.device
@@ -55,28 +58,7 @@ def test_rows_of_several_lengths_stay(manager: PipelineOffloadManager) -> None:
     assert same_bits(run(True), run(False))
 
 
-@pytest.mark.parametrize("smallest", [1, 10])
-def test_gradient_through_a_quantised_activation(
-    manager: PipelineOffloadManager, smallest: int
-) -> None:
-    """The scale is one element, and leaves only where so small a tensor may."""
-
-    def run(is_on: bool) -> list[Tensor]:
-        x, *values = inputs(3, manager.backend.device)
-        if is_on:
-            begin(manager, smallest)
-        leaf = x.requires_grad_()
-        quantised = [Scaled.of(value) for value in values]
-        y = in_group(is_on, leaf.detach(), lambda h: leaf * quantised.pop() * quantised.pop())
-        y.sum().backward()
-        return [y.detach(), leaf.grad]
-
-    assert same_bits(run(True), run(False))
-    numel = 4 * 6
-    assert manager.statistics().bytes_offloaded == 2 * numel + (8 if smallest == 1 else 0)
-    assert_idle(manager)
-
-
+@on_two_backends
 @pytest.mark.parametrize("smallest", [1, 10])
 @pytest.mark.parametrize("when", ["before commit", "after the copy"])
 def test_changed_in_place_raises(manager: PipelineOffloadManager, smallest: int, when: str) -> None:
@@ -111,7 +93,8 @@ def test_changed_in_place_raises(manager: PipelineOffloadManager, smallest: int,
     assert_idle(manager)
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+@on_two_backends
+@pytest.mark.parametrize("kind", ["quantised", "nested"])
 @pytest.mark.parametrize("is_inner", [False, True], ids=["wrapper", "inner tensor"])
 def test_changed_through_the_wrapper_between_two_groups(
     manager: PipelineOffloadManager, is_inner: bool, kind: str
@@ -143,6 +126,7 @@ def test_changed_through_the_wrapper_between_two_groups(
     KeepsSaved.seen.clear()
 
 
+@on_two_backends
 @pytest.mark.parametrize("waits_when", ["before", "in the group", "in backward"])
 def test_a_collective_leaves_when_somebody_has_waited_for_it(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch, waits_when: str
@@ -180,6 +164,7 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
     assert same_bits([seen.trigger_wait()], [arriving])
 
 
+@on_two_backends
 def test_emptied_by_its_owner(manager: PipelineOffloadManager) -> None:
     """As FSDP frees a gathered weight after its forward, and fills it again for its backward."""
     device = manager.backend.device
