@@ -255,18 +255,6 @@ def test_every_microbatch_offloads_however_many_there_are(
 
 
 @kinds
-def test_shapes_and_groups_may_change(kind: str) -> None:
-    nets = [Net(("a",)), Net(("b", "c"), layers=1), Net(("a", "c"), layers=3)]
-    with session(kind) as manager:
-        for step in range(8):
-            net, xs = nets[step % 3], inputs(2 + step % 2, step=step, rows=2 + 3 * step % 7)
-            got = train(net, xs, True, ahead=1 + step % 2, last_first=step % 2 == 1)
-            expected = train(net, xs, False, ahead=1 + step % 2, last_first=step % 2 == 1)
-            assert_same(got, expected, f"step {step}")
-            assert_idle(manager)
-
-
-@kinds
 def test_a_pass_without_grad_changes_nothing(kind: str) -> None:
     """First, between a forward and its backward, and between steps; bytes are those without it."""
     net = Net()

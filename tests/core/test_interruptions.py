@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +20,7 @@ from helpers.sessions import (
     session,
 )
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
@@ -41,10 +37,6 @@ kinds = pytest.mark.parametrize("kind", ["late", "threads"])
 
 class Boom(Exception):
     """What goes wrong."""
-
-
-class Interrupt(BaseException):
-    """As a KeyboardInterrupt, but for certain this one."""
 
 
 kinds_and_errors = pytest.mark.parametrize(
@@ -179,73 +171,6 @@ def test_the_step_behind_an_aborted_one_is_right(
         for step in (1, 2):
             assert_same(train(net, inputs(3, step=step), True, ahead=2), expected[step])
             assert_idle(manager)
-
-
-# Signals
-
-
-raise_signal = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object)(
-    ("raise", ctypes.PyDLL(None))
-)
-raise_behind = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object, ctypes.py_object)(
-    ("raise", ctypes.PyDLL(None))
-)
-
-
-def nodes_of(y: Tensor) -> list[Node]:
-    """All nodes of a graph."""
-    nodes: list[Node] = []
-    waiting = [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.append(node)
-            waiting += [n for n, _ in node.next_functions]
-    return nodes
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
-@pytest.mark.parametrize("kind", ["threads", "cpu"])
-@pytest.mark.parametrize("where", ["before", "behind"])
-def test_a_signal_in_backward_reaches_the_loop(
-    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pending when a node has run and frees what it saved: no destructor swallows it."""
-    net, swallowed = Net(layers=1), list[object]()
-    expected = train(net, inputs(1), False)
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: swallowed.append(args.exc_type))
-
-    def stop(*_: object) -> None:
-        raise Interrupt
-
-    previous = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with session(kind) as manager:
-            position = 0
-            while True:
-                begin_step()
-                net.is_on = True
-                loss = net(inputs(1)[0].requires_grad_()).square().mean()
-                nodes = nodes_of(loss)
-                if position == len(nodes):
-                    break
-                if where == "before":
-                    nodes[position].register_prehook(partial(raise_signal, signal.SIGUSR1))
-                else:
-                    nodes[position].register_hook(partial(raise_behind, signal.SIGUSR1))
-                del nodes
-                with pytest.raises(Interrupt):
-                    loss.backward()
-                del loss
-                net.zero_grad()
-                assert_same(train(net, inputs(1), True), expected, f"behind node {position}")
-                position += 1
-            del loss, nodes
-            assert position > 8 and not swallowed
-            off_interface.reset()
-            assert_idle(manager)
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
 
 
 # Scopes

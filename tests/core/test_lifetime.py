@@ -296,17 +296,6 @@ def test_fifty_steps_leave_nothing(kind: str) -> None:
 
 
 @kinds
-def test_a_thousandth_microbatch_without_reset(kind: str) -> None:
-    with session(kind) as manager:
-        for number in range(200):
-            begin_microbatch()
-            x = drawn(2, 4, seed=number % 3).requires_grad_()
-            group(x * 2, torch.sin).sum().backward()
-        assert_same(gradients(x), torch.autograd.grad((x * 2).sin().sum(), x))
-        assert_idle(manager)
-
-
-@kinds
 @pytest.mark.parametrize("end", ["reset", "reset_instance", "session"])
 def test_a_graph_outlives_its_step_and_its_manager(kind: str, end: str) -> None:
     leaves, outputs = forward(False)

@@ -28,9 +28,9 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import DiskTierError, PipelineOffloadManager
-from pp_offload._memory.disk_file import DiskEvent, DiskFile
+from pp_offload._memory.disk_file import DiskFile
 
-KINDS = ("late", "eager", "random:1", "cpu", "threads")
+KINDS = ("late", "threads")
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -87,7 +87,7 @@ def test_the_disk_takes_what_is_over_the_host_budget(kind: str, tmp_path: Path) 
         assert_idle(manager)
 
 
-@pytest.mark.parametrize("kind", ["late", "eager", "random:1"])
+@pytest.mark.parametrize("kind", ["late", "eager"])
 def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
     """The commit waits for the disk rather than keep a group, or take more host memory."""
     options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
@@ -156,28 +156,6 @@ def test_what_is_being_read_is_not_in_use_once_nobody_needs_it(
             assert manager.statistics().disk_bytes_in_use == 0
 
 
-def test_host_memory_is_kept_until_it_is_copied_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some groups come from host memory that was just written; to read others, room is needed."""
-    with session("eager", tiers=("disk",), disk_dir=tmp_path) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        h = group(group(x, torch.sin, name="first"), torch.cos, name="second")
-        wait_until_written(manager)
-        gate = Gate(monkeypatch)
-        y = group(group(h, torch.sin, name="third"), torch.cos, name="fourth")
-        settle(manager)
-        batches = [ref() for ref in manager.offloader.engine.mover.tier.writing]
-        gate.gate.set()
-        for batch in batches:
-            batch.write.event.synchronize()  # and nothing has asked the engine since
-        y.sum().backward()
-        plain = x.detach().requires_grad_()
-        plain.sin().cos().sin().cos().sum().backward()
-        assert_same(gradients(x), gradients(plain))
-
-
 @kinds
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_keeps_tensors_and_warns_once(
@@ -228,40 +206,6 @@ def test_what_cannot_be_read_raises_and_is_read_again(
         assert_same([got], torch.autograd.grad(plain.sin().cos().sum(), plain))
         del y
         assert_idle(manager)
-
-
-@kinds
-def test_what_could_not_be_read_ahead_is_read_when_it_is_asked_for(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, numbers, is_asked = DiskFile._pread, itertools.count(), threading.Event()
-
-    def fail_once(*args: Any) -> int:
-        if next(numbers) == 1:  # under way until backward waits for it
-            assert is_asked.wait(60)
-            raise OSError(errno.EIO, "of one read")
-        return read(*args)
-
-    wait = DiskEvent.synchronize
-
-    def synchronize(event: DiskEvent) -> None:
-        is_asked.set()
-        wait(event)
-
-    monkeypatch.setattr(DiskFile, "_pread", staticmethod(fail_once))
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
-    with session(kind, max_in_flight_bytes=0, prefetch_bytes=10**6, **options) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        h = group(x, torch.sin, name="first")
-        y = group(h, torch.cos, name="second").sum()
-        wait_until_written(manager)
-        (grad,) = torch.autograd.grad(y, h)  # reads both
-        monkeypatch.setattr(DiskEvent, "synchronize", synchronize)
-        (got,) = torch.autograd.grad(h, x, grad)
-        plain = x.detach().requires_grad_()
-        assert_same([got], torch.autograd.grad(plain.sin().cos().sum(), plain))
-        assert next(numbers) == 3, "one of each group, and one more of the first"
 
 
 @kinds

@@ -14,7 +14,6 @@ import torch
 from helpers.nets import WIDTH, Net, inputs, train
 from helpers.sessions import (
     SIMULATED,
-    Program,
     assert_idle,
     assert_same,
     begin_microbatch,
@@ -23,21 +22,17 @@ from helpers.sessions import (
     drawn,
     gradients,
     group,
-    make_backend,
     session,
     settle,
     side_stream,
 )
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    OffloadConfig,
     PipelineOffloadManager,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_start,
-    use_backend,
 )
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
@@ -87,17 +82,6 @@ def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
         return results
 
     check(program, kind, prefetch_bytes=10**6, host_budget_bytes=2**17)
-
-
-@simulated
-def test_idle_host_memory_is_given_back_behind_its_copies(kind: str) -> None:
-    with session(kind) as manager:
-        begin_step()
-        y = group(drawn(6, WIDTH).requires_grad_() * 2, torch.sin)
-        del y
-        manager.release_idle_memory()
-        assert_idle(manager)
-        manager.backend.check()
 
 
 # A source that is let go before its copy has run
@@ -381,63 +365,6 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 # Split backward, several managers, shared copies, disk
 
 
-@simulated
-@pytest.mark.parametrize("delay", [0, 3])
-def test_the_parts_of_a_backward(kind: str, delay: int) -> None:
-    """Gradients of inputs first, those of weights some microbatches later."""
-
-    def program(is_on: bool) -> list[Tensor]:
-        net = Net()
-        net.is_on = is_on
-        weights = list(net.parameters())
-        waiting: list[Any] = []
-        results: list[Tensor] = []
-        for x in inputs(5):
-            if is_on:
-                begin_microbatch()
-            leaf = x.clone().requires_grad_()
-            y = net(leaf)
-            grads, parts = stage_backward_input([y], [y.detach()], [leaf], iter(weights))
-            results += [g.clone() for g in grads if g is not None]
-            waiting.append(parts)
-            del y, leaf
-            if len(waiting) > delay:
-                stage_backward_weight(iter(weights), waiting.pop(0))
-        while waiting:
-            stage_backward_weight(iter(weights), waiting.pop(0))
-        return results + gradients(*weights)
-
-    check(program, kind)
-
-
-@simulated
-def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
-    """Two managers on one device, both with living graphs; then on devices of their own."""
-    for is_shared in (True, False):
-        backend = make_backend(kind)
-        config = OffloadConfig(min_offloaded_tensor_size=1)
-        graphs: list[tuple[Tensor, Tensor]] = []
-        managers = []
-        with ExitStack() as stack:
-            for number in range(3):
-                if not is_shared:
-                    backend = make_backend(kind)
-                managers.append(stack.enter_context(use_backend(backend, config=config)))
-                begin_step()
-                x = drawn(5, WIDTH, seed=number).requires_grad_()
-                graphs.append((x, group(x * 2, torch.sin)))
-                settle(managers[-1])
-            for number, (x, y) in enumerate(graphs):
-                y.sum().backward()
-                z = drawn(5, WIDTH, seed=number).requires_grad_()
-                (z * 2).sin().sum().backward()
-                assert_same(gradients(x), gradients(z))
-            graphs.clear()
-            del x, y
-            for manager in managers:
-                assert_idle(manager)
-
-
 def shared_by_groups(is_on: bool) -> list[Tensor]:
     """A table that three groups save, one after another, for two microbatches."""
     x = drawn(5, WIDTH).requires_grad_()
@@ -460,14 +387,3 @@ def shared_by_groups(is_on: bool) -> list[Tensor]:
 @pytest.mark.parametrize("window", [0, 200, "auto"])
 def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
     check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
-
-
-@simulated
-@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")], ids="+".join)
-def test_bytes_on_disk_are_ordered(kind: str, tiers: tuple[str, ...], tmp_path: Any) -> None:
-    net = Net(layers=1)
-    options: dict[str, Any] = {"tiers": tiers, "disk_dir": tmp_path}
-    if "host" in tiers:
-        options["host_budget_bytes"] = 2**16
-    program: Program = lambda on: train(net, inputs(3), on, ahead=2)  # noqa: E731
-    check(program, kind, **options)

@@ -122,25 +122,6 @@ def test_a_storage_is_copied_once(kind: str) -> None:
         assert_idle(manager)
 
 
-@on_two
-def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor(kind: str) -> None:
-    """A tensor is saved, copied and freed; the next has its memory and is saved as well."""
-
-    def program(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        total = x.sum() * 0
-        for number in range(6):
-            h = x * float(number + 1)
-            total = total + group(h, torch.sin, is_on).sum()
-            del h
-            if is_on:
-                settle(PipelineOffloadManager.get_instance())
-        total.backward()
-        return gradients(x)
-
-    check(program, kind)
-
-
 # Changed in place
 
 
@@ -441,25 +422,6 @@ def test_a_forced_tensor_is_emptied_behind_its_copy(kind: str) -> None:
             (x * 2).sin().sum().backward()
             assert_same(got, gradients(x))
             assert_idle(manager)
-
-
-@on_two
-def test_a_forced_tensor_keeps_what_others_read(kind: str) -> None:
-    """A view that is not in the group, and one that a later group saves."""
-
-    def program(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        held = x * 2
-        sibling = held[1:]
-        y = group(held, torch.sin, is_on, **({"forced_released_tensors": [held]} if is_on else {}))
-        if is_on:
-            settle(PipelineOffloadManager.get_instance())
-        z = group(sibling, torch.cos, is_on, "later")
-        copy = sibling.detach().clone()
-        (y.sum() + z.sum()).backward()
-        return [copy, *gradients(x)]
-
-    check(program, kind)
 
 
 @on_two

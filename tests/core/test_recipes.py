@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.sessions import (
-    KINDS,
     assert_idle,
     assert_same,
     begin_microbatch,
@@ -21,17 +20,13 @@ from helpers.sessions import (
     drawn,
     gradients,
     session,
-    side_stream,
 )
 from helpers.sessions import group as group_alone
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, SavedTensorModifiedError, VerifyError
 from pp_offload._core import operators
-from pp_offload._core.observer import Observer
-from pp_offload._core.recipes import Recipes
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
 
@@ -108,47 +103,33 @@ def check(
 
 OPERATORS: dict[str, Make] = {
     "gelu": lambda a, b: F.gelu(a),
-    "gelu of tanh": lambda a, b: F.gelu(a, approximate="tanh"),
     "silu": lambda a, b: F.silu(a),
     "relu": lambda a, b: F.relu(a),
-    "sigmoid": lambda a, b: torch.sigmoid(a),
     "tanh": lambda a, b: torch.tanh(a),
     "exp": lambda a, b: a.exp(),
-    "rsqrt": lambda a, b: torch.rsqrt(a),
     "product": lambda a, b: a * b,
-    "product with a number": lambda a, b: a * 0.3,
     "product with a parameter": lambda a, b: a * WEIGHT,
     "quotient": lambda a, b: a / b,
-    "quotient by a number": lambda a, b: a / 3,
     "power": lambda a, b: a**3,
     "sum": lambda a, b: a + b,
-    "sum with alpha": lambda a, b: torch.add(a, b, alpha=2),
-    "difference": lambda a, b: a - b,
     "negative": lambda a, b: -a,
     "softmax": lambda a, b: a.softmax(-1),
     "log softmax": lambda a, b: a.log_softmax(0),
     "layer norm": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT, BIAS),
     "layer norm without bias": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT),
-    "layer norm of another eps": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT, BIAS, 1e-6),
     "composed rms norm": rms,
     "rms norm": lambda a, b: F.rms_norm(a, (COLUMNS,), WEIGHT, 1e-5),
     "group norm": lambda a, b: F.group_norm(a, 2, WEIGHT, BIAS, 1e-3),
     "native dropout": lambda a, b: torch.native_dropout(a, 0.5, True)[0],
-    "dropout": lambda a, b: F.dropout(a, 0.5),
     "cat": lambda a, b: torch.cat([a, b]),
     "stack": lambda a, b: torch.stack([a, b], 1),
     "repeat": lambda a, b: a.repeat(2, 1),
     "expanded": lambda a, b: a[:, None].expand(-1, 3, -1).reshape(-1, COLUMNS),
     "contiguous": lambda a, b: a.t().contiguous(),
     "rotary": rotated,
-    "two in a row": lambda a, b: F.silu(a) * b,
     "deep": lambda a, b: torch.tanh(-(a * b) + a.sigmoid()) * 2,
-    "of a slice": lambda a, b: F.gelu(a[1:4]),
     "of a part": lambda a, b: F.gelu(a.chunk(2, -1)[1]),
-    "of a split": lambda a, b: F.gelu(a.split([3, 5], -1)[1]),
     "of a transposed": lambda a, b: F.silu(a.view(2, 3, COLUMNS).transpose(0, 1)),
-    "of a permuted": lambda a, b: F.silu(a.view(2, 3, COLUMNS).permute(2, 0, 1)),
-    "of a column": lambda a, b: F.silu(a.select(1, -2).unsqueeze(1)),
     "of one unbound": lambda a, b: F.silu(a.unbind()[2]),
 }
 
@@ -189,7 +170,7 @@ def copied(run: Callable[[bool], object], **options: object) -> int:
         return manager.statistics().bytes_offloaded
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["late", "threads"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_runs_again(name: str, kind: str) -> None:
     run = program(OPERATORS[name])
@@ -198,7 +179,7 @@ def test_an_operator_runs_again(name: str, kind: str) -> None:
     assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["late", "threads"])
 @pytest.mark.parametrize("name", OF_BFLOAT16)
 def test_a_cast_runs_again(name: str, kind: str) -> None:
     run = program(OF_BFLOAT16[name], torch.bfloat16)
@@ -290,7 +271,7 @@ def test_an_input_whose_storage_its_owner_has_emptied() -> None:
             y.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["late", "threads"])
 def test_an_input_that_left_with_an_earlier_group(kind: str) -> None:
     """But not one that is computed there, which is copied."""
 
@@ -330,25 +311,6 @@ def test_what_was_changed_in_place_is_not_computed_again(change: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         run(False)
     with session(rematerialize="cheap"):
-        begin_step()
-        with pytest.raises(SavedTensorModifiedError):
-            run(True)
-
-
-def test_an_input_that_is_changed_in_a_later_step() -> None:
-    """Its recipe was proved before."""
-    is_changed: list[bool] = []
-
-    def compute(x: Tensor) -> Tensor:
-        b = x.sin()
-        y = F.silu(b).square()
-        return y + b.mul_(2) if is_changed else y
-
-    run = one_group(compute)
-    with session(rematerialize="cheap"):
-        begin_step()
-        assert_same(run(True), run(False))
-        is_changed.append(True)
         begin_step()
         with pytest.raises(SavedTensorModifiedError):
             run(True)
@@ -443,31 +405,6 @@ def test_a_chain_is_as_long_as_pays() -> None:
         assert copied(run, rematerialize="cheap") > copied(run, rematerialize="none") / 15
 
 
-def test_parameters_are_known_in_another_epoch() -> None:
-    """What never moves is known to the engine that goes on."""
-    norm = nn.LayerNorm(COLUMNS)
-
-    def run(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        y = group(x, lambda x: norm(x.sin()).square(), is_on)
-        with torch.no_grad():
-            for parameter in norm.parameters():
-                parameter.data.add_(1)  # as some optimizers do
-        y.sum().backward()
-        with torch.no_grad():
-            for parameter in norm.parameters():
-                parameter.data.sub_(1)
-        return gradients(x)
-
-    expected = run(False)
-    with session(rematerialize="cheap") as manager:
-        for number in range(3):
-            begin_step()
-            assert_same(run(True), expected)
-            manager.offloader.engine.is_torn = number == 0
-    assert manager.statistics().bytes_computed_again > 0
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -537,19 +474,7 @@ def test_a_parameter_where_another_one_was() -> None:
         assert manager.statistics().bytes_computed_again == 20 * saved_bytes(1)
 
 
-def test_every_other_row_of_a_parameter() -> None:
-    """A copy of it has no gaps, and for a block of memory gelu rounds otherwise than for rows."""
-    weight = nn.Parameter(drawn(6, 4))
-
-    def run(is_on: bool) -> list[Tensor]:
-        x = drawn(3, 4).requires_grad_()
-        group(x, lambda x: torch.tanh(F.gelu(weight[::2])) * x, is_on).sum().backward()
-        return gradients(x, weight)
-
-    check(run, again=False, verify=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["late", "threads"])
 def test_a_backward_that_comes_again(kind: str) -> None:
     def run(is_on: bool) -> list[Tensor]:
         x = drawn(ROWS, COLUMNS).requires_grad_()
@@ -573,32 +498,6 @@ def test_a_backward_under_autocast_computes_what_ran() -> None:
         return gradients(x, WEIGHT)
 
     check(run, verify=True)
-
-
-def test_a_backward_of_a_part() -> None:
-    """What is left is free when the graph is gone."""
-
-    def run(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        kept: list[Tensor] = []
-
-        def compute(x: Tensor) -> Tensor:
-            kept.append(x.sin())
-            return F.silu(kept[0]).square()
-
-        y = group(x, compute, is_on)
-        return list(torch.autograd.grad(y.sum(), kept[0]))
-
-    check(run)
-
-
-def test_a_group_that_stays_has_all_it_saved() -> None:
-    run = one_group(lambda x: F.silu(x.sin()).square())
-    with session(rematerialize="cheap", host_budget_bytes=0) as manager:
-        begin_step()
-        assert_same(run(True), run(False))
-        assert manager.statistics().bytes_offloaded == 0
-        assert manager.statistics().bytes_computed_again == 0
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
@@ -632,20 +531,6 @@ def test_nothing_keeps_the_graph(is_committed: bool) -> None:
             gc.enable()
 
 
-def test_on_a_side_stream_all_is_copied() -> None:
-    with session("late", rematerialize="cheap") as manager:
-        begin_step()
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        with off_interface(True, x, "part") as h:
-            with manager.backend.stream(side_stream(manager.backend)):
-                y = F.silu(h.sin()).square()
-        off_interface.group_commit(y, name="part").sum().backward()
-        expected = drawn(ROWS, COLUMNS).requires_grad_()
-        F.silu(expected.sin()).square().sum().backward()
-        assert manager.statistics().bytes_computed_again == 0
-        assert_same(gradients(x), gradients(expected))
-
-
 def test_wrong_bits_are_noticed() -> None:
     """With ``verify``, at each use; without, where the recipe is first met."""
     run = one_group(lambda x: F.silu(x.sin()).square())
@@ -669,19 +554,7 @@ def test_wrong_bits_are_noticed() -> None:
                 y.sum().backward()
 
 
-def test_hooks_of_others_around_ours() -> None:
-    def run(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        with save_on_cpu():
-            y = group(x.sin(), lambda x: F.silu(x).square(), is_on)
-            z = F.gelu(y).square()
-        z.sum().backward()
-        return gradients(x)
-
-    check(run)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 14])
+@pytest.mark.parametrize("size", [2, 14])
 def test_all_of_a_model(size: int) -> None:
     """However many tensors leave together."""
     model = nn.Sequential(
@@ -714,92 +587,3 @@ def test_all_of_a_model(size: int) -> None:
         assert_idle(context)
         counts.append(context.statistics().bytes_offloaded)
     assert counts[1] < 0.75 * counts[0], counts
-
-
-def test_a_recipe_is_made_of_those_of_earlier_stashes() -> None:
-    """Where no plan could have these stay."""
-    x = drawn(ROWS, COLUMNS).requires_grad_()
-
-    def compute() -> Tensor:
-        y = F.silu(x.sin())
-        return (F.gelu(y) * y).square().sum()
-
-    compute().backward()
-    expected = gradients(x)
-    context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2)
-    for _ in range(3):
-        before = context.statistics()
-        with context:
-            loss = compute()
-        loss.backward()
-        assert_same(gradients(x), expected)
-        moved = context.statistics().since(before)
-        assert moved.bytes_offloaded == saved_bytes(2), "x and its sine"
-        assert moved.bytes_computed_again == saved_bytes(2), "what was saved last is still there"
-
-
-def test_a_group_of_nothing_but_recipes_has_saved_something(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """What it computes again from has left with another."""
-
-    def run(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        a = group(x, lambda x: F.silu(x.sin()), is_on, "first")
-        group(a, lambda a: a.square(), is_on, "second").sum().backward()
-        return gradients(x)
-
-    check(run)
-    with session(rematerialize="cheap") as manager:
-        for _ in range(2):
-            begin_step()
-            run(True)
-        off_interface.reset()
-        assert manager.statistics().bytes_computed_again
-    assert "offloaded nothing" not in caplog.text
-
-
-def in_three_groups(is_on: bool) -> list[Tensor]:
-    """What the first saves as a view is the input of what the second saves. The last one stays."""
-    x = drawn(ROWS, COLUMNS).requires_grad_()
-    y = x
-    for make in (lambda h: F.silu(h.sin().t()), torch.square, torch.sin):
-        with off_interface(is_on, y, "part") as h:
-            y = make(h)
-        y = off_interface.group_commit(y, name="part") if is_on else y
-    y.sum().backward()
-    return gradients(x)
-
-
-def test_a_recipe_with_an_input_in_an_earlier_group_is_proved_once() -> None:
-    """Each proof waits for the device."""
-    expected = in_three_groups(False)
-    with session(rematerialize="cheap") as manager:
-        with patch.object(Recipes, "_try", autospec=True, side_effect=Recipes._try) as tries:
-            nums = []
-            for _ in range(4):
-                begin_step()
-                before = manager.statistics()
-                assert_same(in_three_groups(True), expected)
-                nums.append(tries.call_count)
-                assert manager.statistics().since(before).bytes_computed_again > 0
-    assert 0 < nums[0] and nums[1:] == nums[1:2] * 3, "a last group that stays has another input"
-
-
-def test_an_observer_is_told_of_inputs_as_of_themselves() -> None:
-    """Not as of what the earlier group saved, which autograd may have let go of."""
-
-    class Uses(Observer):
-        def __init__(self) -> None:
-            self.groups: list[int] = []
-
-        def used(self, saved: Any, payload: Tensor) -> None:
-            self.groups.append(saved.group.key.position)
-
-    expected = in_three_groups(False)
-    with session(rematerialize="cheap") as manager:
-        uses = Uses()
-        manager.offloader.observers.add(uses)
-        begin_step()
-        assert_same(in_three_groups(True), expected)
-    assert uses.groups == sorted(uses.groups, reverse=True) and {0, 1} <= set(uses.groups)

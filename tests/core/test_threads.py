@@ -163,40 +163,6 @@ def test_one_graph_backward_in_several_threads(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
-def test_evaluation_beside_training(kind: str, without_grad: Callable[[], Any]) -> None:
-    """Of the same model: as many bytes leave as without it."""
-    net = Net()
-    (x,) = inputs(1)
-    expected = backward(net, *microbatch(net, x, False))
-    with torch.no_grad():
-        right = net(x)
-
-    def evaluate() -> list[Tensor]:
-        with without_grad():
-            return [net(x).clone() for _ in range(STEPS)]
-
-    def step() -> list[Tensor]:
-        begin_step()
-        return backward(net, *microbatch(net, x, True))
-
-    net.is_on = True
-    with frequent_switches(), session(kind) as manager:
-        moved = []
-        for is_beside in (False, True, True, True):
-            before = manager.statistics().bytes_offloaded
-            off_interface.reset()
-            step()  # a warm-up of the same kind each time
-            results = at_once([step, evaluate] if is_beside else [step])
-            moved.append(manager.statistics().bytes_offloaded - before)
-            assert_same(results[0], expected)
-            assert_same(results[1] if is_beside else [], [right] * STEPS * is_beside)
-        assert moved[1] == moved[2] == moved[3]
-        off_interface.reset()
-        assert_idle(manager)
-
-
-@kinds
 def test_a_forked_process(kind: str) -> None:
     """It trains; a graph of its parent raises ForkedError there, and is good in the parent."""
     net, (x,) = Net(), inputs(1)
