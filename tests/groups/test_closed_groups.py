@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 import pytest
 import torch
+from conftest import on_two_backends
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +16,6 @@ from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload.compat import megatron
-from pp_offload.errors import GroupStateError
 
 
 class Closed(Observer):
@@ -49,6 +46,7 @@ def layer(x: Tensor, name: str) -> Tensor:
     return off_interface.group_commit(y, name=name)
 
 
+@on_two_backends
 def test_each_group_that_opens_is_told_to_close(manager: PipelineOffloadManager) -> None:
     """Also where operators are recorded, and where a user of the reference has it leave."""
     closed, chunk = Closed(manager), chunk_of(manager)
@@ -82,23 +80,7 @@ def test_what_a_chunk_says_of_a_group_is_what_the_commit_does(keeps: bool, nbyte
         assert torch.equal(saved.unpack(), torch.ones(4, 4))
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda chunk: chunk.bulk_offload(None),
-        lambda chunk: chunk.should_bulk_offload(),
-        lambda chunk: chunk.bulk_offload_group(),
-        lambda chunk: chunk.on_group_commit_forward(None),
-    ],
-    ids=["offload", "ask", "send", "commit"],
-)
-def test_without_an_open_group_each_says_so(
-    act: Callable[[ChunkOffloadHandler], object], manager: PipelineOffloadManager
-) -> None:
-    with pytest.raises(GroupStateError, match="without an open group in this chunk; start one"):
-        act(chunk_of(manager))
-
-
+@on_two_backends
 @pytest.mark.parametrize("is_inner_left_out", [False, True])
 def test_offload_switched_inside_a_group_of_the_same_name(
     is_inner_left_out: bool, manager: PipelineOffloadManager
@@ -134,13 +116,3 @@ def test_other_options_leave_the_pipeline_rank_as_it_was() -> None:
         manager.reset()
         configure(OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=9))
         assert manager.step.pipeline_rank == 3
-
-
-def test_a_manager_that_goes_watches_no_step(caplog: pytest.LogCaptureFixture) -> None:
-    """With a limit on a CPU a step that begins warns, for the CPU says not what it has."""
-    with (
-        caplog.at_level(logging.WARNING),
-        use_backend(CpuBackend(), config=OffloadConfig(device_limit_bytes="auto")),
-    ):
-        pass
-    assert not caplog.records

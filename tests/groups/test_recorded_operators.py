@@ -71,17 +71,16 @@ PRODUCTS = {
 }
 
 
-@pytest.fixture(params=["host", "disk"])
-def manager(backend: Backend, request: pytest.FixtureRequest, tmp_path: Any) -> Any:
-    where = {"disk_dir": str(tmp_path)} if request.param == "disk" else {}
-    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=(request.param,), **where)
-    with use_backend(backend, config=config) as found:
+@pytest.fixture
+def manager(backend: Backend) -> Any:
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(backend, config=config) as manager:
         off_interface.init_chunk_handler(None, None, 1)
         context = OffloadActivations(
             min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
         )
         CONTEXTS[:] = [context]
-        yield found
+        yield manager
         CONTEXTS.clear()
 
 
@@ -95,11 +94,6 @@ def gradient(run: Function, x: Tensor) -> Tensor:
     return torch.autograd.grad(run(x).sum(), x)[0]
 
 
-def jvp(run: Function, x: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    return torch.func.jvp(run, (x,), (torch.ones_like(x),))[1]
-
-
 def jacfwd(run: Function, x: Tensor) -> Tensor:
     x = x[:4, :4].detach().contiguous().requires_grad_()
     return torch.func.jacfwd(run)(x)
@@ -110,7 +104,7 @@ def functionalized(run: Function, x: Tensor) -> Tensor:
     return torch.autograd.grad(torch.func.functionalize(run)(x).sum(), x)[0]
 
 
-TRANSFORMS = {"jvp": jvp, "jacfwd": jacfwd, "functionalize": functionalized}
+TRANSFORMS = {"jacfwd": jacfwd, "functionalize": functionalized}
 
 products = pytest.mark.parametrize("run", PRODUCTS.values(), ids=PRODUCTS)
 
@@ -143,19 +137,6 @@ def test_a_forward_recorded_early_has_no_copies(
 
 @on_two_backends
 @products
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_traced_forward_has_no_copies(manager: Manager, backend: Backend, run: Function) -> None:
-    """As for TorchScript and ONNX."""
-    traced = torch.jit.trace(run, inputs(backend, 0).requires_grad_(), check_trace=False)
-    assert "copy" not in str(traced.graph)
-    other = inputs(backend, 1)
-    assert torch.equal(traced(other), plain(other))
-    assert_a_step_goes_on(manager, backend, run)
-
-
-@on_two_backends
-@products
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_transformed_step_is_right(
     manager: Manager,
@@ -165,7 +146,7 @@ def test_a_transformed_step_is_right(
 ) -> None:
     if run is checkpointed and transform is functionalized:
         pytest.skip("PyTorch's checkpoints refuse it")
-    if run is checkpointed and transform in (jvp, jacfwd) and BEFORE_2_13:
+    if run is checkpointed and transform is jacfwd and BEFORE_2_13:
         pytest.skip("PyTorch's checkpoints refuse it before torch 2.13")
     x = inputs(backend, 0)
     assert torch.equal(transform(run, x), transform(plain, x))

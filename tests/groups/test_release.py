@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend
+from conftest import make_backend, on_two_backends
 from torch import Tensor
 from torch.nn import Parameter
 from toy import same_bits
@@ -49,6 +49,7 @@ def run(
     return nbytes, [weight.grad, leaf.grad]  # type: ignore[list-item]
 
 
+@on_two_backends
 @pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
 def test_what_nobody_else_needs_is_emptied(manager: PipelineOffloadManager, is_leaf: bool) -> None:
     nbytes, got = run(manager, is_on=True, is_leaf=is_leaf)
@@ -81,33 +82,29 @@ def saved_in_the_manager(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
         return saved_outside(manager, x)
 
 
+NEEDS: list[dict[str, Any]] = [
+    *({"before": each} for each in (saved_outside, a_view, its_storage, marked, disabled)),
+    {"before": saved_in_the_manager},
+    {"min_numel": 41},
+    {"make": Parameter},
+]
+
+
+@on_two_backends
 @pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
-@pytest.mark.parametrize(
-    "before", [saved_outside, a_view, its_storage, marked, disabled, saved_in_the_manager]
-)
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
 def test_what_others_need_stays(
-    manager: PipelineOffloadManager, before: Before, is_leaf: bool
+    manager: PipelineOffloadManager, needs: dict[str, Any], is_leaf: bool
 ) -> None:
-    nbytes, got = run(manager, is_on=True, is_leaf=is_leaf, before=before)
+    """Also what is too small to leave, and a parameter."""
+    if "make" in needs and not is_leaf:
+        pytest.skip("a parameter is a leaf")
+    nbytes, got = run(manager, is_on=True, is_leaf=is_leaf, **needs)
     assert nbytes == 160
-    assert same_bits(got, run(manager, is_on=False, is_leaf=is_leaf, before=before)[1])
+    assert same_bits(got, run(manager, is_on=False, is_leaf=is_leaf, **needs)[1])
 
 
-@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
-def test_what_was_too_small_to_offload_stays(
-    manager: PipelineOffloadManager, is_leaf: bool
-) -> None:
-    nbytes, got = run(manager, is_on=True, is_leaf=is_leaf, min_numel=41)
-    assert nbytes == 160
-    assert same_bits(got, run(manager, is_on=False, is_leaf=is_leaf)[1])
-
-
-def test_a_parameter_stays(manager: PipelineOffloadManager) -> None:
-    nbytes, got = run(manager, is_on=True, is_leaf=True, make=Parameter)
-    assert nbytes == 160
-    assert same_bits(got, run(manager, is_on=False, is_leaf=True, make=Parameter)[1])
-
-
+@on_two_backends
 @pytest.mark.parametrize("holder", ["nobody", "user", "autograd"])
 def test_a_view_is_emptied_if_nobody_needs_its_base(
     manager: PipelineOffloadManager, holder: str
@@ -135,6 +132,7 @@ def test_a_view_is_emptied_if_nobody_needs_its_base(
     assert same_bits([gradient], [leaf.detach() * (2 if other is None else 4)])
 
 
+@on_two_backends
 @pytest.mark.parametrize("is_needed", [True, False], ids=["a sibling in use", "nobody else"])
 def test_a_view_of_what_was_changed_in_place(
     manager: PipelineOffloadManager, is_needed: bool
