@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_two_backends
 from processes import HANG_S
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
@@ -55,19 +55,6 @@ class Block(nn.Module):
 
 def plainly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
-
-
-def anew(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(function, x, use_reentrant=False)
-
-
-class Marked(Block):
-    def around(self, x: Tensor) -> Tensor:
-        with off_interface(True, x, "outer"):
-            with off_interface(True, x, "inner"):
-                y = self.part(x)
-            y = off_interface.group_commit(y, name="inner").sin()
-        return off_interface.group_commit(y, name="outer")
 
 
 class InContext(Block):
@@ -128,27 +115,21 @@ def elsewhere() -> Iterator[Callable[[Callable[[], Any]], Any]]:
     assert_no_hooks()
 
 
-PLACES = ["pre", "post"]
+def once_inside(module: nn.Module, function: Callable[[], object]) -> None:
+    """Have it called once, inside the group around ``module``."""
+    waiting = [function]
+
+    def hook(*_: object) -> None:
+        if waiting:
+            waiting.pop()()
+
+    module.register_forward_pre_hook(hook)
 
 
-def at(module: nn.Module, place: str, function: Callable[[], object]) -> None:
-    """Have it called once, inside the group around ``module`` or where that has just ended."""
-    left = [function]
-
-    def once(*_: object) -> None:
-        if left:
-            left.pop()()
-
-    if place == "pre":
-        module.register_forward_pre_hook(once)
-    else:
-        module.register_forward_hook(once)
-
-
-@pytest.mark.parametrize("place", PLACES)
+@on_two_backends
 @pytest.mark.parametrize("kind", [Block, InContext])
 def test_two_threads_in_one_module_may_end_in_any_order(
-    manager: PipelineOffloadManager, kind: type[Block], place: str
+    manager: PipelineOffloadManager, kind: type[Block]
 ) -> None:
     """The evaluation begins inside the trainer's groups, and is still in its own when they end."""
     device = manager.backend.device
@@ -178,7 +159,7 @@ def test_two_threads_in_one_module_may_end_in_any_order(
             assert is_inside.wait(HANG_S)
 
         done: list[Any] = []
-        at(model[0].part[0], place, begin)
+        once_inside(model[0].part[0], begin)
         try:
             found = one_step(model, device)
         finally:
@@ -188,62 +169,19 @@ def test_two_threads_in_one_module_may_end_in_any_order(
     assert_idle(manager)
 
 
+@on_two_backends
 def test_another_thread_has_no_chunk(manager: PipelineOffloadManager, elsewhere: Any) -> None:
     device = manager.backend.device
-    model = build(Marked, plainly, device)
+    model = build(InContext, plainly, device)
     expected = one_step(model, device)
 
     def train() -> None:
-        with pytest.raises(GroupStateError, match="start of group 'outer' without a chunk"):
+        with pytest.raises(GroupStateError, match="start of group 'g' without a chunk"):
             model(torch.ones(2, WIDTH, device=device))
         assert manager.cur_forward_chunk() is None
 
-    at(model[0].part[0], "pre", lambda: elsewhere(train))
+    once_inside(model[0].part[0], lambda: elsewhere(train))
     assert same_bits(one_step(model, device), expected)
-
-
-def test_another_thread_of_an_attached_schedule_does_nothing(
-    manager: PipelineOffloadManager, elsewhere: Any
-) -> None:
-    device = manager.backend.device
-    model = build(Marked, plainly, device)
-    expected = one_step(model, device)
-    manager.num_attached = 1
-    num_groups: list[int] = []
-
-    def train() -> list[Tensor]:
-        chunk = manager.cur_forward_chunk()
-        assert chunk is None
-        x = torch.ones(2, WIDTH, device=device, requires_grad=True)
-        return [*torch.autograd.grad(model(x).sum(), x)]
-
-    def train_and_count() -> None:
-        chunk = manager.cur_forward_chunk()
-        assert chunk is not None
-        num_groups.append(len(chunk.groups))
-        elsewhere(train)
-        num_groups.append(len(chunk.groups))
-
-    at(model[0].part[0], "pre", train_and_count)
-    assert same_bits(one_step(model, device), expected)
-    assert num_groups == [2, 2]
-
-
-def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
-    manager: PipelineOffloadManager, elsewhere: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = manager.backend.device
-    model = build(Block, plainly, device)
-    offload_modules(model, {"never": "0.part"})
-
-    @torch.no_grad()
-    def evaluate() -> None:
-        model(torch.ones(2, WIDTH, device=device))
-
-    at(model[1].part, "pre", lambda: elsewhere(evaluate))
-    one_step(model[1], device)
-    manager.reset()
-    assert "group 'never' never ran" in caplog.text
 
 
 # One scope by hand
@@ -280,6 +218,7 @@ def test_hooks_cannot_be_pushed_where_they_are_disabled() -> None:
     assert_no_hooks()
 
 
+@on_two_backends
 def test_a_scope_ends_with_its_with_whatever_begins_meanwhile(
     manager: PipelineOffloadManager,
 ) -> None:
@@ -292,6 +231,7 @@ def test_a_scope_ends_with_its_with_whatever_begins_meanwhile(
     assert_no_hooks()
 
 
+@on_two_backends
 def test_a_with_that_ends_on_another_thread(manager: PipelineOffloadManager) -> None:
     """As that of a generator that is collected there. No hook of that thread is popped."""
 
@@ -314,6 +254,7 @@ def test_a_with_that_ends_on_another_thread(manager: PipelineOffloadManager) -> 
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+@on_two_backends
 def test_one_object_is_entered_once_at_a_time(manager: PipelineOffloadManager) -> None:
     x = torch.ones(3, device=manager.backend.device, requires_grad=True)
     manager.reset()
@@ -329,6 +270,7 @@ def test_one_object_is_entered_once_at_a_time(manager: PipelineOffloadManager) -
     assert_idle(manager)
 
 
+@on_two_backends
 def test_what_was_not_entered_is_not_left(
     manager: PipelineOffloadManager, activations: OffloadActivations
 ) -> None:
