@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.observer import Lap
 from pp_offload._core.stopwatch import Laps
 from pp_offload._groups import auto_bounds
-from pp_offload._groups.auto_bounds import AutoBounds, Mark, StepTimes, clock_without_waits, rate
+from pp_offload._groups.auto_bounds import AutoBounds, Mark, StepTimes, clock_without_waits
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
 from pp_offload.backends import CpuBackend
@@ -54,12 +53,6 @@ def test_what_compute_waited_is_taken_from_the_times() -> None:
     assert milliseconds == [0, 19, 20, 45, 50, 85]
 
 
-def test_a_rate_is_of_the_time_in_which_copies_ran() -> None:
-    assert rate([lap(0, 10, 20 * MB), lap(500, 510, 10 * MB)]) == pytest.approx(1500 * MB)
-    assert rate([]) is None
-    assert rate([lap(5, 5, MB)]) is None
-
-
 class StandsStill:
     """A backend whose clock does."""
 
@@ -77,28 +70,6 @@ def times_of(laps: Laps | None = None) -> StepTimes:
     times = StepTimes(At(0), backend)
     vars(times).update(vars(laps or Laps(At(0))))
     return times
-
-
-def saved(uses: int, left: int, event: object = "behind the copy") -> Any:
-    back = SimpleNamespace(uses=[uses], left=[left], reloads=[SimpleNamespace(event=event)])
-    return SimpleNamespace(batch=SimpleNamespace(sizes=[MB], back=back), index=0)
-
-
-def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
-    times = times_of()
-    times._reached = GroupKey(ChunkKey(0, 0), 0)
-    times.used(saved(uses=2, left=1), None)
-    times.used(saved(uses=2, left=0), None)
-    assert [(use.nbytes, use.freed) for use in times.uses] == [(MB, 0), (0, MB)]
-
-
-def test_what_is_taken_back_is_no_use() -> None:
-    times = times_of()
-    times._reached = GroupKey(ChunkKey(0, 0), 0)
-    times.used(saved(uses=1, left=0, event=None), None)
-    assert times.uses == []
-    times.used(saved(uses=1, left=0), None)  # a second backward, which brings it
-    assert [(use.nbytes, use.freed) for use in times.uses] == [(MB, MB)]
 
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
@@ -130,12 +101,6 @@ def test_the_chunk_that_needs_most_decides() -> None:
     cap, window = chosen(Plan(), few + many, few + uses, laps_of_a_slow_link())
     assert cap == 5 * MB and 4 * MB < window <= 5 * MB
     assert chosen(Plan(), few, few, laps_of_a_slow_link())[0] == 2 * MB
-
-
-def test_each_time_a_chunk_was_at_work_counts_on_its_own() -> None:
-    """As with two threads, or where backward comes in two parts."""
-    by_turns = [mark(n, 10 * n, microbatch=n % 2) for n in range(6)]
-    assert chosen(Plan(), by_turns, by_turns, laps_of_a_slow_link())[0] == MB
 
 
 def test_groups_that_will_stay_do_not_count() -> None:

@@ -63,13 +63,6 @@ def test_backward_visits_the_last_stage_first(vp_size: int, num_microbatches: in
     assert pop_all(queue) == expected
 
 
-def test_chunks_of_the_last_stage_are_queued_as_they_come() -> None:
-    queue = ChunkQueue()
-    first, second, last = chunk(0, 0), chunk(0, 1), chunk(1, 0)
-    stage_all(queue, [first, second, last], 2)
-    assert keys_in(queue) == [(1, 0)]
-
-
 def test_other_stages_are_queued_once_every_stage_has_as_many() -> None:
     queue = ChunkQueue()
     stage_all(queue, grid(3, 2)[:5], 3)
@@ -94,13 +87,6 @@ def test_flush_queues_what_is_staged_the_last_stage_first() -> None:
     assert keys_in(queue) == [(1, 0), (1, 1), (0, 0), (0, 1)]
     queue.flush()
     assert len(keys_in(queue)) == 4
-
-
-def test_push_adds_behind_the_others() -> None:
-    queue = ChunkQueue()
-    for one in (chunk(0, 1), chunk(0, 0)):
-        queue.push(one)
-    assert keys_in(queue) == [(0, 1), (0, 0)]
 
 
 def test_front_leaves_the_chunk_and_pop_takes_it() -> None:
@@ -135,25 +121,6 @@ def test_a_name_selects_the_next_chunk_that_has_it() -> None:
     assert queue.pop("attn") is attn
 
 
-def test_a_known_order_replaces_the_rule() -> None:
-    queue = ChunkQueue()
-    order = [(0, 1), (1, 0), (1, 1), (0, 0)]
-    queue.know_order([ChunkKey(*key) for key in order])
-    assert not queue.is_told
-    stage_all(queue, grid(2, 2), 2)
-    assert pop_all(queue) == order
-
-
-def test_with_a_known_order_a_chunk_is_queued_at_once() -> None:
-    queue = ChunkQueue()
-    queue.know_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_told=True)
-    assert queue.is_told
-    queue.stage(chunk(0, 0), 2, 0)
-    assert keys_in(queue) == [(0, 0)]
-    queue.stage(chunk(1, 0), 2, 1)
-    assert keys_in(queue) == [(1, 0), (0, 0)]
-
-
 def test_an_unknown_chunk_comes_last() -> None:
     queue = ChunkQueue()
     queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
@@ -165,18 +132,6 @@ def test_an_unknown_chunk_comes_last() -> None:
         ChunkKey(0, 7),
         None,
     ]
-
-
-def test_remove_takes_a_chunk_from_wherever_it_is() -> None:
-    queue = ChunkQueue()
-    staged, queued, unknown = chunk(0, 0), chunk(1, 0), chunk(1, 1)
-    queue.stage(staged, 3, 0)
-    queue.push(queued)
-    queue.remove(staged)
-    queue.remove(queued)
-    queue.remove(unknown)
-    queue.flush()
-    assert not keys_in(queue)
 
 
 def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
@@ -206,15 +161,3 @@ def test_chunks_come_in_the_known_order_however_they_went_in(
     queue.know_order([ChunkKey(i % 2, i // 2) for i in backward])
     stage_all(queue, [chunk(i % 2, i // 2) for i in forward], 2)
     assert pop_all(queue) == [(i % 2, i // 2) for i in backward]
-
-
-def test_what_is_forgotten_leaves_no_number() -> None:
-    """But where the order waits for it."""
-    queue = ChunkQueue()
-    queue.know_order([ChunkKey(0, 0), ChunkKey(0, 1)], is_told=True)
-    for number in (0, *range(2, 9)):
-        queue.push(one := chunk(0, number))
-        queue.forget(one)
-    assert queue._begun == {ChunkKey(0, 0)}
-    queue.push(chunk(0, 1))
-    assert keys(queue.certain()) == [(0, 1)]

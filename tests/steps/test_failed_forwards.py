@@ -18,12 +18,10 @@ from pp_offload import (
     OffloadActivations,
     PipelineOffloadManager,
     offload_modules,
-    use_backend,
 )
 from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload.backends import CpuBackend
 
 
 class Boom(Exception):
@@ -60,14 +58,6 @@ def interface(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
     return off_interface.group_commit(y, "mlp") if commits else y
 
 
-def interface_before_commit(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
-    """What raises is no longer in the context."""
-    with off_interface(True, x, "mlp") as x:
-        y = x.sin()
-    y = layer(y)
-    return off_interface.group_commit(y, "mlp") if commits else y
-
-
 def context(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
     group_start(x, "mlp")
     with off_interface.get_context(True):
@@ -95,7 +85,7 @@ def module(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
     return y
 
 
-GROUPS = [interface, interface_before_commit, context, context_around_all, nested]
+GROUPS = [interface, context, context_around_all, nested]
 """Ways to make a group whose commit may be forgotten."""
 
 
@@ -147,23 +137,6 @@ def test_no_warning_after_a_forward_that_raised(
     assert_idle(manager)
 
 
-@pytest.mark.parametrize("compute", [before_it_saves, after_it_saved])
-def test_a_group_that_was_still_to_come(compute: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """One that never ran is not named before a step in which no forward raised."""
-    failing, late = Layer(compute), Layer(torch.sin)
-    model = nn.ModuleDict({"mlp": nn.Sequential(failing, late), "unused": Layer(torch.sin)})
-    patterns = {"mlp": "mlp.0", "late": "mlp.1", "unused": "unused"}
-    with use_backend(CpuBackend()) as manager, offload_modules(model, patterns):
-        with pytest.raises(Boom):
-            forward(manager, lambda x, layer, commits: model["mlp"](x), None)
-        manager.reset()
-        assert not warned(caplog)
-        failing.compute = torch.exp
-        forward(manager, lambda x, layer, commits: model["mlp"](x), None).sum().backward()
-        manager.reset()
-        assert [said[:23] for said in warned(caplog)] == ["group 'unused' never ra"]
-
-
 @on_two_backends
 @pytest.mark.parametrize("fails", [False, True], ids=["", "after one that raised"])
 @pytest.mark.parametrize("product", GROUPS)
@@ -190,36 +163,3 @@ def test_a_group_that_saved_nothing_and_was_never_committed(
     forward(manager, interface, lambda x: x + 1, commits=False).sum().backward()
     manager.reset()
     assert "'mlp' offloaded nothing: it was started 1 times and never committed" in caplog.text
-
-
-@on_two_backends
-def test_a_forward_that_went_on_was_not_cut_off(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nobody goes backward, but behind the group that was not committed there was another."""
-    loss = forward(manager, interface, torch.exp, commits=False)
-    with off_interface(True, loss, "next") as x:
-        y = x.sin()
-    del loss, x
-    off_interface.group_commit(y, "next")
-    del y
-    manager.reset()
-    assert "'mlp' offloaded nothing: it was started 1 times and never committed" in caplog.text
-
-
-def bare_in_bare(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
-    """No context is there when it raises, in two groups at once."""
-    group_start(x, "layer")
-    with off_interface.get_context(True):
-        x = x.cos()
-        group_start(x, "mlp")
-        x = x.sin()
-    return layer(x)
-
-
-def test_two_groups_are_cut_off_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    with use_backend(CpuBackend()) as manager:
-        with pytest.raises(Boom):
-            forward(manager, bare_in_bare, after_it_saved)
-        manager.reset()
-    assert not warned(caplog)

@@ -61,6 +61,14 @@ def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture
     assert "schedule" not in line.lower() and "split_backward" not in line
 
 
+def test_another_schedule_and_too_little_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_of(host_peak_bytes=2**20)
+    (line,) = told(caplog, plan, host_budget_bytes=2**20 - 1, schedule="ScheduleGPipe")
+    assert "host_budget_bytes None, here 1048575" in line
+    assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
+    assert line.startswith("pipeline rank 0: ")
+
+
 @pytest.mark.parametrize(
     ("planned", "run"),
     [
@@ -76,29 +84,6 @@ def test_what_does_what_was_planned_is_not_told_of(
     planned: Any, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert told(caplog, plan_of(**planned), **run) == []
-
-
-def test_too_little_host_memory_for_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = told(caplog, plan_of(host_peak_bytes=2**20), host_budget_bytes=2**20 - 1)
-    assert "host_budget_bytes None, here 1048575" in line
-
-
-def test_another_schedule(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = told(caplog, plan_of(), schedule="ScheduleGPipe")
-    assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
-    assert line.startswith("pipeline rank 0: ")
-
-
-def test_a_pipeline_of_fewer_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    """It has a part of the plan for each, all the same."""
-    one, two = RankPlan(()), RankPlan(())
-    (line,) = told(caplog, OffloadPlan("a test", 0, 0.0, 0.0, (one, two)), num_ranks=1)
-    assert "with num_ranks 2, here 1;" in line
-
-
-def test_an_older_plan_says_nothing_of_options(caplog: pytest.LogCaptureFixture) -> None:
-    older = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),))
-    assert told(caplog, older, tiers=("disk",), num_microbatches=2) == []
 
 
 def steps(config: OffloadConfig) -> None:

@@ -76,12 +76,3 @@ def test_a_peak_in_the_loss_is_named(training: Training, line: Line) -> None:
     training.loss_bytes = 9 * SAVED_BYTES
     training.run(10)
     assert "that is behind the last group's forward: the model's head" in line().getMessage()
-
-
-@with_limit(40)
-def test_a_loop_that_waits_for_each_step_gets_the_line(training: Training, line: Line) -> None:
-    """Its times are there before room is chosen."""
-    for _ in range(9):
-        training.step()
-        training.backend.synchronize()
-    assert line()

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from conftest import on_two_backends
 from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import PipelineOffloadManager
@@ -34,6 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@on_two_backends
 def test_steps_that_are_alike(manager: PipelineOffloadManager, calls: Counter[str]) -> None:
     model = make_model(device=manager.backend.device.type)
     inputs = [x.to(manager.backend.device) for x in batches(4)]
@@ -50,6 +52,7 @@ def test_steps_that_are_alike(manager: PipelineOffloadManager, calls: Counter[st
     assert not calls
 
 
+@on_two_backends
 def test_a_step_that_differs(manager: PipelineOffloadManager, calls: Counter[str]) -> None:
     """In a size, in a name, in the number of microbatches; each once more in a plan of its own."""
     device = manager.backend.device
@@ -63,6 +66,7 @@ def test_a_step_that_differs(manager: PipelineOffloadManager, calls: Counter[str
     assert len({id(plan) for plan in found}) == 3
 
 
+@on_two_backends
 def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
     manager: PipelineOffloadManager,
 ) -> None:
@@ -85,36 +89,3 @@ def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
     losses[1].backward()
     manager.reset()
     assert len(manager.offloader.plan.names) == 3 and manager.offload_summary_bytes
-
-
-def test_a_forward_that_goes_on_behind_its_backward(manager: PipelineOffloadManager) -> None:
-    model = make_model(device=manager.backend.device.type)
-    first, second = (x.to(manager.backend.device) for x in batches(2))
-    for _ in range(2):
-        manager.init_model_chunk_offload_handler(None, None, 1, microbatch=0)
-        chunk = manager.cur_forward_chunk()
-        model(first).sum().backward()
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        model(second).sum().backward()
-        manager.forward.chunk = chunk
-        loss = model(first).sum()
-        assert manager.step.num_chunks == 2
-        loss.backward()
-        manager.reset()
-        names = {key.microbatch: names for key, names in manager.offloader.plan.names.items()}
-        assert names == {0: names[1] * 2, 1: names[1]}
-
-
-def test_a_group_that_backward_did_not_reach_teaches_nothing(
-    manager: PipelineOffloadManager, calls: Counter[str]
-) -> None:
-    model = make_model(device=manager.backend.device.type)
-    first, second = (x.to(manager.backend.device) for x in batches(2))
-    run_step(model, [first, second])
-    plan = manager.offloader.plan
-    manager.init_model_chunk_offload_handler(None, None, 1)
-    left = model(first).sum()
-    manager.reset()
-    assert not calls["groups_to_keep"]
-    assert manager.offloader.plan is plan
-    del left
