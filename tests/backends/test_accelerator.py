@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -89,23 +88,6 @@ def test_a_copy_that_fails_leaves_the_stream(current: Current) -> None:
     with pytest.raises(RuntimeError):
         backend.copy(torch.Stream(device="cpu"), [torch.zeros(2)], [torch.zeros(3)], "group")
     assert current.stream is mine
-
-
-def test_the_live_stream_is_asked_for_by_index_and_without_python(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Asking by device takes ten times as long, and each saved tensor asks twice."""
-    monkeypatch.setattr(accelerator, "accelerator_stream", int)
-    backend = AcceleratorBackend(torch.device("cpu", 3))
-    assert backend.current_stream() == 3
-    calls: list[str] = []
-    sys.setprofile(lambda frame, event, arg: calls.append(event))
-    try:
-        backend.current_stream()
-        backend.is_capturing  # noqa: B018
-    finally:
-        sys.setprofile(None)
-    assert "call" not in calls
 
 
 class Graphs:

@@ -6,11 +6,9 @@ import gc
 import inspect
 import random
 import weakref
-from contextlib import suppress
 
 import pytest
 import torch
-from injected import Injected, chosen, files, interrupt_at, points_in
 
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.pool import GPUTensorPool
@@ -46,14 +44,6 @@ def test_allocates_what_was_asked_for(pool, shape, dtype) -> None:
     assert pool.allocate(shape, dtype) is tensor
 
 
-def test_zero_size_tensors_are_told_apart(pool) -> None:
-    first, second = pool.allocate((0, 3)), pool.allocate((0, 3))
-    pool.free(first)
-    with pytest.raises(ValueError, match="already free"):
-        pool.free(first)
-    pool.free(second)
-
-
 def test_the_longest_free_tensor_comes_first(pool) -> None:
     tensors = [pool.allocate((4,)) for _ in range(3)]
     for index in (2, 0, 1):
@@ -62,27 +52,19 @@ def test_the_longest_free_tensor_comes_first(pool) -> None:
     assert [id(t) for t in again] == [id(tensors[i]) for i in (2, 0, 1)]
 
 
-def test_dtypes_and_shapes_do_not_share_a_queue(pool) -> None:
-    pool.free(pool.allocate((4, 2), torch.float32))
-    for shape, dtype in [((4, 2), torch.int32), ((2, 4), torch.float32), ((8,), torch.float32)]:
-        tensor = pool.allocate(shape, dtype)
-        assert tuple(tensor.shape) == shape and tensor.dtype == dtype
+@pytest.mark.parametrize("shape", [(4,), (0, 3)])
+def test_a_double_free_raises(pool, shape) -> None:
+    tensor, other = pool.allocate(shape), pool.allocate(shape)
+    pool.free(tensor)
+    with pytest.raises(ValueError, match="already free.*free each tensor once"):
+        pool.free(tensor)
+    pool.free(other)
 
 
 def test_a_foreign_tensor_raises(pool) -> None:
     for foreign in (torch.empty(4), GPUTensorPool(device="cpu").allocate((4,))):
         with pytest.raises(ValueError, match="does not belong to this pool"):
             pool.free(foreign)
-
-
-def test_double_free_raises_also_after_the_tensor_was_let_go(pool) -> None:
-    tensor = pool.allocate((4,))
-    pool.free(tensor)
-    with pytest.raises(ValueError, match="free each tensor once"):
-        pool.free(tensor)
-    pool.allocate((256, 256))
-    with pytest.raises(ValueError, match="does not belong"):
-        pool.free(tensor)
 
 
 def test_a_view_frees_the_tensor_it_is_of(pool) -> None:
@@ -98,39 +80,6 @@ def test_a_resized_tensor_is_not_handed_out_again(pool) -> None:
     again = pool.allocate((4,))
     assert again is not tensor
     assert again.fill_(1).tolist() == [1] * 4 and other.tolist() == [2] * 4
-
-
-def test_a_free_tensor_keeps_no_graph_alive(pool) -> None:
-    class Graph:
-        """Stands for what a node of the graph keeps alive."""
-
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            ctx.graph = Graph()
-            return tensor.clone()
-
-    source = Node.apply(torch.ones(4, requires_grad=True))
-    graph = weakref.ref(source.grad_fn.graph)
-    tensor = pool.allocate((4,)).copy_(source)
-    del source
-    assert graph() is not None
-    pool.free(tensor)
-    address = tensor.data_ptr()
-    del tensor
-    gc.collect()
-    assert graph() is None
-    again = pool.allocate((4,))
-    assert again.data_ptr() == address and not again.requires_grad
-
-
-def test_other_shapes_give_their_bytes_back_the_longest_unused_first(pool) -> None:
-    small = [pool.allocate((size,), torch.uint8) for size in (10, 20, 30)]
-    for tensor in small:
-        pool.free(tensor)
-    pool.allocate((25,), torch.uint8)
-    assert pool.get_pool_status((30,), torch.uint8)["free_count"] == 1
-    assert pool.get_pool_status()["total_bytes"] == 25 + 30
 
 
 def test_the_footprint_follows_what_is_in_use() -> None:
@@ -167,35 +116,11 @@ def test_a_new_shape_gets_the_bytes_of_old_ones_without_asking_the_system(
     assert len(asked) == after_all_shapes
 
 
-def test_slabs_nobody_uses_go_back_before_another_is_asked_for(pool) -> None:
-    before = reserved_bytes()
-    for kib in (100, 300, 900, 2700, 8100):
-        pool.free(pool.allocate((kib, 1024), torch.uint8))
-    assert reserved_bytes() - before == 8192 * 1024
-
-
-def test_an_interrupt_at_any_line_loses_no_bytes_and_shares_none() -> None:
-    def work(pool: GPUTensorPool) -> None:
-        tensors = [pool.allocate((size, 1000)) for size in (20, 40, 30)]
-        for tensor in tensors:
-            pool.free(tensor)
-        pool.free(pool.allocate((80, 1000)))
-
-    lines = files("_memory/pool", "_memory/host_pool", "_memory/ranges", "_memory/budget")
-    before = reserved_bytes()
-    for point in chosen(points_in(lines, lambda: work(GPUTensorPool("cpu"))), every=3):
-        pool = GPUTensorPool("cpu")
-        kept = pool.allocate((35, 1000)).fill_(35)
-        with suppress(Injected), interrupt_at(point.number, lines):
-            work(pool)
-        tensors = [kept, *(pool.allocate((size, 1000)).fill_(size) for size in (30, 10, 40))]
-        assert all(tensor.eq(len(tensor)).all() for tensor in tensors), point
-        pool.clear()
-        del kept, tensors
-        assert reserved_bytes() == before, point
-
-
 def test_status_counts_bytes_and_utilisation(pool) -> None:
+    with pytest.raises(ValueError, match="pass both"):
+        pool.get_pool_status((4,))
+    with pytest.raises(ValueError, match="negative"):
+        pool.allocate((4, -1))
     kept, freed = pool.allocate((4,)), pool.allocate((4,))
     pool.allocate((2, 2), torch.int64)
     pool.free(freed)
@@ -214,13 +139,6 @@ def test_status_counts_bytes_and_utilisation(pool) -> None:
     assert whole["utilization"] == pytest.approx(2 / 3)
     assert set(pool.get_pool_status((9,), torch.float32).values()) == {0}
     pool.free(kept)
-
-
-def test_status_needs_both_or_neither(pool) -> None:
-    with pytest.raises(ValueError, match="pass both"):
-        pool.get_pool_status((4,))
-    with pytest.raises(ValueError, match="pass both"):
-        pool.get_pool_status(dtype=torch.float32)
 
 
 def test_reset_makes_everything_available(pool) -> None:
@@ -245,19 +163,6 @@ def test_clear_lets_go_of_everything_and_disowns_what_is_in_use(pool) -> None:
     with pytest.raises(ValueError, match="drop the tensor instead"):
         pool.free(tensor)
     pool.free(pool.allocate((4,)))
-
-
-def test_a_deleted_pool_lets_go_of_its_tensors() -> None:
-    pool = GPUTensorPool(device="cpu")
-    forgotten = weakref.ref(pool.allocate((4,)))
-    del pool
-    gc.collect()
-    assert forgotten() is None
-
-
-def test_negative_dimensions_raise(pool) -> None:
-    with pytest.raises(ValueError, match="negative"):
-        pool.allocate((4, -1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

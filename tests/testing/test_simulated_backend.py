@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pp_offload._common.workers import Workers, inside_torch
+from pp_offload._common.workers import Workers
 from pp_offload.backends.base import Backend, Event
 from pp_offload.errors import CaptureError, NotWhileCapturingError, RaceError
-from pp_offload.testing.copies import QueuedCopy
-from pp_offload.testing.happens_before import RaceDetector
 from pp_offload.testing.simulated import ORDERS, SimulatedBackend
 
 
@@ -71,16 +68,6 @@ def test_late_runs_a_copy_only_when_compute_waits(late: SimulatedBackend) -> Non
     assert torch.equal(host, source)
 
 
-def test_late_forces_nothing_beyond_the_event(late: SimulatedBackend) -> None:
-    first, second = torch.ones(4), torch.ones(4)
-    hosts = [host_like(late, first), host_like(late, second)]
-    event = offload(late, first, hosts[0])
-    offload(late, second, hosts[1])
-    event.synchronize()
-    assert late.pending == 1
-    assert hosts[1].isnan().all()
-
-
 def test_forcing_a_reload_forces_the_offload_it_waits_for(late: SimulatedBackend) -> None:
     source = torch.arange(4.0)
     host = host_like(late, source)
@@ -89,24 +76,6 @@ def test_forcing_a_reload_forces_the_offload_it_waits_for(late: SimulatedBackend
     late.current_stream().wait_event(reloaded)
     assert late.pending == 0
     assert torch.equal(target, source)
-
-
-def test_an_event_covers_waits_without_a_copy_behind_them(late: SimulatedBackend) -> None:
-    source = torch.arange(4.0)
-    host = host_like(late, source)
-    late.h2d.wait_event(offload(late, source, host))
-    late.current_stream().wait_event(late.h2d.record_event())
-    assert torch.equal(host, source)
-
-
-def test_eager_runs_at_once() -> None:
-    backend = SimulatedBackend("eager")
-    source = torch.arange(4.0)
-    host = host_like(backend, source)
-    event = offload(backend, source, host)
-    assert backend.pending == 0
-    assert event.query()
-    assert torch.equal(host, source)
 
 
 def random_trace(seed: int) -> list[int]:
@@ -136,13 +105,6 @@ def test_a_target_is_poisoned_until_its_copy(late: SimulatedBackend, dtype: torc
     assert (host.view(torch.uint8) == 0xFF).all()
     late.synchronize()
     assert torch.equal(host, source)
-
-
-def test_poison_leaves_the_gaps_of_a_strided_target(late: SimulatedBackend) -> None:
-    whole = torch.zeros(4, 2)
-    offload(late, torch.ones(4), whole[:, 0])
-    assert whole[:, 0].isnan().all()
-    assert (whole[:, 1] == 0).all()
 
 
 def test_poison_spares_what_a_queued_copy_still_reads(late: SimulatedBackend) -> None:
@@ -175,25 +137,6 @@ def test_copies_keep_nothing_alive_and_an_early_free_is_a_race(backend: Simulate
     del source
     with pytest.raises(RaceError, match="free by stream compute.*read by stream d2h.*'early'"):
         backend.check()
-
-
-def test_an_early_free_is_raised_by_the_next_call(backend: SimulatedBackend) -> None:
-    source = torch.ones(4)
-    offload(backend, source, host_like(backend, source))
-    del source
-    with pytest.raises(RaceError, match="free"):
-        backend.current_stream().record_event()
-
-
-def test_a_copy_whose_source_is_gone_says_so(late: SimulatedBackend) -> None:
-    source = torch.ones(4)
-    host = host_like(late, source)
-    event = offload(late, source, host)
-    del source
-    with pytest.raises(RaceError, match="free"):
-        late.check()
-    with pytest.raises(RaceError, match="source of group 'g' was freed before the copy ran"):
-        event.synchronize()
 
 
 def test_an_emptied_source_counts_as_freed(late: SimulatedBackend) -> None:
@@ -237,47 +180,10 @@ def test_a_free_on_a_thread_of_a_tier_is_behind_its_own_waits(
         backend.check()
 
 
-def test_the_end_of_a_process_waits_for_a_copy_on_a_thread_of_a_tier(
-    late: SimulatedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else C++ may abort it: NOTE [ Threads inside torch ] of the workers."""
-    run, doors = QueuedCopy.run, []
-
-    def inside(copy: QueuedCopy) -> None:
-        door: Any = inside_torch()
-        doors.append(door._is_owned())
-        run(copy)
-
-    monkeypatch.setattr(QueuedCopy, "run", inside)
-    source = torch.ones(4)
-    host = host_like(late, source)
-    event = offload(late, source, host)
-    Workers("test").submit(event.synchronize).result()
-    assert doors == [True]
-
-
-def test_a_free_after_a_true_query_is_no_race() -> None:
-    backend = SimulatedBackend("eager")
-    source = torch.ones(4)
-    host = host_like(backend, source)
-    event = offload(backend, source, host)
-    assert event.query()
-    del source
-    backend.check()
-
-
 def test_missing_wait_of_d2h_for_compute(backend: SimulatedBackend) -> None:
     with backend.activate(), pytest.raises(RaceError, match="read by stream d2h.*'attn'.*compute"):
         source = torch.ones(4) * 2
         backend.copy(backend.d2h, [host_like(backend, source)], [source], "attn")
-
-
-def test_missing_wait_of_d2h_for_compute_without_watching(backend: SimulatedBackend) -> None:
-    source = torch.ones(4)
-    host = host_like(backend, source)
-    with pytest.raises(RaceError, match="read by stream d2h"):
-        backend.copy(backend.d2h, [host], [source], "attn")
-    assert backend.pending == 0
 
 
 def test_a_wait_before_the_last_operator_is_not_enough(backend: SimulatedBackend) -> None:
@@ -336,16 +242,6 @@ def test_a_host_buffer_overwritten_under_a_reader(backend: SimulatedBackend) -> 
     assert target.shape == (8,)
 
 
-def test_other_parts_of_a_slab_do_not_race(backend: SimulatedBackend) -> None:
-    slab = backend.allocate_host(64)
-    first, second = torch.ones(8), torch.ones(8)
-    host = slab[:32].view(torch.float32)
-    target, _ = reload(backend, host, offload(backend, first, host))
-    offload(backend, second, slab[32:].view(torch.float32))
-    backend.synchronize()
-    assert torch.equal(target, first)
-
-
 def test_in_place_write_to_a_queued_source(backend: SimulatedBackend) -> None:
     with backend.activate():
         source = torch.ones(4)
@@ -361,37 +257,6 @@ def test_in_place_write_to_a_queued_source(backend: SimulatedBackend) -> None:
         backend.current_stream().wait_event(event)
         source.add_(1)
         assert torch.equal(host, torch.ones(4))
-
-
-def round_trip(backend: SimulatedBackend, source: Tensor, host: Tensor) -> Tensor:
-    offloaded = offload(backend, source, host)
-    target, reloaded = reload(backend, host, offloaded)
-    backend.current_stream().wait_event(reloaded)
-    return target
-
-
-def test_ordered_round_trips_pass_again_and_again(backend: SimulatedBackend) -> None:
-    host = backend.allocate_host(16).view(torch.float32)
-    with backend.activate():
-        for step in range(10):
-            source = torch.full((4,), float(step))
-            assert (round_trip(backend, source, host) + 0 == step).all()
-            del source
-    backend.synchronize()
-    assert backend.pending == 0
-
-
-def test_round_trips_on_two_alternating_compute_streams(backend: SimulatedBackend) -> None:
-    streams = [backend.current_stream(), backend.new_stream("second")]
-    host = backend.allocate_host(16).view(torch.float32)
-    with backend.activate():
-        for step in range(6):
-            with backend.stream(streams[step % 2]):
-                source = torch.full((4,), float(step))
-                backend.d2h.wait_event(backend.h2d.record_event())  # the host's last reader
-                target = round_trip(backend, source, host)
-                assert (target == step).all()
-                del source, target
 
 
 def test_handing_a_target_to_another_stream_needs_a_wait_there(backend: SimulatedBackend) -> None:
@@ -411,24 +276,6 @@ def test_handing_a_target_to_another_stream_needs_a_wait_there(backend: Simulate
             assert target.sum() == 4
 
 
-def test_d2h_waiting_for_the_wrong_compute_stream(backend: SimulatedBackend) -> None:
-    second = backend.new_stream("second")
-    with backend.activate():
-        with backend.stream(second):
-            source = torch.ones(4)
-        host = host_like(backend, source)
-        with pytest.raises(RaceError, match="read by stream d2h.*write by stream second"):
-            offload(backend, source, host)
-        backend.d2h.wait_event(second.record_event())
-        offload(backend, source, host)
-        backend.synchronize()
-
-
-def test_stream_names_are_unique(backend: SimulatedBackend) -> None:
-    with pytest.raises(ValueError, match="'h2d' exists"):
-        backend.new_stream("h2d")
-
-
 def test_leaving_the_watch_checks(backend: SimulatedBackend) -> None:
     with pytest.raises(RaceError, match="free"):
         with backend.activate():
@@ -436,61 +283,6 @@ def test_leaving_the_watch_checks(backend: SimulatedBackend) -> None:
             host = host_like(backend, source)
             offload(backend, source, host)
             del source
-
-
-def test_leaving_the_watch_does_not_hide_an_exception(backend: SimulatedBackend) -> None:
-    with pytest.raises(KeyError):
-        with backend.activate():
-            source = torch.ones(4)
-            offload(backend, source, host_like(backend, source.clone()).clone())
-            del source
-            raise KeyError
-
-
-class Offloader:
-    """Offloads what autograd saves, and reloads it with or without the wait."""
-
-    def __init__(self, backend: SimulatedBackend, *, forgets: bool) -> None:
-        self.backend = backend
-        self.forgets = forgets
-        self.alive: list[Tensor] = []
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor, Event]:
-        host = host_like(self.backend, tensor)
-        self.alive += [tensor, host]
-        return host, offload(self.backend, tensor, host)
-
-    def unpack(self, packed: tuple[Tensor, Event]) -> Tensor:
-        target, reloaded = reload(self.backend, *packed)
-        if not self.forgets:
-            self.backend.current_stream().wait_event(reloaded)
-        return target
-
-
-def run_backward(backend: SimulatedBackend, *, forgets: bool) -> Tensor:
-    torch.manual_seed(0)
-    weight = torch.randn(4, 4, requires_grad=True)
-    offloader = Offloader(backend, forgets=forgets)
-    with backend.activate():
-        with torch.autograd.graph.saved_tensors_hooks(offloader.pack, offloader.unpack):
-            loss = (torch.ones(4, 4) @ weight).sin().exp().sum()
-        loss.backward()
-        backend.synchronize()
-    assert weight.grad is not None
-    return weight.grad
-
-
-def test_backward_is_watched_and_bit_for_bit(backend: SimulatedBackend) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(4, 4, requires_grad=True)
-    (torch.ones(4, 4) @ weight).sin().exp().sum().backward()
-    assert weight.grad is not None
-    assert torch.equal(run_backward(backend, forgets=False), weight.grad)
-
-
-def test_a_forgotten_wait_in_backward(backend: SimulatedBackend) -> None:
-    with pytest.raises(RaceError, match="read by stream compute.*write by stream h2d"):
-        run_backward(backend, forgets=True)
 
 
 @pytest.fixture(autouse=True)
@@ -510,19 +302,6 @@ def test_host_memory_freed_before_the_host_knows_is_an_error(order: str) -> None
         backend.check()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_tensor_made_before_activation_is_not_written_by_its_first_reader(order: str) -> None:
-    backend = SimulatedBackend(order)
-    host, source = backend.allocate_host(16).view(torch.float32), torch.ones(4)
-    with backend.activate():
-        event = backend.current_stream().record_event()
-        source.sum()
-        backend.d2h.wait_event(event)
-        backend.copy(backend.d2h, [host], [source], "g")
-        backend.synchronize()
-    assert host.equal(source)
-
-
 @pytest.mark.parametrize("make", [torch.rand_like, lambda t: t.new_ones(2), lambda t: t.t_()])
 def test_an_operator_that_reads_no_byte_is_free_to_run(make: Any) -> None:
     backend = SimulatedBackend("late")
@@ -533,60 +312,6 @@ def test_an_operator_that_reads_no_byte_is_free_to_run(make: Any) -> None:
         backend.copy(backend.h2d, [target], [host], "g")
         make(target)
         backend.synchronize()
-
-
-def test_a_race_that_somebody_caught_holds_nobody() -> None:
-    """It may be raised anywhere, and all that called there would live on."""
-
-    class Local:
-        pass
-
-    def calls() -> weakref.ref[Local]:
-        here = Local()
-        detector = RaceDetector()
-        detector._fault = RaceError("planted")
-        with suppress(RaceError):
-            detector.raise_fault()
-        return weakref.ref(here)
-
-    gc.disable()
-    try:
-        assert calls()() is None
-    finally:
-        gc.enable()
-
-
-class Engine:
-    """Garbage, at the end of which copies have to be over."""
-
-    def __init__(self, backend: SimulatedBackend) -> None:
-        self.backend, self.itself = backend, self
-
-    def __del__(self) -> None:
-        self.backend.synchronize()
-
-
-def test_an_engine_may_be_collected_while_another_queues_copies() -> None:
-    """Wherever that is: the collector runs after so many allocations."""
-    thresholds = gc.get_threshold()
-    for num_allocations in range(1, 80):
-        backend = SimulatedBackend("late")
-        sources = [torch.full((4,), float(number)) for number in range(4)]
-        hosts = [host_like(backend, source) for source in sources]
-        for source, host in zip(sources[:3], hosts[:3], strict=True):
-            offload(backend, source, host)
-        gc.collect()
-        gc.disable()
-        Engine(backend)
-        try:
-            gc.set_threshold(gc.get_count()[0] + num_allocations)
-            gc.enable()
-            offload(backend, sources[3], hosts[3])
-        finally:
-            gc.set_threshold(*thresholds)
-            gc.enable()
-        backend.synchronize()
-        assert all(map(torch.equal, hosts, sources))
 
 
 @pytest.mark.field("F24")
