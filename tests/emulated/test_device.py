@@ -103,25 +103,6 @@ def test_the_pool_hands_out_its_streams_in_turn() -> None:
     assert 0 not in ids, "that is the default stream"
 
 
-def test_each_thread_has_its_own_current_stream() -> None:
-    side = torch.Stream(device="emulated")
-    seen: list[torch.Stream] = []
-    with side:
-        thread = threading.Thread(target=lambda: seen.append(compute()))
-        thread.start()
-        thread.join()
-        assert compute() == side
-    assert seen[0].stream_id == 0
-
-
-def test_a_kernel_that_fails_is_told_by_the_next_wait() -> None:
-    rows = torch.ones(4, 3, device="emulated")
-    torch.index_select(rows, 0, torch.tensor([7], device="emulated"))
-    with pytest.raises((IndexError, RuntimeError), match="out of"):
-        compute().synchronize()
-    compute().synchronize()
-
-
 def test_backward_runs_in_a_thread_of_autograd_on_the_stream_of_its_forward() -> None:
     seen: list[tuple[int, torch.Stream]] = []
 

@@ -23,11 +23,9 @@ from pp_offload import (
     PipelineOffloadManager,
     use_backend,
 )
-from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import (
     AcceleratorBackend,
     Backend,
-    CpuBackend,
     default_backend,
 )
 from pp_offload.integrations.forwards import offload_of
@@ -276,14 +274,3 @@ def test_a_default_device_changes_nothing(
         gc.collect()
         assert torch.accelerator.memory_allocated(0) <= before
         assert statistics.bytes_offloaded > 0 and statistics.host_bytes_peak > 0
-
-
-def test_host_memory_is_on_the_host_whatever_the_default(emulated: ModuleType) -> None:
-    torch.set_default_device("emulated")
-    try:
-        pinned = AcceleratorBackend().allocate_host(2**16)
-        ordinary = pageable(2**16)
-        on_cpu = CpuBackend().allocate_host(2**16)
-    finally:
-        torch.set_default_device(None)
-    assert pinned.is_cpu and pinned.is_pinned() and ordinary.is_cpu and on_cpu.is_cpu

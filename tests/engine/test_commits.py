@@ -117,25 +117,3 @@ def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
     finally:
         may_end.set()
         thread.join(HANG_S)
-
-
-@on_two_backends
-def test_a_forward_of_a_thread_that_ended_holds_up_no_reset(
-    manager: PipelineOffloadManager,
-) -> None:
-    """Its graph is good all the same."""
-    x = leaf_on(manager.backend)
-    outputs: list[Tensor] = []
-
-    def forward() -> None:
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        with off_interface(True, x * 2, "core") as h:
-            y = h.sin()
-        outputs.append(off_interface.group_commit(y, name="core"))
-
-    thread = threading.Thread(target=forward)
-    thread.start()
-    thread.join()
-    manager.reset()
-    outputs.pop().sum().backward()
-    assert same_bits([x.grad], [2 * (x.detach() * 2).cos()])

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -40,40 +41,28 @@ class Failure:
         return error + script(self.program)
 
 
-@dataclass
 class Totals:
-    """What was run."""
+    """What was run: counts by what they are of, and programs that failed."""
 
-    programs: int = 0
-    ops: int = 0
-    offloading: int = 0
-    """Programs in which something left the device."""
-    computing: int = 0
-    """Programs in which something was computed again by a recipe."""
-    refused: int = 0
-    """Programs in which a tensor was changed in place that had been saved."""
-    failures: list[Failure] = field(default_factory=list)
+    def __init__(self, failures: Sequence[Failure] = ()) -> None:
+        self.counts = Counter[str]()
+        self.failures = list(failures)
 
     def add(self, report: Report) -> None:
-        self.programs += 1
-        self.ops += report.num_ops
-        self.offloading += report.statistics.bytes_offloaded > 0
-        self.computing += report.statistics.bytes_computed_again > 0
-        self.refused += report.is_refused
+        self.counts["programs"] += 1
+        self.counts["operations"] += report.num_ops
+        self.counts["offloaded"] += report.statistics.bytes_offloaded > 0
+        self.counts["computed again"] += report.statistics.bytes_computed_again > 0
+        self.counts["refused by autograd"] += report.is_refused
 
     def merge(self, other: Totals) -> None:
-        self.programs += other.programs
-        self.ops += other.ops
-        self.offloading += other.offloading
-        self.computing += other.computing
-        self.refused += other.refused
+        self.counts += other.counts
         self.failures += other.failures
 
     def __str__(self) -> str:
-        return (
-            f"{self.programs} programs, {len(self.failures)} failures, {self.ops} operations; "
-            f"{self.offloading} programs offloaded, {self.computing} computed again, "
-            f"{self.refused} were refused by autograd"
+        counts = [f"{num} {name}" for name, num in self.counts.items() if name != "programs"]
+        return f"{self.counts['programs']} programs, {len(self.failures)} failures; " + ", ".join(
+            counts
         )
 
 
@@ -116,7 +105,7 @@ def explore(number: int, programs: int, backend: str | None = None) -> Totals:
         except Exception:
             if not failed:
                 raise
-            totals.programs += 1
+            totals.counts["programs"] += 1
             totals.failures.append(failed[-1])
     return totals
 

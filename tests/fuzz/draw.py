@@ -24,10 +24,8 @@ from programs import (
     Exit,
     Forward,
     Free,
-    Mark,
     Options,
     Part,
-    Peek,
     Program,
     Region,
     Step,
@@ -62,10 +60,10 @@ def flat(parts: list[list[Part]]) -> Body:
 
 computes = st.builds(Compute, st.sampled_from(list(COMPUTES)), picks, picks)
 changes = st.builds(Change, st.sampled_from(list(CHANGES)), picks)
-frees, marks = st.builds(Free, picks), st.builds(Mark, picks)
-lines = often(computes, changes, frees, marks, share=9)
+frees = st.builds(Free, picks)
+lines = often(computes, changes, frees, share=9)
 again = [kind for kind in COMPUTES if kind != "reads twice"]  # which a checkpoint refuses
-calm_lines = often(st.builds(Compute, st.sampled_from(again), picks, picks), frees, marks, share=9)
+calm_lines = often(st.builds(Compute, st.sampled_from(again), picks, picks), frees, share=9)
 """Lines that a checkpoint may run again."""
 
 
@@ -76,7 +74,7 @@ def groups(draw: st.DrawFn, lines: SearchStrategy[Part]) -> list[Part]:
     inside = draw(st.lists(lines, min_size=1, max_size=4))
     between = draw(st.lists(lines, max_size=1)) if draw(seldom) else []
     commit = Commit(name, draw(seldom), sometimes(draw, picks))  # type: ignore[arg-type]
-    return [Enter(name, draw(seldom)), *inside, Exit(), *between, commit]
+    return [Enter(name), *inside, Exit(), *between, commit]
 
 
 @st.composite
@@ -87,8 +85,8 @@ def crossed(draw: st.DrawFn, lines: SearchStrategy[Part]) -> list[Part]:
     if draw(seldom):
         commits.pop()
     outer, inner = (draw(st.lists(lines, min_size=1, max_size=4)) for _ in range(2))
-    enters = Enter(first, draw(seldom)), Enter(second, draw(seldom))
-    return [enters[0], *outer, enters[1], *inner, Exit(), Exit(), *draw(st.permutations(commits))]
+    parts = [Enter(first), *outer, Enter(second), *inner, Exit(), Exit()]
+    return parts + draw(st.permutations(commits))
 
 
 def pieces_of(
@@ -130,7 +128,6 @@ backwards = st.builds(
 others = st.one_of(
     st.builds(Evaluate, picks, st.integers(0, 1), rows),
     st.builds(Touch, st.sampled_from(list(CHANGES)), picks, picks),
-    st.builds(Peek, picks),
     st.builds(Drop, picks),
     st.builds(Call, st.sampled_from(["flush", "synchronize", "enable", "enable", "disable"])),
 )

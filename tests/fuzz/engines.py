@@ -28,7 +28,6 @@ from pp_offload import (
     OffloadStatistics,
     use_backend,
 )
-from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._groups.offloader import Offloader
 from pp_offload.testing import SimulatedBackend
 
@@ -62,7 +61,7 @@ class Plain:
         """Around a forward."""
         return nullcontext()
 
-    def scope(self, name: str, is_function: bool, x: Tensor) -> AbstractContextManager[object]:
+    def scope(self, name: str, x: Tensor) -> AbstractContextManager[object]:
         """What a group's body runs in."""
         return nullcontext()
 
@@ -71,9 +70,6 @@ class Plain:
 
     def call(self, what: str) -> None:
         """See ``Call``."""
-
-    def mark(self, tensor: Tensor) -> None:
-        """A tensor is not to be offloaded."""
 
     def on_stream(self, number: int) -> AbstractContextManager[object]:
         """Another compute stream, ordered with the others on entering and leaving."""
@@ -202,12 +198,8 @@ class OffloadGroups(Offload):
     def begin(self, stage: int) -> None:
         off_interface.init_chunk_handler(len(self.program.stages), stage, 1)
 
-    @contextmanager
-    def scope(self, name: str, is_function: bool, x: Tensor) -> Iterator[object]:
-        if is_function:
-            group_start(x, name)
-        with off_interface.get_context(True) if is_function else off_interface(True, x, name):
-            yield
+    def scope(self, name: str, x: Tensor) -> AbstractContextManager[object]:
+        return off_interface(True, x, name)
 
     def commit(self, name: str, is_delayed: bool, released: Sequence[Tensor]) -> None:
         off_interface.group_commit((), name, released, is_delayed)
@@ -220,9 +212,6 @@ class OffloadGroups(Offload):
             self.manager.enable_offload()
         elif what == "disable":
             self.manager.disable_offload()
-
-    def mark(self, tensor: Tensor) -> None:
-        off_interface.mark_not_offloadable(tensor)
 
 
 def offload(program: Program) -> Offload:

@@ -47,8 +47,6 @@ class Enter(Record):
     """Start a group; what is saved from here on joins it."""
 
     name: str = "a"
-    is_function: bool = False
-    """By the function, with the manager as the scope; else by the interface."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,13 +72,6 @@ class Free(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class Mark(Record):
-    """Keep a tensor on the device."""
-
-    a: int = 0
-
-
-@dataclass(frozen=True, repr=False)
 class Region(Record):
     """Run parts under a checkpoint, which runs them again in backward; add the last tensor.
 
@@ -93,7 +84,7 @@ class Region(Record):
     """Whose checkpoint: PyTorch's, PyTorch's reentrant one, or ours."""
 
 
-Part = Compute | Change | Enter | Exit | Commit | Free | Mark | Region
+Part = Compute | Change | Enter | Exit | Commit | Free | Region
 Body = tuple[Part, ...]
 
 # What a step does.
@@ -144,13 +135,6 @@ class Touch(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class Peek(Record):
-    """Read what the nodes of a graph saved, outside of backward."""
-
-    pick: int = 0
-
-
-@dataclass(frozen=True, repr=False)
 class Drop(Record):
     """Forget a microbatch without a backward."""
 
@@ -164,7 +148,7 @@ class Call(Record):
     what: Literal["flush", "enable", "disable", "synchronize"] = "flush"
 
 
-Op = Forward | Backward | Evaluate | Touch | Peek | Drop | Call
+Op = Forward | Backward | Evaluate | Touch | Drop | Call
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,16 +28,13 @@ from programs import (
     Exit,
     Forward,
     Free,
-    Mark,
     Part,
-    Peek,
     Program,
     Region,
     Step,
     Touch,
 )
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint as torchs
 
@@ -45,9 +42,6 @@ from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError, c
 
 AT_END = 10**6
 """Behind all operations of a step."""
-
-NUM_PEEKED = 6
-"""Nodes of a graph that are looked into."""
 
 CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
     "torch": partial(torchs, use_reentrant=False),
@@ -155,7 +149,7 @@ class Frame:
             case Change():
                 self.engine.change(self.pick(part.a), CHANGES[part.kind])
             case Enter():
-                scope = self.engine.scope(part.name, part.is_function, self.pick(0))
+                scope = self.engine.scope(part.name, self.pick(0))
                 scope.__enter__()
                 self.scopes.append(scope)
                 self.groups.append(part.name)
@@ -165,8 +159,6 @@ class Frame:
                 self._commit(part)
             case Free() if len(self.tensors) > 1:
                 self.tensors.pop(-1 - part.a % len(self.tensors))
-            case Mark():
-                self.engine.mark(self.pick(part.a))
             case Region():
                 self._region(part)
 
@@ -482,22 +474,6 @@ def do_touch(machine: Machine, op: Touch) -> None:
             machine.engine.change(tensors[-1 - op.a % len(tensors)], CHANGES[op.kind])
 
 
-def do_peek(machine: Machine, op: Peek) -> list[Tensor]:
-    slot = machine.slot(op.pick)
-    nodes: list[Node | None] = [] if slot is None else [slot.y.grad_fn]
-    results: list[Tensor] = []
-    for _ in range(NUM_PEEKED):
-        node = nodes.pop(0) if nodes else None
-        if node is None:
-            continue
-        names = sorted(name for name in dir(node) if name.startswith("_saved_"))
-        saved = [getattr(node, name) for name in names]
-        # A number in an expression is saved as well, and a dispatch mode sees no tensor in it.
-        results += [t.detach().clone() for t in saved if isinstance(t, Tensor) and t.dim()]
-        nodes += [following for following, _ in node.next_functions]
-    return results
-
-
 def do_drop(machine: Machine, op: Drop) -> None:
     slot = machine.slot(op.pick)
     if slot is not None:
@@ -513,7 +489,6 @@ OPS: dict[type, Callable[[Machine, Any], list[Tensor] | None]] = {
     Backward: do_backward,
     Evaluate: do_evaluate,
     Touch: do_touch,
-    Peek: do_peek,
     Drop: do_drop,
     Call: do_call,
 }
