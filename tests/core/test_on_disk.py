@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -228,3 +229,20 @@ def test_a_flipped_bit_is_never_a_gradient(
             wait_until_written(manager)
         with pytest.raises(DiskTierError, match="checksum"):
             y.backward()
+
+
+def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
+    gc.collect()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for _ in range(20):
+            with session("cpu", tiers=("disk",), disk_dir=tmp_path) as manager:
+                begin_step()
+                x = drawn(8, 8).requires_grad_()
+                group(x, torch.sin).sum().backward()
+            del manager
+    finally:
+        gc.enable()
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files

@@ -73,18 +73,6 @@ def test_each_device_has_its_own_streams_and_memory(emulated: ModuleType) -> Non
         x + given.to("emulated:0")
 
 
-def test_a_copy_from_one_to_the_other_is_in_order_with_both(emulated: ModuleType) -> None:
-    given = some(N)
-    x, target = given.to("emulated:0"), torch.zeros(N, device=SECOND)
-    with emulated.hold(torch.accelerator.current_stream(0)) as gate:
-        y = x * 2
-        target.copy_(y)
-        later = target + 1
-        del y
-        gate.release()
-    assert later.cpu().equal(given * 2 + 1)
-
-
 # The engine on the one that is not current
 
 

@@ -15,11 +15,10 @@ from toy import AwayBackend, assert_idle, batches, make_model, run_step, same_bi
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._common.workers import Piece, Workers, is_worker
-from pp_offload.backends import Backend, CpuBackend
+from pp_offload.backends import Backend
 from pp_offload.testing.streams import SimulatedEvent
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "copy threads": lambda: CpuBackend(inline_bytes=0),
     "away": AwayBackend,
     "late": lambda: make_backend("late"),
 }
@@ -103,32 +102,11 @@ def waits_seen(
         yield seen
 
 
-@pytest.mark.parametrize("tiers", [("host",), ("host", "disk")], ids="+".join)
-@pytest.mark.parametrize("kind", ["copy threads", "late"])
-def test_nobody_waits_with_the_lock_held(
-    kind: str, tiers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = OffloadConfig(
-        min_offloaded_tensor_size=1,
-        tiers=tiers,
-        disk_dir=tmp_path if "disk" in tiers else None,
-        max_in_flight_bytes=3000,
-        host_budget_bytes=2**16 if "disk" in tiers else None,
-    )
-    with use_backend(BACKENDS[kind](), config=config) as manager:
-        with waits_seen(manager, monkeypatch) as seen:
-            assert steps_are_equal()
-            manager.reset()
-            manager.release_idle_memory()
-        assert all(seen)
-        assert_idle(manager)
-
-
 @pytest.mark.parametrize("kind", ["away", "late"])
-def test_waits_for_a_disk_that_is_late_are_seen(
+def test_nobody_waits_with_the_lock_held(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its threads work only when waited for, so there is a wait wherever there can be one."""
+    """A disk works only when it is waited for, so there is a wait wherever there can be one."""
     config = OffloadConfig(
         min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=3000
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,31 +14,6 @@ from toy import assert_idle, same_bits
 from pp_offload import PipelineOffloadManager
 
 Program = Callable[[Tensor, nn.ParameterDict], Tensor]
-
-
-class Gate(torch.autograd.Function):
-    """Saves a tensor of every dtype that programs save, and some of their views."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        mask = x > 0
-        order = x.argsort(dim=1, stable=True)
-        counts = mask.sum(1).to(torch.int32)
-        levels = (x.abs() * 10).clamp(max=255).to(torch.uint8)
-        ctx.save_for_backward(x, weight, mask, order, counts, levels, x.t(), mask[:, ::2])
-        ctx.mark_non_differentiable(mask)
-        return torch.where(mask, x * weight, levels.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, mask, order, counts, levels, turned, part = ctx.saved_tensors
-        scaled = gradient * mask * counts[:, None] + levels.to(x.dtype)
-        scaled = scaled.gather(1, order) * part.sum() + turned.t()
-        return scaled * weight, (scaled * x).sum(0)
-
-
-def custom_function(x: Tensor, weights: nn.ParameterDict) -> Tensor:
-    return Gate.apply(x, weights["row"]) * 0.5
 
 
 def autocast(x: Tensor, weights: nn.ParameterDict) -> Tensor:
@@ -56,12 +30,6 @@ def channels_last(x: Tensor, weights: nn.ParameterDict) -> Tensor:
     y = torch.nn.functional.conv2d(image, kernel, padding=1).relu()
     y = torch.nn.functional.max_pool2d(y, 2, stride=1, padding=1)
     return y.sigmoid()[:, :, :3, :2].reshape(4, 6)
-
-
-def non_contiguous(x: Tensor, weights: nn.ParameterDict) -> Tensor:
-    turned = (x.t() * 2)[::2]
-    y = torch.einsum("ab,cb->ac", turned, x[:, [0, 2, 4, 5]].t().sin()[:, ::1])
-    return (y.sum() * x).transpose(0, 1).tanh().t() * x[:1].expand(4, 6)
 
 
 def complex_numbers(x: Tensor, weights: nn.ParameterDict) -> Tensor:
@@ -87,20 +55,12 @@ def attention(x: Tensor, weights: nn.ParameterDict) -> Tensor:
     return y.repeat(1, 1, 3).view(4, 6) * x
 
 
-def half_precision(x: Tensor, weights: nn.ParameterDict) -> Tensor:
-    y = (x.to(torch.float16) * 2).tanh().to(torch.bfloat16).sigmoid()
-    return y.to(torch.float64).exp().float()
-
-
 PROGRAMS = [
-    custom_function,
     autocast,
     channels_last,
-    non_contiguous,
     complex_numbers,
     indices_and_masks,
     attention,
-    half_precision,
 ]
 
 

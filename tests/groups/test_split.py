@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,33 +194,3 @@ class FailingOnce(nn.Module):
         if self.num_forwards == 3:
             y.register_hook(lambda gradient: 1 // 0)
         return y
-
-
-@pytest.mark.parametrize("ends", ["with its second part", "without"])
-def test_what_is_kept_goes_with_the_second_part_or_the_step(ends: str) -> None:
-    config = OffloadConfig(
-        device_limit_bytes=None, min_offloaded_tensor_size=1, split_backward="keep"
-    )
-    with use_backend(make_backend("cpu"), config=config) as manager:
-        tell(manager, 0)
-        model, (x, *_) = make_model(), batches(1)
-        for _ in range(2):
-            manager.reset()
-            manager.init_model_chunk_offload_handler(None, None, 1)
-            leaf = x.clone().requires_grad_()
-            y = model(leaf).square().mean()
-            with part(manager, 0, BackwardPass.INPUT):
-                torch.autograd.grad(y, leaf, retain_graph=True)
-            kept = list(map(weakref.ref, kept_of(manager)))
-            if ends == "without" and kept:
-                manager.reset()
-            else:
-                with part(manager, 0, BackwardPass.WEIGHT):
-                    torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
-        assert kept and not any(ref() is not None for ref in kept)
-
-
-def kept_of(manager: PipelineOffloadManager) -> list[Any]:
-    split = manager.offloader.split
-    assert split is not None
-    return [tensor for kept in split._kept.values() for tensor in kept.values()]
