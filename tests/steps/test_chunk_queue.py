@@ -100,19 +100,10 @@ def test_front_leaves_the_chunk_and_pop_takes_it() -> None:
     assert queue.front() is None
 
 
-def test_a_chunk_without_groups_is_skipped() -> None:
-    queue = ChunkQueue()
-    empty, full = Chunk(ChunkKey(0, 0), []), chunk(0, 1)
-    queue.push(empty)
-    queue.push(full)
-    assert queue.front() is full
-    assert queue.pop() is full
-    assert queue.pop() is None
-
-
-def test_a_name_selects_the_next_chunk_that_has_it() -> None:
+def test_a_name_selects_the_next_chunk_that_has_it_and_empty_chunks_are_skipped() -> None:
     queue = ChunkQueue()
     attn, both = chunk(0, 0, "attn"), chunk(0, 1, "mlp", "attn")
+    queue.push(Chunk(ChunkKey(0, 2), []))
     queue.push(attn)
     queue.push(both)
     assert queue.front("mlp") is both

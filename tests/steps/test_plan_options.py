@@ -35,7 +35,7 @@ def test_only_options_that_are_no_default_are_kept() -> None:
     }
 
 
-def told(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
+def lines_of(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
     """What a run by the plan with these options logs, though it asks twice."""
     names = ("smallest_numel", "num_ranks", *MADE_FOR)
     about = {name: run.pop(name) for name in names if name in run}
@@ -48,7 +48,7 @@ def told(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> lis
 
 def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     plan = plan_of(tiers=("disk",), max_in_flight_bytes=2**20, min_offloaded_tensor_size=1)
-    (line,) = told(caplog, plan, prefetch_bytes=7, num_microbatches=4)
+    (line,) = lines_of(caplog, plan, prefetch_bytes=7, num_microbatches=4)
     for part in (
         "tiers ['disk'], here ['host']",
         "max_in_flight_bytes 1048576, here 'auto'",
@@ -63,7 +63,7 @@ def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture
 
 def test_another_schedule_and_too_little_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     plan = plan_of(host_peak_bytes=2**20)
-    (line,) = told(caplog, plan, host_budget_bytes=2**20 - 1, schedule="ScheduleGPipe")
+    (line,) = lines_of(caplog, plan, host_budget_bytes=2**20 - 1, schedule="ScheduleGPipe")
     assert "host_budget_bytes None, here 1048575" in line
     assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
     assert line.startswith("pipeline rank 0: ")
@@ -83,7 +83,7 @@ def test_another_schedule_and_too_little_host_memory(caplog: pytest.LogCaptureFi
 def test_what_does_what_was_planned_is_not_told_of(
     planned: Any, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert told(caplog, plan_of(**planned), **run) == []
+    assert lines_of(caplog, plan_of(**planned), **run) == []
 
 
 def steps(config: OffloadConfig) -> None:
