@@ -316,6 +316,25 @@ def test_what_was_changed_in_place_is_not_computed_again(change: str) -> None:
             run(True)
 
 
+def test_an_input_that_is_changed_in_a_later_step() -> None:
+    """Its recipe was proved before."""
+    is_changed: list[bool] = []
+
+    def compute(x: Tensor) -> Tensor:
+        b = x.sin()
+        y = F.silu(b).square()
+        return y + b.mul_(2) if is_changed else y
+
+    run = one_group(compute)
+    with session(rematerialize="cheap"):
+        begin_step()
+        assert_same(run(True), run(False))
+        is_changed.append(True)
+        begin_step()
+        with pytest.raises(SavedTensorModifiedError):
+            run(True)
+
+
 def test_it_is_computed_once_for_all_that_saved_it() -> None:
     """And again in the next backward, for it is gone by then."""
     node = operators.NODES["SiluBackward0"]
