@@ -507,6 +507,18 @@ def test_a_backward_that_comes_again(kind: str) -> None:
     check(run, kind, verify=True)
 
 
+def test_every_other_row_of_a_parameter() -> None:
+    """A copy of it has no gaps, and for a block of memory gelu rounds otherwise than for rows."""
+    weight = nn.Parameter(drawn(6, 4))
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(3, 4).requires_grad_()
+        group(x, lambda x: torch.tanh(F.gelu(weight[::2])) * x, is_on).sum().backward()
+        return gradients(x, weight)
+
+    check(run, again=False, verify=True)
+
+
 def test_a_backward_under_autocast_computes_what_ran() -> None:
     def run(is_on: bool) -> list[Tensor]:
         x = drawn(ROWS, COLUMNS).requires_grad_()

@@ -184,6 +184,24 @@ def test_another_thread_has_no_chunk(manager: PipelineOffloadManager, elsewhere:
     assert same_bits(one_step(model, device), expected)
 
 
+@on_two_backends
+def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
+    manager: PipelineOffloadManager, elsewhere: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = manager.backend.device
+    model = build(Block, plainly, device)
+    offload_modules(model, {"never": "0.part"})
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        model(torch.ones(2, WIDTH, device=device))
+
+    once_inside(model[1].part, lambda: elsewhere(evaluate))
+    one_step(model[1], device)
+    manager.reset()
+    assert "group 'never' never ran" in caplog.text
+
+
 # One scope by hand
 
 
