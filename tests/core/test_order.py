@@ -22,6 +22,7 @@ from helpers.sessions import (
     drawn,
     gradients,
     group,
+    make_backend,
     session,
     settle,
     side_stream,
@@ -30,9 +31,11 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
+    OffloadConfig,
     PipelineOffloadManager,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_start,
+    use_backend,
 )
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
@@ -82,6 +85,17 @@ def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
         return results
 
     check(program, kind, prefetch_bytes=10**6, host_budget_bytes=2**17)
+
+
+@simulated
+def test_idle_host_memory_is_given_back_behind_its_copies(kind: str) -> None:
+    with session(kind) as manager:
+        begin_step()
+        y = group(drawn(6, WIDTH).requires_grad_() * 2, torch.sin)
+        del y
+        manager.release_idle_memory()
+        assert_idle(manager)
+        manager.backend.check()
 
 
 # A source that is let go before its copy has run
@@ -365,6 +379,34 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 # Split backward, several managers, shared copies, disk
 
 
+@simulated
+def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
+    """Two managers on one device, both with living graphs; then on devices of their own."""
+    for is_shared in (True, False):
+        backend = make_backend(kind)
+        config = OffloadConfig(min_offloaded_tensor_size=1)
+        graphs: list[tuple[Tensor, Tensor]] = []
+        managers = []
+        with ExitStack() as stack:
+            for number in range(3):
+                if not is_shared:
+                    backend = make_backend(kind)
+                managers.append(stack.enter_context(use_backend(backend, config=config)))
+                begin_step()
+                x = drawn(5, WIDTH, seed=number).requires_grad_()
+                graphs.append((x, group(x * 2, torch.sin)))
+                settle(managers[-1])
+            for number, (x, y) in enumerate(graphs):
+                y.sum().backward()
+                z = drawn(5, WIDTH, seed=number).requires_grad_()
+                (z * 2).sin().sum().backward()
+                assert_same(gradients(x), gradients(z))
+            graphs.clear()
+            del x, y
+            for manager in managers:
+                assert_idle(manager)
+
+
 def shared_by_groups(is_on: bool) -> list[Tensor]:
     """A table that three groups save, one after another, for two microbatches."""
     x = drawn(5, WIDTH).requires_grad_()
@@ -387,3 +429,13 @@ def shared_by_groups(is_on: bool) -> list[Tensor]:
 @pytest.mark.parametrize("window", [0, 200, "auto"])
 def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
     check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
+
+
+@simulated
+@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")], ids="+".join)
+def test_bytes_on_disk_are_ordered(kind: str, tiers: tuple[str, ...], tmp_path: Any) -> None:
+    net = Net(layers=1)
+    options: dict[str, Any] = {"tiers": tiers, "disk_dir": tmp_path}
+    if "host" in tiers:
+        options["host_budget_bytes"] = 2**16
+    check(lambda on: train(net, inputs(3), on, ahead=2), kind, **options)
