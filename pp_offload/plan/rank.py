@@ -84,7 +84,7 @@ def number_rank(
     has_bounds = plan is not None and plan.rank(number).bounds is not None
     with as_another_process():
         manager: Any = NumberManager(config, device, has_bounds=has_bounds)
-    work = TapeWork(order, number, tapes, manager)
+    work: Any = TapeWork(order, number, tapes, manager)
     work.has_state = has_state
     return VirtualRank(order, number, manager, device, work, messages)
 

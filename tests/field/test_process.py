@@ -1,4 +1,4 @@
-"""Ranks, forked processes, and the end of a process: F22, F58, F59."""
+"""Ranks, forked processes, and the end of a process: F22, F58, F59, F68."""
 
 from __future__ import annotations
 
@@ -121,6 +121,50 @@ def test_a_summary_over_ranks_does_not_hang(is_empty: str, tmp_path: Path) -> No
         """
     lines = printed_by(code, tmp_path, "host")
     assert [line for line in lines if line.startswith(("True", "False"))] == ["True True"] * 2
+
+
+# F68: a table that not all ranks ask for
+
+
+@pytest.mark.field("F68")
+def test_ranks_that_do_not_ask_for_the_table_are_named(tmp_path: Path) -> None:
+    """The one that asks raises, and so does one that asks later; then both have their table."""
+    code = """
+        import torch.distributed as dist
+        import pp_offload.summary as summary
+        from pp_offload import OffloadError, summary_table
+        summary.WARN_S, summary.PATIENCE_S = 0.2, 0.5
+        def asked():
+            try:
+                return summary_table()
+            except OffloadError as failure:
+                return str(failure)
+        def rank(number):
+            dist.init_process_group(
+                "gloo", init_method="file://" + directory + "/store", rank=number, world_size=2
+            )
+            store = dist.distributed_c10d._get_default_store()
+            if number == 1:
+                store.wait(["given up"])
+            print(number, asked().split(";")[0])
+            store.set("given up", "")
+            summary.PATIENCE_S = 300
+            print(number, "mix" in asked(), "total MiB" in asked())
+            dist.destroy_process_group()
+        pid = os.fork()
+        rank(int(pid == 0))
+        sys.stdout.flush()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        """
+    lines = [line for line in printed_by(code, tmp_path, "host") if line[:2] in ("0 ", "1 ")]
+    assert sorted(lines) == [
+        "0 False True",
+        "0 the table was asked for on rank 0, and ranks [1] did not ask for it within 0.5 s",
+        "1 False True",
+        "1 the table was asked for on rank 1, and another rank has given up waiting for this one",
+    ]
 
 
 # F58: forked processes
