@@ -34,7 +34,7 @@ def main() -> None:
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        print(active, file=sys.stderr)
+        sys.stderr.write(f"{active}\n")
 
 
 if __name__ == "__main__":

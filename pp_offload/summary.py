@@ -182,8 +182,9 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
         with suppress(RuntimeError):  # it is over, and the key is not there
             store.wait([f"{key}/all"], timedelta(seconds=wait_s))
             return
-        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-        logger.warning("pp_offload: the table of all ranks waits for ranks %s", missing)
+        if wait_s == WARN_S:
+            missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+            logger.warning("pp_offload: the table of all ranks waits for ranks %s", missing)
     if num_here <= 0 or store.add(key, -GIVEN_UP) + GIVEN_UP != len(ranks):
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         cause = f"ranks {missing} did not ask for it within {PATIENCE_S} s"

@@ -28,10 +28,10 @@ ATTRIBUTES: dict[Callable[[], Any], str] = {
     lambda: torch.ones(1, requires_grad=True).expand(2).grad_fn: "_saved_self_sym_sizes",
     lambda: torch.ops.aten.mm.default: "_overloadpacket _schema",
     lambda: torch.library.Library("aten", "IMPL"): "_destroy",
-    lambda: nn.Linear(1, 1): """_apply _backward_hooks _backward_pre_hooks _buffers _forward_hooks
-        _forward_pre_hooks _modules _non_persistent_buffers_set _parameters""",
+    lambda: nn.Linear(1, 1): """_apply _backward_hooks _backward_pre_hooks _buffers
+        _compiled_call_impl _forward_hooks _forward_pre_hooks _modules _non_persistent_buffers_set
+        _parameters""",
     lambda: torch_private.CheckpointWrapper(nn.Linear(1, 1)): "_checkpoint_wrapped_module",
-    lambda: nn.LSTM(1, 1): "_flat_weight_refs _flat_weights _flat_weights_names",
 }
 """Private attributes of objects that can be made in one process."""
 
