@@ -125,10 +125,9 @@ def test_compiled_modules_by_name(manager: PipelineOffloadManager, is_in_place: 
     compiler = None if is_in_place else "aot_eager"
     model = nn.Sequential(*(Block(compiler) for _ in range(3))).to(manager.backend.device)
     for block in model if is_in_place else ():
-        block.mlp.compile(backend="aot_eager", fullgraph=True)
-    check_compiled(
-        manager, model, lambda is_on: offload_modules(model, {"mlp": "*.mlp"}) if is_on else None
-    )
+        block.compile(backend="aot_eager", fullgraph=True)
+    groups = {"mlp": "*" if is_in_place else "*.mlp"}
+    check_compiled(manager, model, lambda is_on: offload_modules(model, groups) if is_on else None)
 
 
 @pytest.mark.field("F27")
