@@ -303,7 +303,7 @@ def test_a_trace_cannot_end_in_a_capture(tmp_path: Path) -> None:
         before = num_calls(manager)
         trace = Trace(tmp_path / "out.json")
         trace.__enter__()
-        run_step(make_model(), batches(1))
+        step(Chain())
         with device.capture():
             with pytest.raises(NotWhileCapturingError, match="after the capture"):
                 trace.__exit__(None, None, None)
