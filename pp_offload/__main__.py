@@ -22,8 +22,15 @@ def main() -> None:
     """Run what the command line names."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
-    if len(arguments) <= is_module:
-        sys.exit(f"found no script; expected one, as in\n\n{__doc__}")
+    if arguments[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(__doc__ or "")
+        return
+    if not arguments[is_module:] or not (is_module or Path(arguments[0]).is_file()):
+        text = f"no file {arguments[0]}" if arguments[is_module:] else "no script"
+        sys.exit(
+            f"found {text}; expected a training script, as below; simulate, plan and the other "
+            f"commands are those of pp-offload\n\n{__doc__}"
+        )
     active = patch(OffloadConfig.from_env())
     try:
         if is_module:

@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,7 @@ from pp_offload.checkpointing import (
     FullACParams,
     SelectiveLayerACParams,
     SelectiveOpACParams,
+    checkpoint_function,
 )
 
 apply_ = ActivationCheckpointing.apply_activation_checkpointing_
@@ -242,6 +244,25 @@ def test_operators_of_compiled_layers_are_kept(where: str) -> None:
     assert same_bits(found[0], found[2]) and same_bits(found[1], found[3])
     assert counts.saved_outputs + counts.offloaded_outputs == 3 * 3 * 2
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
+def test_an_operator_that_raised_in_the_forward_raises_again(where: str) -> None:
+    """A function that handles the error gets the outputs of the right calls."""
+
+    def compute(x: Tensor, weight: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            x @ torch.zeros(3, 3)
+        return (x @ weight).sin() @ weight
+
+    results = []
+    kept = checkpoint_function(**{where: [OP]}, recompute_every={}, min_offload_size=1)
+    for call in (lambda function, *args: function(*args), kept):
+        torch.manual_seed(0)
+        x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        call(compute, x, weight).sum().backward()
+        results.append([x.grad, weight.grad])
+    assert same_bits(*results)
 
 
 class Listed(nn.Linear):

@@ -162,15 +162,20 @@ class KeptOutputs:
             is_kept = self._policy.keeps(op, len(calls) + 1)
             calls.append(self._keep(op, outputs) if is_kept else None)
 
+    def add_failed_call(self, op: Any) -> None:
+        """Note a call without outputs, which the recomputation runs again."""
+        if op in self._calls:
+            self._calls[op].append(None)
+
     def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
         sizes: list[int] = []
         pack = self._stash.pack if self._stash and op in self._policy.offload else Resident
 
         def keep(tensor: Tensor) -> Packed:
             sizes.append(tensor.nbytes if has_storage(tensor) else 0)
-            for storage in _storages(tensor):
+            for storage in storages_of(tensor):
                 self._calls_in.setdefault(storage, []).append((op, len(self._calls[op])))
-            with _same_version_counter():
+            with same_version_counter():
                 return pack(tensor)
 
         may_draw = torch.Tag.nondeterministic_seeded in op.tags and self._preserve_rng_state
@@ -181,8 +186,8 @@ class KeptOutputs:
 
     def _drop_written(self, op: Any, args: Any, kwargs: Any) -> None:
         """Recompute the outputs that ``op`` writes into. See NOTE [ Written in place ]."""
-        for tensor in tree_leaves(_written_arguments(op, args, kwargs)):
-            for storage in _storages(tensor) if isinstance(tensor, Tensor) else ():
+        for tensor in tree_leaves(written_arguments(op, args, kwargs)):
+            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
                 for kept_op, number in self._calls_in.pop(storage, ()):
                     call = self._calls[kept_op][number]
                     if call is not None:
@@ -204,7 +209,11 @@ class _Forward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        outputs = func(*args, **kwargs)
+        try:
+            outputs = func(*args, **kwargs)
+        except BaseException:
+            self._kept.add_failed_call(func)  # somebody may handle it, and the next call counts on
+            raise
         self._kept.add_call(func, args, kwargs, outputs)
         return outputs
 
@@ -263,20 +272,21 @@ def _unpack(packed: Packed) -> Tensor:
     """The tensor, new to autograd, which is about to see it as an operator's output."""
     with torch.no_grad():
         tensor = packed.unpack()
-    with _same_version_counter():
+    with same_version_counter():
         return tensor.detach()
 
 
-def _same_version_counter() -> Any:
+def same_version_counter() -> Any:
     """Inside, an alias shares its tensor's version counter even below autograd."""
     return SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
 
 
-def _storages(tensor: Tensor) -> list[UntypedStorage]:
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
+    """The storages of a dense tensor, or of the parts of a subclass."""
     return [plain.untyped_storage() for plain in plain_tensors(tensor) if has_storage(plain)]
 
 
-def _written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that ``op`` writes into."""
     schema = getattr(op, "_schema", None)  # an operator of a higher order has none
     if schema is None or not schema.is_mutable:

@@ -22,24 +22,27 @@ from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import Module
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, get_device_states
 
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._activations.stash import ActivationStash
+from pp_offload._checkpoint.selective import same_version_counter, storages_of, written_arguments
 from pp_offload._common.checks import check_all, count_problem
-from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_map
-from pp_offload._core.saved import Resident
+from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leaves, tree_map
+from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit
 from pp_offload._hooks.regions import PackHook, is_left_to_checkpoint
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
-from pp_offload.errors import OffloadError
+from pp_offload.errors import OffloadError, SavedTensorModifiedError
 
 TRL = "trl.models.activation_offloading"
 """The module of TRL's ``activation_offloading=True``."""
@@ -189,8 +192,8 @@ _scopes = threading.local()
 def _enter(self: save_on_cpu) -> None:
     """Save tensors through the stash; inside a checkpoint, which recomputes them, do nothing."""
     active = _active
-    if torch.compiler.is_compiling() or active is None:
-        saved_tensors_hooks.__enter__(self)
+    if torch.compiler.is_compiling() or active is None or type(self) is not save_on_cpu:
+        saved_tensors_hooks.__enter__(self)  # a subclass has hooks of its own
         return
     scope = HookScope()
     entered = _scopes.__dict__.setdefault("entered", [])
@@ -207,7 +210,7 @@ def _enter(self: save_on_cpu) -> None:
 
 def _exit_scope(self: save_on_cpu, *error: Any) -> None:
     entered = _scopes.__dict__.get("entered")
-    if torch.compiler.is_compiling() or not entered:
+    if torch.compiler.is_compiling() or not entered or type(self) is not save_on_cpu:
         saved_tensors_hooks.__exit__(self, *error)
         return
     scope, patched = entered.pop()
@@ -221,14 +224,21 @@ _exit = exact_exit(_exit_scope)
 class _NotedPolicy:
     """A user's policy for selective checkpoints, of which the last answer is noted.
 
-    PyTorch treats its two policies of offload as those of recomputation, and notes for each call
-    what the recomputation finds: :func:`_dispatch` replaces that note. Methods of PyTorch's mode
-    are replaced and not the mode, for which operators have rules by its class.
+    PyTorch treats its two policies of offload as those of recomputation, and notes a mark for each
+    call that the recomputation runs again. :func:`_dispatch` replaces the mark by the offloaded
+    outputs. Methods of PyTorch's mode are replaced and not the mode, for which operators have rules
+    by its class.
+
+    An operator may write in place into offloaded outputs: they get their mark back, and are
+    recomputed. So are outputs of operators that write, and of those that drew random numbers, or
+    operators behind them would draw others.
     """
 
     def __init__(self, policy: Callable[..., Any]) -> None:
         self._policy = policy
         self.leaves = False
+        self._marks: WeakKeyDictionary[UntypedStorage, list[tuple[dict[int, Any], int, object]]]
+        self._marks = WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         choice = self._policy(*args, **kwargs)
@@ -237,6 +247,22 @@ class _NotedPolicy:
             CheckpointPolicy.PREFER_CPU_OFFLOAD,
         )
         return choice
+
+    def offload(
+        self, stash: ActivationStash, output: Any, calls: dict[int, Any], number: int
+    ) -> None:
+        """Replace the mark of a call by its outputs."""
+        mark, calls[number] = calls[number], tree_map(partial(_Offloaded, stash), output)
+        for tensor in tree_leaves(output):
+            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
+                self._marks.setdefault(storage, []).append((calls, number, mark))
+
+    def recompute_written(self, written: Any) -> None:
+        """Put the marks back of all that shares memory with these arguments."""
+        for tensor in tree_leaves(written):
+            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
+                for calls, number, mark in self._marks.pop(storage, ()):
+                    calls[number] = mark
 
 
 _Mode = CachingTorchDispatchMode
@@ -249,35 +275,65 @@ def _init(self: _Mode, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any)
 
 def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Run an operator in the forward of a selective checkpoint, and offload its output if asked."""
-    output = _dispatch_in_mode(self, func, types, args, kwargs)
     policy, active = self.policy_fn, _active
-    if active is None or not isinstance(policy, _NotedPolicy) or not policy.leaves:
-        return output
+    if active is None or not isinstance(policy, _NotedPolicy):
+        return _dispatch_in_mode(self, func, types, args, kwargs)
+    may_draw = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    before = _random_state(args) if may_draw else []
     policy.leaves = False
-    outputs, number = self.storage.get(func, {}), self.func_counter.get(func, 0) - 1
+    output = _dispatch_in_mode(self, func, types, args, kwargs)
+    written = written_arguments(func, args, kwargs or {})
+    policy.recompute_written(written)
+    calls, number = self.storage.get(func, {}), self.func_counter.get(func, 0) - 1
     # The mark of a recomputation is a bare object. Compiled code has outputs or other keys.
-    if type(outputs.get(number)) is object:
+    if written or not policy.leaves or type(calls.get(number)) is not object:
+        return output
+    if all(map(torch.equal, before, _random_state(args) if may_draw else [])):
         stash = active._stash
         if stash.is_over:
             stash.begin()
         stash.send_if_full()
-        outputs[number] = tree_map(partial(_Offloaded, stash), output)
+        policy.offload(stash, output, calls, number)
     return output
 
 
 def _exit_mode(self: _Mode, *error: Any) -> Any:
-    if _active is not None:
+    result = super(_Mode, self).__exit__(*error)
+    if _active is not None:  # behind the mode, or it would see the engine's own operators
         _active._stash.send()
-    return super(_Mode, self).__exit__(*error)
+    return result
+
+
+def _random_state(args: Any) -> list[Tensor]:
+    """The states of the generators that an operator with these arguments may draw from."""
+    _, states = get_device_states(*tree_leaves(args))
+    return [torch.get_rng_state(), *states]
 
 
 class _Offloaded:
-    """An output, or a part of one that is no tensor, as PyTorch's recomputation asks for it."""
+    """An offloaded output, in place of PyTorch's ``_VersionWrapper``."""
 
     def __init__(self, stash: ActivationStash, value: Any) -> None:
-        is_tensor = isinstance(value, torch.Tensor)
-        self._packed = stash.pack(value.detach()) if is_tensor else Resident(value)
+        self._value = value
+        if isinstance(value, Tensor):
+            with same_version_counter():
+                self._value = stash.pack(value.detach())
+            self._version = value._version
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-        """The output as it was; an error of ours says that it was changed in place."""
-        return self._packed.unpack()
+        """The output as it was.
+
+        Raises:
+            SavedTensorModifiedError: It was changed in place since.
+        """
+        if not isinstance(self._value, Packed):
+            return self._value
+        tensor = self._value.unpack()
+        is_changed = isinstance(self._value, Resident) and tensor._version != self._version
+        if is_changed and not allow_cache_entry_mutation:
+            raise SavedTensorModifiedError(
+                f"an output of shape {tuple(tensor.shape)}, which a selective checkpoint was to "
+                "offload, was changed in place after the checkpoint; expected it unchanged until "
+                "backward; use an operator that makes a new tensor, or PREFER_RECOMPUTE"
+            )
+        return tensor

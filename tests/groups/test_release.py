@@ -92,7 +92,9 @@ NEEDS: list[dict[str, Any]] = [
 
 @on_two_backends
 @pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
-@pytest.mark.parametrize("needs", NEEDS, ids=lambda need: getattr(need.get("before"), "__name__", *need))
+@pytest.mark.parametrize(
+    "needs", NEEDS, ids=lambda need: getattr(need.get("before"), "__name__", *need)
+)
 def test_what_others_need_stays(
     manager: PipelineOffloadManager, needs: dict[str, Any], is_leaf: bool
 ) -> None:

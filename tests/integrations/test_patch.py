@@ -154,6 +154,67 @@ def test_tensors_leave_before_a_long_forward_ends(backend: Backend, patched: Pat
     x.sum().backward()
 
 
+def leaving(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Everything leaves."""
+    return torch_checkpoint.CheckpointPolicy.MUST_CPU_OFFLOAD
+
+
+def writes(x: Tensor) -> Tensor:
+    hidden = x.sin()
+    hidden.view(-1).mul_(2)
+    return hidden.cos().exp()
+
+
+def draws(x: Tensor) -> Tensor:
+    return nn.functional.dropout(nn.functional.dropout(x.sin(), 0.5).exp(), 0.5)
+
+
+def returns_numbers(x: Tensor) -> Tensor:
+    return x.sin() * x.detach().sum().item()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="since torch 2.13"
+)
+@pytest.mark.parametrize("compute", [writes, draws, returns_numbers])
+def test_what_selective_checkpoints_may_meet(
+    backend: Backend, patched: Patch, compute: Callable[[Tensor], Tensor]
+) -> None:
+    """Writes in place, random numbers, and outputs that are no tensors."""
+
+    def run(policy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(8, WIDTH).to(backend.device).requires_grad_()
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        y = checkpoint(compute, x, use_reentrant=False, context_fn=contexts)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        return [y.detach(), gradient, torch.randn(4)]
+
+    def recomputing(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    num_modes = torch._C._len_torch_dispatch_stack()  # a simulated device has some
+    got, expected = run(leaving), run(recomputing)
+    assert [torch.equal(*pair) for pair in zip(got, expected, strict=True)] == [True] * 3
+    assert patched.statistics().bytes_offloaded > 0
+    assert torch._C._len_torch_dispatch_stack() == num_modes
+
+
+def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched: Patch) -> None:
+    class Rounding(save_on_cpu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pack_hook = lambda tensor: tensor.bfloat16()
+            self.unpack_hook = lambda tensor: tensor.float()
+
+    x = torch.randn(8, WIDTH).to(backend.device).requires_grad_()
+    with Rounding():
+        y = x.sin()
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, x.detach().bfloat16().float().cos())
+    assert patched.statistics().bytes_offloaded == 0
+
+
 def test_an_exception_ends_the_context_and_the_next_step_works(
     backend: Backend, patched: Patch
 ) -> None:
@@ -306,12 +367,14 @@ def test_a_script_runs_unchanged(tmp_path: Path, is_module: bool) -> None:
     assert "<pp_offload.patch: active, 4.0 MiB offloaded" in done.stderr
 
 
-def test_without_a_script_the_command_says_how() -> None:
+@pytest.mark.parametrize("arguments", [[], ["simulate"]])
+def test_without_a_script_the_command_says_how(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pp_offload"],
+        [sys.executable, "-m", "pp_offload", *arguments],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 1 and "python -m pp_offload train.py" in done.stderr
+    assert f"found no {'file simulate' if arguments else 'script'}; expected" in done.stderr
