@@ -7,10 +7,9 @@ from pp_offload.fine_grained_activation_offload import (
 
 from __future__ import annotations
 
-import logging
-
 import torch.distributed as dist
 
+from pp_offload._common.logs import logger_of
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction,
@@ -32,13 +31,13 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.summary import print_offload_summary_table
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 DEBUG = False
-"""Whether :func:`debug_rank` says anything. Set it here, in this module."""
+"""Whether :func:`debug_rank` logs anything. Set it here, in this module."""
 
 DEBUG_RANK = 0
-"""The rank it speaks on."""
+"""Rank on which :func:`debug_rank` logs."""
 
 
 def debug_rank(message: str) -> None:
@@ -49,8 +48,8 @@ def debug_rank(message: str) -> None:
 
 def log_on_rank(message: str, rank: int) -> None:
     """Log ``message`` on this rank alone, as a warning."""
-    mine = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if mine == rank:
+    own_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if own_rank == rank:
         logger.warning("%s", message)
 
 

@@ -8,7 +8,6 @@ Nothing else in this package communicates.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,13 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
+from pp_offload._common.logs import logger_of
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MIB = 2**20
 
@@ -184,7 +184,7 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
             return
         if wait_s == WARN_S:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            logger.warning("pp_offload: the table of all ranks waits for ranks %s", missing)
+            logger.warning("the table of all ranks waits for ranks %s", missing)
     if num_here <= 0 or store.add(key, -GIVEN_UP) + GIVEN_UP != len(ranks):
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         cause = f"ranks {missing} did not ask for it within {PATIENCE_S} s"

@@ -106,6 +106,11 @@ def test_debug_speaks_on_its_rank_through_logging(
     assert capsys.readouterr().out == ""
 
 
+def test_log_lines_name_the_rank(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    fine_grained_activation_offload.log_on_rank("100%", 0)
+    assert caplog.messages == ["pp_offload [rank 0]: 100%"]
+
+
 def test_the_summary_is_that_of_the_current_manager(trained: PipelineOffloadManager) -> None:
     assert set(trained.offload_summary_bytes) <= {"mix", "mlp"}
     assert trained.offload_summary_total_bytes == sum(trained.offload_summary_bytes.values())

@@ -15,7 +15,6 @@ A decoder's output head is best left out: what it saves is large, and needed at 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -30,6 +29,7 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
+from pp_offload._common.logs import logger_of
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
@@ -45,7 +45,7 @@ from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):

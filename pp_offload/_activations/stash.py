@@ -11,7 +11,6 @@ Saved tensors join the open group. It leaves in :meth:`ActivationStash.send`, or
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from pp_offload._common.logs import logger_of
 from pp_offload._common.processes import current
 from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
 from pp_offload._core.group import Group
@@ -36,7 +36,7 @@ from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 OPTIONS = OffloadConfig()

@@ -15,7 +15,6 @@ context they only note.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,12 +29,13 @@ from pp_offload._activations.context import Entered, OffloadActivations
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
+from pp_offload._common.logs import logger_of
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload._core.saved import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class OffloadHiddenStates(OffloadActivations):

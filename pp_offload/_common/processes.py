@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 
-import torch.distributed as dist
-
 from pp_offload.errors import ForkedError
 
 HERE = [os.getpid()]
@@ -29,13 +27,6 @@ os.register_at_fork(after_in_child=_after_fork)
 def current() -> int:
     """Number of this process."""
     return HERE[0]
-
-
-def rank_said() -> str:
-    """Prefix of a log line: ``"rank 3: "``; empty without ``torch.distributed``."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ""
-    return f"rank {dist.get_rank()}: "
 
 
 def check(owner: int, what: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from pp_offload._common.logs import logger_of
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Mover
@@ -32,7 +33,7 @@ from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pp_offload._common.logs import logger_of
 from pp_offload._core.batch import Back, Batch, Reload, Spec
 from pp_offload._core.bound import Bound
 from pp_offload._memory.budget import RAISE_IT, HostBudget
@@ -49,7 +50,7 @@ from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig, add_tier_name
 from pp_offload.errors import NotWhileCapturingError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 STAGING_SHARE = 8
 """One part in so many of the host budget is left for what passes through to the disk."""

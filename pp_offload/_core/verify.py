@@ -11,7 +11,6 @@ there, offloading it was in vain, and a warning names its group and who holds th
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import traceback
 import weakref
@@ -20,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
+from pp_offload._common.logs import logger_of
 from pp_offload._core.batch import Batch
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.tensors import flat_bytes
@@ -27,7 +27,7 @@ from pp_offload._memory.checksum import checksum
 from pp_offload._memory.storages import as_array, has_storage
 from pp_offload.errors import VerifyError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MAX_HOLDERS = 3
 """Named in one message."""

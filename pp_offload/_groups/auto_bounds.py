@@ -12,12 +12,11 @@ the begin of a later step, once all that was timed has ended: nothing waits for 
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from pp_offload._common.processes import rank_said
+from pp_offload._common.logs import logger_of
 from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey
@@ -38,7 +37,7 @@ from pp_offload._groups.step_line import StepTime
 from pp_offload.backends import Backend, TimedEvent
 from pp_offload.config import OffloadConfig
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NUM_TIMED = 2
 """Steps that are timed: the first one also pays for what a device does once."""
@@ -221,10 +220,9 @@ class AutoBounds:
             return
         self._take(within(self._config, self.now, least, self._unused_bytes()))
         logger.debug(
-            "%sof a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
+            "in a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
             "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
             "%d MiB ahead",
-            rank_said(),
             step_s * 1e3,
             stalled_s * 1e3,
             (to_host or 0) / 1e9,

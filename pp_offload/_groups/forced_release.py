@@ -21,11 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pp_offload._common.checks import described
+from pp_offload._common.logs import logger_of
 from pp_offload._common.torch_private import use_count
 from pp_offload._core.tensors import StorageSet
 from pp_offload._memory.storages import has_storage
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
 

@@ -8,14 +8,14 @@ forward with grad, groups of that name should run and save tensors.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from pp_offload._common.logs import logger_of
 from pp_offload._groups.plan import ChunkRecord
 from pp_offload._hooks.regions import was_warned_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NUM_STEPS = 3
 """Steps that are checked after a name was asked for."""

@@ -11,7 +11,6 @@ differs; one line in the log says so.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
+from pp_offload._common.logs import logger_of
 from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
@@ -37,7 +37,7 @@ from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
 from pp_offload.errors import GroupStateError, OffloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MANY_CHUNKS = 1024
 """After so many microbatches without a reset, those that are over are forgotten."""

@@ -10,14 +10,14 @@ the number of its ranks alone.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
+from pp_offload._common.logs import logger_of
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 OPTIONS = (
     "tiers",

@@ -34,7 +34,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from pp_offload._common.processes import rank_said
+from pp_offload._common.logs import logger_of
 from pp_offload._core.group import Group
 from pp_offload._core.keys import Place
 from pp_offload._core.observer import Observer
@@ -47,7 +47,7 @@ from pp_offload._groups.step_memory import Peaks, StepMemory
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NUM_SETTLING = 3
 """Steps behind the first one in which bounds are chosen: see ``auto_bounds.NUM_TIMED``."""
@@ -126,9 +126,8 @@ class DeviceRoom(Observer):
         if allocated is None:
             logger.log(
                 logging.DEBUG if self._has_warned else logging.WARNING,
-                "%sdevice_limit_bytes is given, but %s does not tell what is allocated: all groups "
+                "device_limit_bytes is given, but %s does not tell what is allocated: all groups "
                 "leave; name a plan that was made before, or leave the option out",
-                rank_said(),
                 backend.name,
             )
             self._has_warned = True
@@ -273,10 +272,9 @@ class DeviceRoom(Observer):
             self._stay = fitting(demand, room_bytes, moving_bytes, hidden_bytes)
             stay_bytes = demand.nbytes(self._stay)
             logger.debug(
-                "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
+                "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
                 "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as "
                 "long as something leaves; the limit is %.1f MiB",
-                rank_said(),
                 len(self._stay),
                 len(demand.sizes),
                 *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
@@ -292,11 +290,10 @@ class DeviceRoom(Observer):
     def _warn(self, peak_bytes: int, limit_bytes: int) -> None:
         logger.log(
             logging.DEBUG if self._has_warned else logging.WARNING,
-            "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: all "
+            "the device took %d bytes, expected at most device_limit_bytes, which is %d: all "
             "groups leave; lower max_in_flight_bytes and prefetch_bytes, which allow %.1f MiB in "
             "flight; have more of the model in groups, recompute "
             "layers, or make microbatches shorter",
-            rank_said(),
             peak_bytes,
             limit_bytes,
             self._moving_bytes() / MIB,

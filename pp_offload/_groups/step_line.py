@@ -9,10 +9,10 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pp_offload._common.processes import rank_said
+from pp_offload._common.logs import logger_of
 from pp_offload._groups.plan import GroupBytes
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def log_step(time: StepTime, groups: Iterable[GroupBytes], device: DeviceFigures
     for each in groups:
         total = total.plus(each)
     level, line = step_line(time, total, device)
-    logger.log(level, "pp_offload: %s%s", rank_said(), line)
+    logger.log(level, "%s", line)
 
 
 def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) -> tuple[int, str]:

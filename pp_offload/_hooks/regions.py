@@ -15,7 +15,6 @@ NOTE [ Inside a checkpoint ]
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,9 +26,10 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
+from pp_offload._common.logs import logger_of
 from pp_offload._common.torch_private import graph_task_id, pop_hooks, push_hooks, top_hooks
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Pack = Callable[..., Any]
 

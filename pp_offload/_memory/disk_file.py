@@ -15,7 +15,6 @@ has no threads: there, each method raises ForkedError, and so does waiting for e
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pp_offload._common.logs import logger_of
 from pp_offload._common.processes import check, current
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.checksum import new_checksum
@@ -37,7 +37,7 @@ from pp_offload._memory.storages import as_array
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError, DiskTierError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ALIGNMENT = 4096
 """Of each batch in the file, in bytes: a page."""

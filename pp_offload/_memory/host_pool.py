@@ -34,13 +34,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pp_offload._common.processes import rank_said
+from pp_offload._common.logs import logger_of
 from pp_offload._memory.budget import HostBudget, Reserved
 from pp_offload._memory.ranges import Ranges
 from pp_offload.backends import Event
 from pp_offload.errors import NotWhileCapturingError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Allocate = Callable[[int], Tensor]
 """Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError."""
@@ -213,9 +213,8 @@ class HostPool:
         if self._new_s >= NOTED_S:
             logger.log(
                 logging.WARNING if self._new_s >= SLOW_S else logging.INFO,
-                "pp_offload: %sthe step pinned %.2f GiB of host memory, which took %.1f s; later "
+                "the step pinned %.2f GiB of host memory, which took %.1f s; later "
                 "steps use this memory again",
-                rank_said(),
                 self._new_bytes / 2**30,
                 self._new_s,
             )

@@ -15,7 +15,6 @@ NOTE [ Both ends ]
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pp_offload._common.logs import logger_of
 from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics
@@ -35,7 +35,7 @@ from pp_offload._memory.host_tensors import host_tensors
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import OffloadConfig
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(eq=False, slots=True)

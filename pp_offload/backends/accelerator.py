@@ -6,7 +6,6 @@ which satisfy the protocols of :mod:`pp_offload.backends.base` as they are.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.processes import rank_said
+from pp_offload._common.logs import logger_of
 from pp_offload._common.torch_private import (
     accelerator_device,
     accelerator_stats,
@@ -28,7 +27,7 @@ from pp_offload._common.torch_private import (
 from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
 from pp_offload.backends.captures import no_memory_in_captures
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class AcceleratorBackend(Backend):
@@ -184,10 +183,9 @@ def _warn_of_one_queue() -> None:
     name = next((name for name in names if name in os.environ), "")
     if os.environ.get(name) == "1":
         logger.warning(
-            "pp_offload: %s%s=1 gives copies one work queue, where they can wait for each other "
+            "%s=1 gives copies one work queue, where they can wait for each other "
             "and for kernels that they do not need; start the process with "
             "CUDA_DEVICE_MAX_COPY_CONNECTIONS=8, which leaves the queue of kernels as it is",
-            rank_said(),
             name,
         )
 

@@ -13,13 +13,13 @@ was introduced are in :mod:`pp_offload.fine_grained_activation_offload`.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from pp_offload import summary
+from pp_offload._common.logs import logger_of
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedOffloadingGroupCommitFunction,
@@ -39,7 +39,7 @@ from pp_offload._megatron.main_chunk import ChunkOffloadHandler
 from pp_offload._memory.pool import GPUTensorPool as OffloadTensorPool
 from pp_offload.fine_grained_activation_offload import log_on_rank
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 THEIRS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 """Megatron's own module."""

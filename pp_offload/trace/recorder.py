@@ -10,7 +10,6 @@ In a capture nothing runs, and nothing is noted.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pp_offload._common.logs import logger_of
 from pp_offload._core.group import Group
 from pp_offload._core.observer import Lap, Moved, Observer
 from pp_offload._core.payloads import Payloads
@@ -32,7 +32,7 @@ from pp_offload.trace.notes import Clock, Note, Reading, flow_of, samples_of, sp
 from pp_offload.trace.timeline import Timeline
 from pp_offload.trace.virtual import VirtualStreams
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Recorder(Observer):

@@ -10,7 +10,6 @@ of the range, and at the latest at the end of the block, recording ends and the 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_count, check_kind
+from pp_offload._common.logs import logger_of
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
@@ -26,7 +26,7 @@ from pp_offload.trace.chrome import part_of, write
 from pp_offload.trace.recorder import Recorder
 from pp_offload.trace.timeline import Timeline
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MAX_EVENTS = 500_000
 """About 70 MB of JSON, and an eighth of that compressed."""

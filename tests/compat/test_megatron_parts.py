@@ -266,4 +266,4 @@ def test_debug_messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
         megatron.debug_rank("said")
         monkeypatch.setattr(megatron, "DEBUG_RANK", 3)
         megatron.debug_rank("of another rank")
-    assert [record.getMessage() for record in caplog.records] == ["said"]
+    assert [record.getMessage() for record in caplog.records] == ["pp_offload: said"]

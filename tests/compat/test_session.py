@@ -108,7 +108,9 @@ def test_what_was_said_of_tensors_and_groups_stays_said(
         manager.reset()
         step(manager)
         manager.reset()
-    assert [record.getMessage()[:24] for record in caplog.records] == ["group 'idle' never ran: "]
+    assert [record.getMessage()[:36] for record in caplog.records] == [
+        "pp_offload: group 'idle' never ran: "
+    ]
 
 
 def test_inside_its_own_context_it_may_be_configured(manager: PipelineOffloadManager) -> None:

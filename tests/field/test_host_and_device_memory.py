@@ -194,7 +194,7 @@ def test_verify_names_who_holds_what_was_offloaded(
         (message,) = manager.verify()
         assert "group 'part'" in message and "96 bytes" in message and "(4, 6)" in message
         assert "a list of 1" in message
-        assert [r.getMessage() for r in caplog.records] == [message]
+        assert [r.getMessage() for r in caplog.records] == [f"pp_offload: {message}"]
         assert manager.verify() == [], "said once"
         y, held = sine_of_product(manager)
         freed = weakref.ref(held.pop().untyped_storage())

@@ -165,8 +165,8 @@ def test_each_idle_name_once(
     with offload_modules(model, GROUPS):
         train(model)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("group 'bypassed' never ran")
-    assert second.startswith("group 'small' offloaded nothing: none of its 2 groups")
+    assert first.startswith("pp_offload: group 'bypassed' never ran")
+    assert second.startswith("pp_offload: group 'small' offloaded nothing: none of its 2 groups")
     assert "min_offloaded_tensor_size=6" in second
 
 

@@ -66,7 +66,7 @@ def test_another_schedule_and_too_little_host_memory(caplog: pytest.LogCaptureFi
     (line,) = lines_of(caplog, plan, host_budget_bytes=2**20 - 1, schedule="ScheduleGPipe")
     assert "host_budget_bytes None, here 1048575" in line
     assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
-    assert line.startswith("pipeline rank 0: ")
+    assert line.startswith("pp_offload: pipeline rank 0: ")
 
 
 @pytest.mark.parametrize(
