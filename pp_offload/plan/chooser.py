@@ -205,7 +205,7 @@ class Chooser:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._order, self._tapes, self._hardware = order, tapes, hardware
-        num_groups = sum(len(as_saved(one)) for one in tapes)
+        num_groups = sum(len(as_saved(rank)) for rank in tapes)
         self._has_few = num_groups <= FEW
         self._short = order if self._has_few else order.shortened()
         self._config = config or OffloadConfig()
@@ -270,10 +270,10 @@ class Chooser:
         if roomier is None or not _is_longer(plan.seconds, plan.least_seconds, WORTH_IT):
             return None
         try:
-            other = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
+            roomier_plan = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
         except InfeasibleError:  # what comes back needs room, too
             return None
-        return other if _is_longer(plan.seconds, other.seconds, SAME) else None
+        return roomier_plan if _is_longer(plan.seconds, roomier_plan.seconds, SAME) else None
 
     @cached_property
     def _roomier(self) -> Chooser | None:
@@ -393,8 +393,8 @@ class Chooser:
     def _improved(self, way: Tried, limit_bytes: int) -> Tried:
         """With a group exchanged on a rank, as long as that makes the step shorter."""
         while True:
-            others = [self._try(choice) for choice in self._neighbours(way.choice)]
-            best = _best_of([way, *others], limit_bytes)
+            neighbours = [self._try(choice) for choice in self._neighbours(way.choice)]
+            best = _best_of([way, *neighbours], limit_bytes)
             if not _is_longer(way.step.seconds, best.step.seconds, SAME):
                 return way
             way = best
@@ -406,8 +406,8 @@ class Chooser:
             stay = choice[rank].stay
             more = [group.place for group in own if group.place not in stay]
             for place in (None, *stay):
-                others = tuple(other for other in stay if other != place)
-                for changed in [others, *((*others, another) for another in more)]:
+                rest = tuple(staying for staying in stay if staying != place)
+                for changed in [rest, *((*rest, another) for another in more)]:
                     yield (*choice[:rank], choice[rank]._replace(stay=changed), *choice[rank + 1 :])
 
     def _own_bounds(self, choice: Choice) -> list[Bounds]:
@@ -626,9 +626,9 @@ def _scaled(bounds: Bounds, part: float) -> Bounds:
     return in_flight, ahead
 
 
-def _with(nums: Nums, others: Mapping[int, int]) -> Nums:
+def _with(nums: Nums, changes: Mapping[int, int]) -> Nums:
     """The same with these on their ranks."""
-    return tuple(others.get(rank, num) for rank, num in enumerate(nums))
+    return tuple(changes.get(rank, num) for rank, num in enumerate(nums))
 
 
 def _cost(rank: RankStep, limit_bytes: int) -> tuple[int, float]:

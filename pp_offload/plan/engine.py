@@ -259,8 +259,8 @@ class NumberChunk(Chunk):
             if index in members:
                 members[index].append(twin)
             elif twin.tensor is None:
-                other = self._saved[index][0]
-                twin.batch, twin.index = other.batch, other.index
+                member = self._saved[index][0]
+                twin.batch, twin.index = member.batch, member.index
                 reached.append(twin)
             leaves.append(twin)
         return Call(partial(_made, self._device, again, leaves), ())

@@ -73,8 +73,8 @@ def predict_each(
     messages = Messages(order, peers or PeerLink())
     with collector_off():  # it would look for garbage among all that ranks hold, again and again
         ranks = [
-            number_rank(order, number, one, hardware, config, messages, has_state=has_state)
-            for number, one in enumerate(tapes)
+            number_rank(order, number, rank_tapes, hardware, config, messages, has_state=has_state)
+            for number, rank_tapes in enumerate(tapes)
         ]
         steps = [_run_step(ranks) for _ in range(num_steps)]
         del ranks  # or it would do so now
@@ -108,11 +108,11 @@ def _check_known(config: OffloadConfig) -> None:
 
 
 def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
-    found = [sorted(one.stages) for one in tapes]
+    stages = [sorted(rank_tapes.stages) for rank_tapes in tapes]
     expected = [order.stages_of(rank) for rank in range(order.num_ranks)]
-    if found != expected:
+    if stages != expected:
         raise ValueError(
-            f"the tapes are of stages {found}, rank by rank, expected {expected}; record() them "
+            f"the tapes are of stages {stages}, rank by rank, expected {expected}; record() them "
             "with the same order"
         )
 
@@ -121,10 +121,10 @@ def check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
     """A plan says with which options it was made, and a run takes those of its config."""
     name = "min_offloaded_tensor_size"
     expected = config.min_offloaded_tensor_size
-    for one in tapes:
-        found = one.min_offloaded_tensor_size
-        if found not in (None, expected):
+    for rank_tapes in tapes:
+        recorded = rank_tapes.min_offloaded_tensor_size
+        if recorded not in (None, expected):
             raise ValueError(
-                f"the tapes were recorded with {name} {found}, and the config beside them has "
+                f"the tapes were recorded with {name} {recorded}, and the config beside them has "
                 f"{expected}, expected the same; give record() and choose() one config"
             )

@@ -1,7 +1,7 @@
 """Pictures: what each rank holds at the peak and what its groups do, and time against limits.
 
     draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
-    draw_front(found, "front.png", title="Llama 8B on 4 H100")
+    draw_front(front(chooser), "front.png", title="Llama 8B on 4 H100")
 
 It takes matplotlib: the extra ``plots``.
 """
@@ -68,13 +68,13 @@ def _title(plan: OffloadPlan) -> str:
 
 def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
     ranks = range(len(plan.ranks))
-    left = [rank - BAR_WIDTH / 2 for rank in ranks]
-    right = [rank + BAR_WIDTH / 2 for rank in ranks]
-    without = [one.peak_bytes / GIB for one in none.ranks]
-    planned = [one.peak_bytes / GIB for one in plan.ranks]
-    host = [one.host_peak_bytes / GIB for one in plan.ranks]
-    axes.bar(left, without, BAR_WIDTH, color=GREY, label="device, without offload")
-    axes.bar(right, planned, BAR_WIDTH, color=BLUE, label="device, by the plan")
+    left_edges = [rank - BAR_WIDTH / 2 for rank in ranks]
+    right_edges = [rank + BAR_WIDTH / 2 for rank in ranks]
+    without = [rank.peak_bytes / GIB for rank in none.ranks]
+    planned = [rank.peak_bytes / GIB for rank in plan.ranks]
+    host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
+    axes.bar(left_edges, without, BAR_WIDTH, color=GREY, label="device, without offload")
+    axes.bar(right_edges, planned, BAR_WIDTH, color=BLUE, label="device, by the plan")
     axes.plot(ranks, host, color=ORANGE, marker="o", linestyle="", label="host memory")
     axes.axhline(plan.limit_bytes / GIB, color=BLACK, linestyle="--", linewidth=0.8, label="limit")
     axes.set_ylim(top=1.25 * max(*without, *planned, *host, plan.limit_bytes / GIB))  # the legend's
@@ -85,11 +85,11 @@ def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
     """By bytes: numbers of groups would have a large one look like a small one."""
     bottom = [0.0] * len(ranks)
     for name, colour, keeps in (("leave", BLUE, False), ("stay", GREY, True)):
-        heights = [_planned_bytes(one, keeps=keeps) / GIB for one in ranks]
+        heights = [_planned_bytes(rank, keeps=keeps) / GIB for rank in ranks]
         axes.bar(range(len(ranks)), heights, color=colour, bottom=bottom, label=name)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-    for number, (top, one) in enumerate(zip(bottom, ranks, strict=True)):
-        num = sum(map(len, one.recomputed))
+    for number, (top, rank) in enumerate(zip(bottom, ranks, strict=True)):
+        num = sum(map(len, rank.recomputed))
         if num:
             axes.annotate(
                 f"{num} recomputed",
@@ -139,10 +139,10 @@ def draw_front(found: Front, path: str | os.PathLike[str], *, title: str = "") -
         markerfacecolor="none",
         label="with layers recomputed",
     )
-    others = [("without offload", none, BLACK, "s")]
+    points = [("without offload", none, BLACK, "s")]
     if found.recomputed is not None:
-        others.append(("all layers recomputed, nothing leaves", found.recomputed, ORANGE, "D"))
-    for name, step, colour, marker in others:
+        points.append(("all layers recomputed, nothing leaves", found.recomputed, ORANGE, "D"))
+    for name, step, colour, marker in points:
         axes.plot(
             [peak_of(step) / GIB],
             [step.seconds * 1e3],

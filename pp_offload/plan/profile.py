@@ -1,8 +1,8 @@
 """What a pipeline is made of: bytes and times of its groups and stages, read from its tapes.
 
-    found = profile(record(order, work, DEVICES["H100"]), DEVICES["H100"])
-    print(profile_table(found))
-    found.groups[0].nbytes, found.stages[0].forward.ms
+    figures = profile(record(order, work, DEVICES["H100"]), DEVICES["H100"])
+    print(profile_table(figures))
+    figures.groups[0].nbytes, figures.stages[0].forward.ms
 
 Nothing is reckoned from sizes of a model. Recomputation stands with stages: a layer is recomputed
 whole, and tapes do not say which groups are in it.
@@ -134,20 +134,20 @@ class Profile:
     def kinds(self) -> list[GroupKind]:
         """Equal groups as one, in the order in which the first of each comes."""
         alike: dict[GroupProfile, list[GroupProfile]] = {}
-        for one in self.groups:
-            alike.setdefault(_kind(one), []).append(one)
+        for group in self.groups:
+            alike.setdefault(_kind(group), []).append(group)
         return [
-            GroupKind(one[0], len(one), tuple(sorted({each.stage for each in one})))
-            for one in alike.values()
+            GroupKind(groups[0], len(groups), tuple(sorted({each.stage for each in groups})))
+            for groups in alike.values()
         ]
 
 
-def _kind(one: GroupProfile) -> GroupProfile:
+def _kind(group: GroupProfile) -> GroupProfile:
     """Without its place, and in whole nanoseconds: equal operators differ by what rounding leaves
     of the clock.
     """
-    forward_ms, backward_ms = round(one.forward_ms, 6), round(one.backward_ms, 6)
-    return replace(one, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
+    forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)
+    return replace(group, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
 def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
@@ -164,20 +164,20 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
     check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
     groups: dict[int, list[GroupProfile]] = {}
     stages: dict[int, StageProfile] = {}
-    for rank, one in enumerate(tapes):
-        every = one.recomputing(one.num_layers)
+    for rank, rank_tapes in enumerate(tapes):
+        every = rank_tapes.recomputing(rank_tapes.num_layers)
         layers = dict(zip(sorted(every.stages), every.recomputed, strict=False))
-        for stage, tape in one.stages.items():
+        for stage, tape in rank_tapes.stages.items():
             groups[stage] = list(_groups(stage, tape, hardware))
             stages[stage] = _stage(
                 *(stage, rank, tape), every.stages[stage], len(layers.get(stage, ()))
             )
     return Profile(
-        tuple(one for stage in sorted(groups) for one in groups[stage]),
+        tuple(group for stage in sorted(groups) for group in groups[stage]),
         tuple(stages[stage] for stage in sorted(stages)),
-        tuple(one.resident_bytes for one in tapes),
+        tuple(rank_tapes.resident_bytes for rank_tapes in tapes),
         hardware.d2h_rate / 1e3,
-        tuple(_optimizer(one.update) for one in tapes),
+        tuple(_optimizer(rank_tapes.update) for rank_tapes in tapes),
     )
 
 
@@ -228,7 +228,7 @@ def _forward_seconds(tape: Tape) -> list[float]:
 def _backward_seconds(tape: Tape) -> list[float]:
     """Of operators, by position of the group that backward has asked last."""
     seconds = [0.0] * len(tape.groups)
-    group_of = {one: i for i, group in enumerate(tape.groups) for one in group.payloads}
+    group_of = {payload: i for i, group in enumerate(tape.groups) for payload in group.payloads}
     asked: int | None = None
     for event in _backward(tape).later:
         match event:
@@ -243,14 +243,14 @@ def _shared(tape: Tape) -> list[tuple[str, ...]]:
     """By position, names of the groups with which a group shares copies."""
     savers: dict[tuple[int, int], set[int]] = {}
     for position, group in enumerate(tape.groups):
-        for one in (tape.payloads[index] for index in group.payloads):
-            if one.version is not None:
-                savers.setdefault((one.source, one.version), set()).add(position)
-    found: list[set[str]] = [set() for _ in tape.groups]
+        for payload in (tape.payloads[index] for index in group.payloads):
+            if payload.version is not None:
+                savers.setdefault((payload.source, payload.version), set()).add(position)
+    names_of: list[set[str]] = [set() for _ in tape.groups]
     for positions in savers.values():
-        for one_of_them in positions:
-            found[one_of_them] |= {tape.groups[i].name for i in positions - {one_of_them}}
-    return [tuple(sorted(names)) for names in found]
+        for position in positions:
+            names_of[position] |= {tape.groups[i].name for i in positions - {position}}
+    return [tuple(sorted(names)) for names in names_of]
 
 
 def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int) -> StageProfile:

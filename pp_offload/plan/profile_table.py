@@ -38,8 +38,8 @@ Of the end of each step; the state is there from that of the first one on."""
 
 def profile_table(found: Profile) -> str:
     """A row for each kind of group, one for each stage, and one for each optimizer."""
-    kinds = [_group(one) for one in found.kinds()]
-    stages = [_stage(one, found.resident_bytes[one.rank]) for one in found.stages]
+    kinds = [_group(kind) for kind in found.kinds()]
+    stages = [_stage(stage, found.resident_bytes[stage.rank]) for stage in found.stages]
     return "\n".join(
         [
             format_table([GROUPS, *kinds]),
@@ -52,56 +52,56 @@ def profile_table(found: Profile) -> str:
     )
 
 
-def _optimizers(found: Profile) -> list[str]:
+def _optimizers(profile: Profile) -> list[str]:
     rows = [
         (
             str(rank),
-            f"{one.resident_bytes / GIB:.2f}",
-            f"{one.transient_peak_bytes / GIB:.2f}",
-            f"{one.ms:.2f}",
+            f"{optimizer.resident_bytes / GIB:.2f}",
+            f"{optimizer.transient_peak_bytes / GIB:.2f}",
+            f"{optimizer.ms:.2f}",
         )
-        for rank, one in enumerate(found.optimizers)
-        if one is not None
+        for rank, optimizer in enumerate(profile.optimizers)
+        if optimizer is not None
     ]
     return ["", format_table([OPTIMIZERS, *rows]), OPTIMIZERS_NOTE] if rows else []
 
 
 def _group(kind: GroupKind) -> tuple[str, ...]:
-    one = kind.first
+    group = kind.first
     return (
-        one.name,
+        group.name,
         _numbers(kind.stages),
         str(kind.num),
-        f"{one.nbytes / MIB:.1f}",
-        f"{one.forward_ms:.2f}",
-        f"{one.backward_ms:.2f}",
-        f"{one.copy_ms:.2f}",
-        f"{one.bytes_per_ms / MIB:.1f}",
-        f"shares with {', '.join(one.shared_with)}" if one.shared_with else "",
+        f"{group.nbytes / MIB:.1f}",
+        f"{group.forward_ms:.2f}",
+        f"{group.backward_ms:.2f}",
+        f"{group.copy_ms:.2f}",
+        f"{group.bytes_per_ms / MIB:.1f}",
+        f"shares with {', '.join(group.shared_with)}" if group.shared_with else "",
     )
 
 
-def _stage(one: StageProfile, resident_bytes: int) -> tuple[str, ...]:
+def _stage(stage: StageProfile, resident_bytes: int) -> tuple[str, ...]:
     return (
-        str(one.stage),
-        str(one.rank),
+        str(stage.stage),
+        str(stage.rank),
         f"{resident_bytes / GIB:.2f}",
-        f"{one.forward.resident_bytes / GIB:.2f}",
-        f"{one.forward.transient_peak_bytes / GIB:.2f}",
-        f"{one.first_backward.transient_peak_bytes / GIB:.2f}",
-        f"{one.forward.ms:.2f}",
-        f"{one.backward.ms:.2f}",
-        "-" if one.recompute_ms is None else f"{one.recompute_ms:.2f}",
-        "-" if one.recompute_frees_bytes is None else f"{one.recompute_frees_bytes / GIB:.2f}",
+        f"{stage.forward.resident_bytes / GIB:.2f}",
+        f"{stage.forward.transient_peak_bytes / GIB:.2f}",
+        f"{stage.first_backward.transient_peak_bytes / GIB:.2f}",
+        f"{stage.forward.ms:.2f}",
+        f"{stage.backward.ms:.2f}",
+        "-" if stage.recompute_ms is None else f"{stage.recompute_ms:.2f}",
+        "-" if stage.recompute_frees_bytes is None else f"{stage.recompute_frees_bytes / GIB:.2f}",
     )
 
 
 def _numbers(stages: Sequence[int]) -> str:
     """Ascending numbers, the ones in a row as from and to."""
     runs: list[list[int]] = []
-    for one in stages:
-        if runs and one == runs[-1][-1] + 1:
-            runs[-1].append(one)
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
         else:
-            runs.append([one])
+            runs.append([stage])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -94,15 +94,15 @@ class _Variants:
         self._recorded: dict[int, RankTapes] = {}
         self._equal: _Variants | None = None
 
-    def find_equal(self, others: Sequence[_Variants]) -> None:
+    def find_equal(self, variants: Sequence[_Variants]) -> None:
         """Another rank that does the same is recorded for both: most ranks of a model are equal."""
-        mine = self(0)
-        for other in others:
-            is_equal = replace(other(0), stages={}) == replace(mine, stages={})
-            if is_equal and [*other(0).stages.values()] == [*mine.stages.values()]:
-                names = [[name for _, name in one._layers] for one in (self, other)]
+        tapes = self(0)
+        for variant in variants:
+            is_equal = replace(variant(0), stages={}) == replace(tapes, stages={})
+            if is_equal and [*variant(0).stages.values()] == [*tapes.stages.values()]:
+                names = [[name for _, name in rank._layers] for rank in (self, variant)]
                 if names[0] == names[1]:
-                    self._equal = other
+                    self._equal = variant
                     return
 
     def __call__(self, num: int) -> RankTapes:
@@ -114,7 +114,7 @@ class _Variants:
             chosen = spread(self._layers, num)
             order, work, *_, rank, _ = self._what
             names = {
-                stage: tuple(name for other, name in chosen if other == stage)
+                stage: tuple(name for layer_stage, name in chosen if layer_stage == stage)
                 for stage in order.stages_of(rank)
             }
             with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
@@ -167,27 +167,27 @@ def _record_rank(
         recipes.may_reach = not has_disk
     try:
         with use_manager(manager):
-            mine = work.on(order, rank, backend)
+            rank_work = work.on(order, rank, backend)
             if without is not None:  # groups are idle in layers that are recomputed
                 manager.idle_groups.num_steps_left = 0
             try:
-                mine.begin_step()
-                _run_once(mine, order.stages_of(rank))
+                rank_work.begin_step()
+                _run_once(rank_work, order.stages_of(rank))
                 made = Update()
                 if without is None:
-                    made = _updates(mine, order.stages_of(rank), recorder)
-                mine.begin_step()
+                    made = _updates(rank_work, order.stages_of(rank), recorder)
+                rank_work.begin_step()
                 # From now on stages run alone, without groups of others.
                 manager.idle_groups.num_steps_left = 0
                 gc.collect()
                 resident = hardware.workspace_bytes + backend.memory.live_bytes - made.state_bytes
                 manager.offloader.observers.add(recorder)
                 with collector_off():
-                    stages = _Recording(order, rank, mine, manager, recorder).tapes()
+                    stages = _Recording(order, rank, rank_work, manager, recorder).tapes()
                 manager.offloader.observers.remove(recorder)
                 _check_copies(backend, manager)
             finally:
-                mine.close()
+                rank_work.close()
     finally:
         manager.retire()
     return RankTapes(
@@ -213,9 +213,9 @@ def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Updat
 
 
 def _stretches(events: Sequence[Event]) -> tuple[Stretch, ...]:
-    found = tuple(one for one in events if isinstance(one, Stretch))
-    assert len(found) == len(events), "an optimizer has no groups"
-    return found
+    stretches = tuple(event for event in events if isinstance(event, Stretch))
+    assert len(stretches) == len(events), "an optimizer has no groups"
+    return stretches
 
 
 def _run_once(work: RankWork, stages: Sequence[int]) -> None:
@@ -288,12 +288,12 @@ class _Recording:
 
     def tapes(self) -> dict[int, Tape]:
         """Those of its stages."""
-        found: dict[int, Tape] = {}
+        tapes: dict[int, Tape] = {}
         for run in neighbours(self._stages):
             whole = self._played(run, "FULL_BACKWARD")
             split = self._played(run, "BACKWARD_INPUT")
-            found |= {stage: _tape(whole.get(stage), split.get(stage)) for stage in run}
-        return found
+            tapes |= {stage: _tape(whole.get(stage), split.get(stage)) for stage in run}
+        return tapes
 
     def _played(self, run: Sequence[int], kind: str) -> dict[int, _Played]:
         """Stages with such backwards run two microbatches, if there are as many; what they did."""
@@ -375,7 +375,7 @@ class _StageNotes:
         Raises:
             ValueError: Microbatches have other groups.
         """
-        first, last, told = self.chunks[0], self.chunks[-1], recorder.told
+        first, last, events_of = self.chunks[0], self.chunks[-1], recorder.told
         if first.groups != last.groups or first.payloads != last.payloads:
             raise ValueError(
                 f"the groups of stage {stage} differ between its first two microbatches, expected "
@@ -388,10 +388,10 @@ class _StageNotes:
         return _Played(
             tuple(groups),
             last,
-            told(self.forwards[-1]),
-            told(self.inputs[-1]) if self.inputs else (),
-            Backward(told(self.lasts[0]), told(self.lasts[-1])),
-            told(self.reduce),
+            events_of(self.forwards[-1]),
+            events_of(self.inputs[-1]) if self.inputs else (),
+            Backward(events_of(self.lasts[0]), events_of(self.lasts[-1])),
+            events_of(self.reduce),
             self.sent_bytes,
             self.sent_back_bytes,
         )

@@ -77,7 +77,7 @@ class ChunkNotes:
         self.inputs: WeakSet[Any] = WeakSet()
         """Of the saved tensors those that recipes hold."""
 
-        self.recipes: dict[int, _Heard] = {}
+        self.recipes: dict[int, _RecordedFunction] = {}
         """Of payloads that are computed again."""
 
         self.copies: dict[int, Stretch] = {}
@@ -98,16 +98,17 @@ class ChunkNotes:
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
         """All payloads; a source that one group alone saves needs no version."""
-        num = Counter(one.source for one in self.payloads)
+        num = Counter(payload.source for payload in self.payloads)
         payloads = [
-            one if num[one.source] > 1 else one._replace(version=None) for one in self.payloads
+            payload if num[payload.source] > 1 else payload._replace(version=None)
+            for payload in self.payloads
         ]
-        for index, heard in self.recipes.items():
-            payloads[index] = payloads[index]._replace(again=heard.again())
+        for index, function in self.recipes.items():
+            payloads[index] = payloads[index]._replace(again=function.again())
         return tuple(payloads)
 
 
-class _Heard:
+class _RecordedFunction:
     """A function of a recipe, which notes what it does.
 
     Args:
@@ -120,7 +121,7 @@ class _Heard:
         self,
         recorder: Recorder,
         function: Callable[..., Tensor],
-        inputs: Sequence[int | _Heard],
+        inputs: Sequence[int | _RecordedFunction],
     ) -> None:
         self._recorder, self._function, self._inputs = recorder, function, inputs
         self._stretch = Stretch((), 0, 0)
@@ -157,7 +158,7 @@ class Recorder(Observer):
     """
 
     def __init__(self, backend: VirtualBackend) -> None:
-        self.memory = _HeardMemory(self._allocated, self._freed, self._resized)
+        self.memory = _WatchedMemory(self._allocated, self._freed, self._resized)
         self.chunk = ChunkNotes()
         self.problem: str | None = None
         self._raw: list[Raw] = []
@@ -291,7 +292,7 @@ class Recorder(Observer):
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
         their = indices[len(indices) - len(recipes) :]
         for (recipe, *_), index in zip(recipes, their, strict=True):
-            recipe.term, chunk.recipes[index] = self._heard(recipe.term)
+            recipe.term, chunk.recipes[index] = self._with_recorded(recipe.term)
         chunk.groups[position] = GroupTape(group.name, tuple(indices))
 
     def _note_copies(self, group: Group) -> None:
@@ -318,19 +319,19 @@ class Recorder(Observer):
                 return Stretch((run.seconds,), raw.nbytes, raw.nbytes)
         return None
 
-    def _heard(self, term: Call) -> tuple[Call, _Heard]:
+    def _with_recorded(self, term: Call) -> tuple[Call, _RecordedFunction]:
         """The same, and what it does."""
         args: list[Any] = []
-        inputs: list[int | _Heard] = []
+        inputs: list[int | _RecordedFunction] = []
         for arg in term.args:
             if type(arg) is Call:
-                arg, heard = self._heard(arg)
-                inputs.append(heard)
+                arg, function = self._with_recorded(arg)
+                inputs.append(function)
             elif isinstance(arg, Saved):
                 inputs.append(self._payload_of(arg))
             args.append(arg)
-        heard = _Heard(self, term.function, inputs)
-        return Call(heard, tuple(args)), heard
+        function = _RecordedFunction(self, term.function, inputs)
+        return Call(function, tuple(args)), function
 
     def _payload_of(self, saved: Saved) -> int:
         index = self.chunk.payload_of.get(saved)
@@ -438,11 +439,11 @@ class Recorder(Observer):
         self._raw.append(lost)
 
 
-def _together(one: Stretch, next_one: Stretch) -> Stretch:
+def _together(stretch: Stretch, following: Stretch) -> Stretch:
     return Stretch(
-        one.seconds + next_one.seconds,
-        one.nbytes + next_one.nbytes,
-        max(one.rise, one.nbytes + next_one.rise),
+        stretch.seconds + following.seconds,
+        stretch.nbytes + following.nbytes,
+        max(stretch.rise, stretch.nbytes + following.rise),
     )
 
 
@@ -461,7 +462,7 @@ class _Storage(weakref.ref[UntypedStorage]):
     nbytes: int
 
 
-class _HeardMemory(DeviceMemory):
+class _WatchedMemory(DeviceMemory):
     """Tells of each storage when it is made and when it is gone.
 
     Args:
@@ -488,19 +489,19 @@ class _HeardMemory(DeviceMemory):
         return self._numbered[storage._cdata].number
 
     def _seen(self, storage: UntypedStorage) -> Any:
-        known = self._numbered.get(storage._cdata)
-        if known is None or known() is not storage:
-            one = _Storage(storage, self._tell)
-            one.number, one.nbytes = self._num, rounded(storage.nbytes())
+        numbered = self._numbered.get(storage._cdata)
+        if numbered is None or numbered() is not storage:
+            numbered = _Storage(storage, self._tell)
+            numbered.number, numbered.nbytes = self._num, rounded(storage.nbytes())
             self._num += 1
-            self._numbered[storage._cdata] = one
-            self._allocated(one.number, one.nbytes)
-        elif known.nbytes != rounded(storage.nbytes()):
-            self._resized(known.nbytes, storage.nbytes())
+            self._numbered[storage._cdata] = numbered
+            self._allocated(numbered.number, numbered.nbytes)
+        elif numbered.nbytes != rounded(storage.nbytes()):
+            self._resized(numbered.nbytes, storage.nbytes())
         return super()._seen(storage)
 
-    def _tell(self, one: _Storage) -> None:
-        self._freed(one.number, one.nbytes)
+    def _tell(self, storage: _Storage) -> None:
+        self._freed(storage.number, storage.nbytes)
 
 
 def rounded(nbytes: int) -> int:

@@ -39,10 +39,10 @@ def _together(tape: Tape, events: Iterable[Event], held: Counter[int]) -> tuple[
     """Events as one stretch; ``held`` says who still hold each source, and does so afterwards."""
     stretches = list(_stretches(tape, events, held))
     nbytes = rise = 0
-    for one in stretches:
-        rise = max(rise, nbytes + one.rise)
-        nbytes += one.nbytes
-    seconds = tuple(took_s for one in stretches for took_s in one.seconds)
+    for stretch in stretches:
+        rise = max(rise, nbytes + stretch.rise)
+        nbytes += stretch.nbytes
+    seconds = tuple(took_s for stretch in stretches for took_s in stretch.seconds)
     return (Stretch(seconds, nbytes, rise),) if stretches else ()
 
 

@@ -89,16 +89,16 @@ def _because_of_the_link(plan: OffloadPlan) -> list[str]:
     return [f"\nCopies have too much to do: {advice}."]
 
 
-def _row(number: int, ours: RankPlan, none: RankStep) -> tuple[str, ...]:
+def _row(number: int, planned: RankPlan, none: RankStep) -> tuple[str, ...]:
     return (
         str(number),
         f"{none.peak_bytes / GIB:.2f}",
-        f"{ours.peak_bytes / GIB:.2f}",
-        f"{ours.host_peak_bytes / GIB:.2f}",
-        f"{ours.stalled_s * 1e3:.1f}",
-        _named(ours, keeps=False),
-        _named(ours, keeps=True),
-        _num_recomputed(ours),
+        f"{planned.peak_bytes / GIB:.2f}",
+        f"{planned.host_peak_bytes / GIB:.2f}",
+        f"{planned.stalled_s * 1e3:.1f}",
+        _named(planned, keeps=False),
+        _named(planned, keeps=True),
+        _num_recomputed(planned),
     )
 
 

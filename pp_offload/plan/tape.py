@@ -185,7 +185,7 @@ class Update(NamedTuple):
     @property
     def state_bytes(self) -> int:
         """Device memory that it has from the first step on."""
-        return sum(one.nbytes for one in self.first)
+        return sum(stretch.nbytes for stretch in self.first)
 
 
 @dataclass(frozen=True)

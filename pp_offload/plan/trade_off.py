@@ -1,7 +1,7 @@
 """How much longer a step is for less memory: plans for limits from the least to the most.
 
-    found = front(chooser, num=8)
-    print(front_table(found))
+    plans = front(chooser, num=8)
+    print(front_table(plans))
 
 Beside them stand two ways that need no plan: all stays, and all layers are recomputed.
 """
