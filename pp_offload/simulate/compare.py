@@ -95,8 +95,8 @@ class Comparison:
         ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
         higher = [
             f"rank {number} has a higher peak"
-            for number, (none, ours) in enumerate(ranks)
-            if ours.peak_bytes > none.peak_bytes
+            for number, (none, offload) in enumerate(ranks)
+            if offload.peak_bytes > none.peak_bytes
         ]
         return ([f"a step is {longer:.0%} longer"] if longer > WORTH_A_WORD else []) + higher
 
@@ -183,15 +183,15 @@ def _caution(plan: OffloadPlan, *, has_state: bool) -> str:
     return ""
 
 
-def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tuple[str, ...]:
-    peer = ours.waits_most_for
-    seconds = ours.seconds, ours.busy_s, ours.stalled_s, sum(ours.waited_s.values())
+def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> tuple[str, ...]:
+    peer = offload.waits_most_for
+    seconds = offload.seconds, offload.busy_s, offload.stalled_s, sum(offload.waited_s.values())
     return (
         str(number),
         _peak(none, memory_bytes),
-        _peak(ours, memory_bytes),
-        f"{ours.host_peak_bytes / GIB:.2f}",
-        f"{ours.bytes_offloaded / GIB:.2f}",
+        _peak(offload, memory_bytes),
+        f"{offload.host_peak_bytes / GIB:.2f}",
+        f"{offload.bytes_offloaded / GIB:.2f}",
         f"{none.seconds * 1e3:.1f}",
         *(f"{value * 1e3:.1f}" for value in seconds),
         "-" if peer is None else f"rank {peer}",

@@ -161,10 +161,10 @@ def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[
     return flops
 
 
-def _grouped(left: Tensor, right: Tensor, *rest: Any, **more: Any) -> float:
+def _grouped(rows: Tensor, columns: Tensor, *rest: Any, **more: Any) -> float:
     """Each row, or each column, meets the matrix of its group alone."""
-    num_matrices = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return 2.0 * num_matrices * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    num_matrices = rows.shape[0] if rows.dim() == columns.dim() == 3 else 1
+    return 2.0 * num_matrices * rows.shape[-2] * rows.shape[-1] * columns.shape[-1]
 
 
 FORWARDS: dict[Any, Callable[..., float]] = {

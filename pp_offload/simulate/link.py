@@ -68,11 +68,11 @@ class Link:
             self.bytes_to_device += nbytes
         self._forget_past()
         now_s, rest_bytes = begin_s + self._hardware.copy_latency_s, float(nbytes)
-        others = self._uses_after(now_s)
+        uses = self._uses_after(now_s)
         if self.are_apart:
-            others = [use for use in others if use.to_host == to_host]
+            uses = [use for use in uses if use.to_host == to_host]
         while True:
-            rate, until_s = self._free(others, now_s, to_host=to_host), next_change_s(others, now_s)
+            rate, until_s = self._free(uses, now_s, to_host=to_host), next_change_s(uses, now_s)
             end_s = now_s + rest_bytes / rate if rate else inf
             if rate and until_s > now_s:
                 self._note(Use(now_s, min(end_s, until_s), rate, to_host))
@@ -101,9 +101,9 @@ class Link:
             seconds -= (1 - loss) * (until_s - now_s)
             now_s = until_s
 
-    def _free(self, others: list[Use], now_s: float, *, to_host: bool) -> float:
+    def _free(self, uses: list[Use], now_s: float, *, to_host: bool) -> float:
         """The rate that is free for one more copy in this direction."""
-        running = running_at(others, now_s)
+        running = running_at(uses, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
         free = min(self._rates[to_host] - here, self._both_rate - both)

@@ -199,8 +199,8 @@ class Modules:
         with ExitStack() as stack:
             for stage, layers in names.items():
                 module = self.stages[stage]
-                others = [name for name in layers if not is_recomputed(module, name)]
-                stack.enter_context(recompute_layers(module, others))
+                new_names = [name for name in layers if not is_recomputed(module, name)]
+                stack.enter_context(recompute_layers(module, new_names))
             yield
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
