@@ -143,8 +143,8 @@ def _events(timeline: Timeline) -> Iterator[Json]:
     """Events of a file: names of ranks and tracks, then spans, samples and flows."""
     points = [(flow.rank, point.track) for flow in timeline.flows for point in flow.points]
     used = sorted({(span.rank, span.track) for span in timeline.spans} | set(points))
-    others = sorted({track for _, track in used} - set(TRACKS))
-    tids = {track: tid for tid, track in enumerate([*TRACKS, *others])}
+    more_tracks = sorted({track for _, track in used} - set(TRACKS))
+    tids = {track: tid for tid, track in enumerate([*TRACKS, *more_tracks])}
     for rank in timeline.ranks:
         yield from _label("process", rank, 0, f"rank {rank}", rank)
     for rank, track in used:

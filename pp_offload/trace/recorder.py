@@ -118,8 +118,8 @@ class Recorder(Observer):
         with self._offloader.lock:
             self._offloader.observers.remove(self)
             if self._disk is not None:
-                others = [call for call in self._disk.listeners if call != self._disk_worked]
-                self._disk.listeners = tuple(others)
+                listeners = [call for call in self._disk.listeners if call != self._disk_worked]
+                self._disk.listeners = tuple(listeners)
             if self._virtual is not None:
                 self._virtual.stop()
         self._open.clear()

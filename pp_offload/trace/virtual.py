@@ -38,7 +38,7 @@ class VirtualStreams:
     def stop(self) -> None:
         """Stop listening. A second call does nothing."""
         for stream, call in self._calls:
-            stream.heard = tuple(other for other in stream.heard if other != call)
+            stream.heard = tuple(listener for listener in stream.heard if listener != call)
 
     def fit(self, note: Note) -> None:
         """Set the times of a note to those of the copies since the last call."""
