@@ -79,11 +79,11 @@ def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:
     """The tensors in an argument or output that have bytes the detector can follow."""
     if not isinstance(value, list | tuple):
         value = (value,)
-    found = []
-    for one in value:
-        if isinstance(one, Tensor) and (storage := _host_storage(one)) is not None:
-            found.append((one, storage))
-    return found
+    pairs = []
+    for item in value:
+        if isinstance(item, Tensor) and (storage := _host_storage(item)) is not None:
+            pairs.append((item, storage))
+    return pairs
 
 
 def _host_storage(tensor: Tensor) -> UntypedStorage | None:
