@@ -199,8 +199,8 @@ class Back(weakref.ref[Batch]):
         """Payloads that this part of backward will use and that are neither on the device nor on
         their way.
         """
-        left, part = self.left, self.part
-        away = [i for i, tensor in enumerate(self.device) if tensor is None and left[i] > 0]
+        uses_left, part = self.left, self.part
+        away = [i for i, tensor in enumerate(self.device) if tensor is None and uses_left[i] > 0]
         return away if part is None else [i for i in away if i in part]
 
     def put(self, index: int, tensor: Tensor, reload: Reload) -> None:

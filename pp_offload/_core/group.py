@@ -159,8 +159,8 @@ class Group:
             for uses in batch.later.values():
                 uses.pop(None, None)
         for ref, index in self.borrowed:
-            if (other := ref()) is not None:
-                other.later[index].pop(id(self), None)
+            if (lender := ref()) is not None:
+                lender.later[index].pop(id(self), None)
 
     # What is to come back
 
@@ -172,9 +172,9 @@ class Group:
             wanted.append((batch, indices))
         if self.borrowed and not self.is_used:
             for ref, index in self.borrowed:
-                other = ref()
-                if other is not None and index in other.back.away():
-                    wanted.append((other, [index]))
+                lender = ref()
+                if lender is not None and index in lender.back.away():
+                    wanted.append((lender, [index]))
         return wanted
 
     def uses(self) -> list[Wanted]:
@@ -182,9 +182,9 @@ class Group:
         batch = None if self.batch is None else self.batch()
         uses = []
         if batch is not None:
-            part, left = batch.back.part, batch.back.left
-            indices = range(len(left)) if part is None else part
-            uses.append((batch, [index for index in indices if left[index] > 0]))
+            part, uses_left = batch.back.part, batch.back.left
+            indices = range(len(uses_left)) if part is None else part
+            uses.append((batch, [index for index in indices if uses_left[index] > 0]))
         if not self.is_used:
             uses += [(batch, [i]) for ref, i in self.borrowed if (batch := ref()) is not None]
         return uses

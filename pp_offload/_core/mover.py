@@ -420,8 +420,8 @@ class Mover:
             self.arrived.put_away(back, index)
             return None
         back.versions[index] = version
-        left = back.left[index] = back.left[index] - 1
-        if left == 0:
+        uses_left = back.left[index] = back.left[index] - 1
+        if uses_left == 0:
             back.given[index] = weakref.ref(tensor)
             back.device[index] = None
             self.arrived.unused_bytes -= back.sizes[index]
@@ -657,8 +657,8 @@ class Arrived:
             if num <= 0:
                 self.put_away(back, index)
         back.left = list(uses)
-        left = zip(back.device, uses, strict=True)
-        back.num_away = sum([tensor is None and num > 0 for tensor, num in left])
+        payloads = zip(back.device, uses, strict=True)
+        back.num_away = sum([tensor is None and num > 0 for tensor, num in payloads])
 
     def give_up(self, back: Back, live: Stream) -> None:
         """Drop what came for another stream than the live one: that one may use it no more."""

@@ -244,8 +244,8 @@ class Recipes:
                     if tensor.is_meta:
                         return eps
                     size = torch.finfo(tensor.dtype).eps if eps is None else eps
-                    others = [_with_eps(term, size * factor) for factor in (15 / 16, 17 / 16)]
-                    if any([self._gives(other, tensor, walk) for other in others]):
+                    near_terms = [_with_eps(term, size * factor) for factor in (15 / 16, 17 / 16)]
+                    if any([self._gives(near, tensor, walk) for near in near_terms]):
                         return UNKNOWN
                     return eps
             except torch.OutOfMemoryError:

@@ -149,10 +149,10 @@ class Search:
                 member.restore = Geometry.of(member.here).on_storage_of
         self.below[key] = calls
         self.reached += walk.reached
-        for other, saved in walk.inputs:
-            self._saved[other][1].append(saved)
-            self._users.setdefault(other, []).append(key)
-            self._above[other] = max(self._above.get(other, 0), above + calls)
+        for input_key, saved in walk.inputs:
+            self._saved[input_key][1].append(saved)
+            self._users.setdefault(input_key, []).append(key)
+            self._above[input_key] = max(self._above.get(input_key, 0), above + calls)
         return Computable(term, members, storage, walk.has_parameter)
 
     def _needed_at(self, key: int, order: dict[int, int]) -> int:
@@ -292,8 +292,8 @@ class Walk:
         would have to know of both for each choice of groups.
         """
         group, recipes = self._search.group, self._search.recipes
-        other, tensor = saved.group, saved.tensor
-        is_closed = other.engine is group.engine and other.state is not other.state.OPEN
+        earlier, tensor = saved.group, saved.tensor
+        is_closed = earlier.engine is group.engine and earlier.state is not earlier.state.OPEN
         if not is_closed or not recipes.may_reach or saved.wrapper is not None:
             return UNKNOWN
         if saved.recipe is not None:
@@ -332,8 +332,8 @@ class Walk:
             return self._earlier(term)
         if kind is not Call:
             if kind is Resident:
-                kept = self._search.recipes.eligibility.kept
-                self.has_parameter |= kept.has(term.tensor.untyped_storage())
+                kept_storages = self._search.recipes.eligibility.kept
+                self.has_parameter |= kept_storages.has(term.tensor.untyped_storage())
                 self._note(term.tensor)
             elif kind is Number:
                 self.kind.append(type(term.value))

@@ -64,8 +64,8 @@ def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
     names, context = detached.__tensor_flatten__()
     parts = {name: getattr(detached, name) for name in names}
     inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-    others = {name: part for name, part in parts.items() if name not in inner}
-    return Wrapper(type(tensor), context, tensor.shape, tensor.stride(), others), inner
+    attributes = {name: part for name, part in parts.items() if name not in inner}
+    return Wrapper(type(tensor), context, tensor.shape, tensor.stride(), attributes), inner
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

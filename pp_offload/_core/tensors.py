@@ -291,5 +291,5 @@ class Eligibility:
         if base is not None and isinstance(base, Parameter):
             self.kept.add(tensor)
             return False
-        kept = self.kept
-        return tensor.untyped_storage()._cdata not in kept.refs or tensor not in kept
+        storages = self.kept
+        return tensor.untyped_storage()._cdata not in storages.refs or tensor not in storages

@@ -105,12 +105,12 @@ def _message(label: str, nbytes: int, tensors: Sequence[Tensor]) -> str:
     return f"{text}a tensor of shape {shape}, held by {where}"
 
 
-def _holders(tensor: Tensor, ours: Sequence[Tensor]) -> Iterator[str]:
+def _holders(tensor: Tensor, tensors: Sequence[Tensor]) -> Iterator[str]:
     yield from _variables(tensor)
     for referrer in gc.get_referrers(tensor):
         if isinstance(referrer, dict):
             yield from (f"'{key}' of {_owner(referrer)}" for key in _keys(referrer, tensor))
-        elif isinstance(referrer, list | tuple) and referrer is not ours:
+        elif isinstance(referrer, list | tuple) and referrer is not tensors:
             yield f"a {type(referrer).__name__} of {len(referrer)}"
 
 

@@ -235,10 +235,10 @@ class Window:
             back.part -= {index}
             room = self._few_bytes  # what stays for the second part must not keep others away
         for visit in () if group is None else self._order.after(group):
-            for other, indices in visit.uses():
-                if other is batch and index in indices:
+            for used_batch, indices in visit.uses():
+                if used_batch is batch and index in indices:
                     return True
-                room -= sum([other.sizes[each] for each in indices])
+                room -= sum([used_batch.sizes[each] for each in indices])
             if room < 0:
                 return False
         return False
