@@ -97,8 +97,8 @@ class StepTimes(Laps):
         reload = batch.back.reloads[index]
         if reload is None or reload.event is None:
             return
-        nbytes, left = batch.sizes[index], batch.back.left[index]
-        is_first, is_last = left >= batch.back.uses[index] - 1, left <= 0
+        nbytes, uses_left = batch.sizes[index], batch.back.left[index]
+        is_first, is_last = uses_left >= batch.back.uses[index] - 1, uses_left <= 0
         self._mark(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
     def _mark(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
@@ -244,12 +244,12 @@ class AutoBounds:
         )
 
 
-def least_bounds(times: StepTimes, kept: Collection[GroupKey]) -> tuple[int, int] | None:
+def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, int] | None:
     """The least bytes in flight, and ahead, at which compute does not wait for copies.
 
     Args:
         times: Of a step.
-        kept: Groups that the next steps keep.
+        staying: Groups that the next steps keep.
 
     Returns:
         None where nothing was copied one way or the other.
@@ -258,21 +258,22 @@ def least_bounds(times: StepTimes, kept: Collection[GroupKey]) -> tuple[int, int
     if offload_rate is None or reload_rate is None:
         return None
     caps = [
-        in_flight_bytes(sent, offload_rate * CAUTION) for sent in _by_chunk(times, times.sent, kept)
+        in_flight_bytes(sent, offload_rate * CAUTION)
+        for sent in _by_chunk(times, times.sent, staying)
     ]
     windows = [
-        window_bytes(uses, reload_rate * CAUTION) for uses in _by_chunk(times, times.uses, kept)
+        window_bytes(uses, reload_rate * CAUTION) for uses in _by_chunk(times, times.uses, staying)
     ]
     # small tensors come back in batches of SMALL_BYTES
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
 
 
 def _by_chunk(
-    times: StepTimes, marks: Iterable[Mark], kept: Collection[GroupKey]
+    times: StepTimes, marks: Iterable[Mark], staying: Collection[GroupKey]
 ) -> Iterable[list[TimedBytes]]:
     """What leaves, by compute's time without waits: a list for each time a chunk was at work."""
     clock = clock_without_waits(times)
-    leaving = (mark for mark in marks if mark.group not in kept)
+    leaving = (mark for mark in marks if mark.group not in staying)
     for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk):
         yield [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in of_chunk]
 

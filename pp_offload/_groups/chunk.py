@@ -165,7 +165,7 @@ class Chunk:
 
     def was_left_out(self, name: str) -> bool:
         """Whether the group of this name that started last was left out; answered once."""
-        numbers = [number for other, number in self.left_out if other == name]
+        numbers = [number for left_name, number in self.left_out if left_name == name]
         if not numbers:
             return False
         for group in self.groups[numbers[-1] :]:

@@ -111,9 +111,9 @@ def largest(moments: Iterable[ChunksInFlight]) -> frozenset[ChunksInFlight]:
     return frozenset(nums for nums in moments if not covers(moments - {nums}, nums))
 
 
-def _most(sizes: Mapping[Place, int], others: Mapping[Place, int]) -> dict[Place, int]:
-    places = {**sizes, **others}
-    return {place: max(sizes.get(place, 0), others.get(place, 0)) for place in places}
+def _most(sizes: Mapping[Place, int], more_sizes: Mapping[Place, int]) -> dict[Place, int]:
+    places = {**sizes, **more_sizes}
+    return {place: max(sizes.get(place, 0), more_sizes.get(place, 0)) for place in places}
 
 
 def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
@@ -193,13 +193,13 @@ def filled(
     """What has room: first all others without what is computed again, then with it, then these."""
     chosen: dict[Place, int] = {}
     taken = Counter[int]()
-    others = [place for place in order if place not in may_leave]
-    these = [place for place in order if place in may_leave]
+    always = [place for place in order if place not in may_leave]
+    candidates = [place for place in order if place in may_leave]
     for places, sizes in (
-        (others, demand.lean),
-        (others, demand.sizes),
-        (these, demand.lean),
-        (these, demand.sizes),
+        (always, demand.lean),
+        (always, demand.sizes),
+        (candidates, demand.lean),
+        (candidates, demand.sizes),
     ):
         for place in places:
             more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})

@@ -31,19 +31,21 @@ logger = logger_of(__name__)
 _EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
 
 
-def release(refs: Sequence[weakref.ref[Tensor]], kept: StorageSet, warned: set[str]) -> None:
+def release(
+    refs: Sequence[weakref.ref[Tensor]], kept_storages: StorageSet, warned: set[str]
+) -> None:
     """Empty the storages of those tensors that are alive and that nothing else needs.
 
     Args:
         refs: The tensors. Weak, because a copy that is still to end must not keep them alive.
-        kept: Storages of the model, and those a user marked.
+        kept_storages: Storages of the model, and those a user marked.
         warned: Reasons that were a warning already; a new one is added.
     """
     for ref in refs:
         tensor = ref()
         if tensor is None:
             continue
-        reason = _reason_to_stay(tensor, kept)
+        reason = _reason_to_stay(tensor, kept_storages)
         if reason is None:
             tensor.untyped_storage().resize_(0)
             continue
@@ -58,10 +60,10 @@ def release(refs: Sequence[weakref.ref[Tensor]], kept: StorageSet, warned: set[s
         )
 
 
-def _reason_to_stay(tensor: Tensor, kept: StorageSet) -> str | None:
+def _reason_to_stay(tensor: Tensor, kept_storages: StorageSet) -> str | None:
     if not has_storage(tensor):
         return "it is no dense tensor"
-    if isinstance(tensor, Parameter) or tensor in kept:
+    if isinstance(tensor, Parameter) or tensor in kept_storages:
         return "it belongs to the model, or was marked with mark_not_offloadable"
     if _references_to_storage(tensor) > _FROM_ITS_TENSOR:
         return "its storage is in use by itself"
@@ -69,9 +71,9 @@ def _reason_to_stay(tensor: Tensor, kept: StorageSet) -> str | None:
     if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
         return _EXTERNAL
     # Of its holders, ``storage`` here, the tensor, and a base are known.
-    others = use_count(storage._cdata) - 2 - (tensor._base is not None)
-    if others > 0:
-        return f"its storage is shared by {others} others"
+    num_holders = use_count(storage._cdata) - 2 - (tensor._base is not None)
+    if num_holders > 0:
+        return f"its storage is shared by {num_holders} others"
     if tensor._base is not None and _references_to_base(tensor) > _FROM_ITS_VIEW:
         return "it is a view, and the tensor it is a view of is in use"
     # Autograd refers to a leaf itself, without another holder of its storage; the node that

@@ -158,8 +158,8 @@ class Offloader:
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
         """Empty storages that a user named, once the copies queued so far are over."""
         refs = [weakref.ref(tensor) for tensor in tensors]
-        kept = self.engine.eligibility.kept
-        self.engine.mover.after_copies(partial(release, refs, kept, self._warned_releases))
+        kept_storages = self.engine.eligibility.kept
+        self.engine.mover.after_copies(partial(release, refs, kept_storages, self._warned_releases))
 
     @_tears
     def resume(self, group: Group | None) -> None:

@@ -69,8 +69,8 @@ class GroupBytes(NamedTuple):
         if is_kept and not counts.again_bytes:
             return cls(saved, kept=saved)
         narrowed = counts.narrowed_bytes if is_kept or counts.copied_bytes else 0
-        kept = counts.nbytes if is_kept else 0
-        return cls(saved, kept, counts.copied_bytes, counts.again_bytes, narrowed)
+        kept_bytes = counts.nbytes if is_kept else 0
+        return cls(saved, kept_bytes, counts.copied_bytes, counts.again_bytes, narrowed)
 
 
 class ChunkRecord(NamedTuple):
@@ -192,13 +192,13 @@ def groups_to_keep(
 
     Each rule looks only at groups that the rules before it do not keep.
     """
-    kept = reload_margin(chunks)
+    keys = reload_margin(chunks)
     planned = planned_groups(chunks, config, pipeline_rank)
-    kept |= {key for key, group in planned if group is not None and group.keeps}
+    keys |= {key for key, group in planned if group is not None and group.keeps}
     share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
-    kept |= first_bytes(chunks, share, kept)
-    kept |= beyond_fraction(chunks, config.activation_offload_fraction, kept)
-    return frozenset(kept)
+    keys |= first_bytes(chunks, share, keys)
+    keys |= beyond_fraction(chunks, config.activation_offload_fraction, keys)
+    return frozenset(keys)
 
 
 def planned_groups(
@@ -229,21 +229,23 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
     return set(margin.values())
 
 
-def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) -> set[GroupKey]:
+def first_bytes(
+    chunks: Sequence[ChunkShape], nbytes: int, kept_keys: set[GroupKey]
+) -> set[GroupKey]:
     """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
     chosen: set[GroupKey] = set()
     for chunk in chunks:
         for key, _, group_bytes in chunk.by_key():
             if nbytes <= 0:
                 return chosen
-            if key not in kept:
+            if key not in kept_keys:
                 chosen.add(key)
                 nbytes -= group_bytes
     return chosen
 
 
 def beyond_fraction(
-    chunks: Sequence[ChunkShape], fraction: float, kept: set[GroupKey]
+    chunks: Sequence[ChunkShape], fraction: float, kept_keys: set[GroupKey]
 ) -> set[GroupKey]:
     """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``.
 
@@ -252,7 +254,7 @@ def beyond_fraction(
     """
     chosen: set[GroupKey] = set()
     for chunk in chunks:
-        eligible = [key for key, _, _ in chunk.by_key() if key not in kept]
+        eligible = [key for key, _, _ in chunk.by_key() if key not in kept_keys]
         num_kept = int(len(eligible) * (1 - fraction))
         chosen.update(eligible[len(eligible) - num_kept :])
     return chosen

@@ -78,18 +78,18 @@ class PlanCheck:
             return
         self._is_done = True
         rank, run = plan.rank(pipeline_rank), _plain(config, smallest_numel) | schedule
-        others = [
+        differences = [
             f"{name} {planned!r}, here {run[name]!r}"
             for name, planned in _planned(plan).items()
             if name in run and not _is_as_planned(name, run[name], planned, rank)
         ]
-        if others:
+        if differences:
             logger.warning(
                 "pipeline rank %d: the plan was made with other options than this run has, so what "
                 "it says of memory and times does not hold: with %s; give this run the same, or "
                 "plan again with those of this run",
                 pipeline_rank,
-                "; ".join(others),
+                "; ".join(differences),
             )
 
 
