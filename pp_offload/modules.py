@@ -152,8 +152,8 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
 
 def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
     module, around = place.module, _GroupAround(place.group, lifetime)
-    for other in _groups_around(module):
-        other.take_off(module)  # its handle was removed: a living group was refused before
+    for previous in _groups_around(module):
+        previous.take_off(module)  # its handle was removed: a living group was refused before
     hooks.callback(around.take_off, module)  # first, because the module may refuse
     try:
         around.put_on(module)
@@ -238,9 +238,9 @@ def _is_fully_sharded(module: Module) -> bool:
 
 @never_compiled
 def _keep_parameters(module: Module, args: object) -> None:
-    kept = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
+    kept_storages = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for parameter in module.parameters():
-        kept.add(parameter)
+        kept_storages.add(parameter)
 
 
 class _Lifetime:
@@ -340,9 +340,9 @@ class _Forward:
 
 def _keep_buffers(module: Module) -> None:
     """Keep buffers on the device; a copied or moved model has new ones."""
-    kept = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
+    kept_storages = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for buffer in module.buffers():
-        kept.add(buffer)
+        kept_storages.add(buffer)
 
 
 class _OfThread(threading.local):

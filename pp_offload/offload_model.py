@@ -152,11 +152,11 @@ class OffloadModel(CacheFigures, nn.Module):
         self,
         run: SlicedRun,
         layers: SliceLayers,
-        others: Sequence[SliceLayers],
+        later_slices: Sequence[SliceLayers],
         inputs: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
         """All microbatches through one slice, while the next of the others comes."""
-        following = (other.places.slice() for other in others if other.places.parameters())
+        following = (later.places.slice() for later in later_slices if later.places.parameters())
         slice_ = run.bring(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
         slice_.check_not_written()

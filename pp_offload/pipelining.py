@@ -165,11 +165,11 @@ class AttachedSchedule:
 
     def _keep_modules(self) -> None:
         # In each step, because parameters may get other memory, and stages other modules.
-        kept = self.manager.offloader.engine.eligibility.kept
+        kept_storages = self.manager.offloader.engine.eligibility.kept
         for stage in self._stages:
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
-                if tensor not in kept:
-                    kept.add(tensor)
+                if tensor not in kept_storages:
+                    kept_storages.add(tensor)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         inner, own = getattr(owner, name), owner.__dict__.get(name)

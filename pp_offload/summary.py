@@ -151,13 +151,13 @@ def _mib(nbytes: int) -> str:
 
 
 def _gather(
-    mine: Mapping[str, Any], process_group: dist.ProcessGroup | None
+    row: Mapping[str, Any], process_group: dist.ProcessGroup | None
 ) -> list[Mapping[str, Any]]:
     if not (dist.is_available() and dist.is_initialized()):
-        return [dict(mine)]
+        return [dict(row)]
     _wait_for_all(dist.get_process_group_ranks(process_group))
     rows: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(rows, dict(mine), group=process_group)
+    dist.all_gather_object(rows, dict(row), group=process_group)
     return rows
 
 

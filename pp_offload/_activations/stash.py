@@ -150,10 +150,10 @@ class ActivationStash:
     def _warn_of_elsewhere(self) -> None:
         """Once, if nothing ever left, for tensors are on another device than the engine's."""
         offloader = self._offloader
-        said = offloader.engine.eligibility.elsewhere_said()
-        if said and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
+        problem = offloader.engine.eligibility.elsewhere_said()
+        if problem and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
             self._has_warned = True
-            logger.warning("'%s' offloaded nothing: %s", self.name, said)
+            logger.warning("'%s' offloaded nothing: %s", self.name, problem)
 
     @property
     def is_over(self) -> bool:

@@ -106,7 +106,7 @@ class _Noting(partial):  # type: ignore[type-arg]
     def __call__(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(run, *args, **kwargs)
-        first = next((one for one in args if isinstance(one, Tensor)), None)
+        first = next((arg for arg in args if isinstance(arg, Tensor)), None)
         outer, _here.noted = _here.noted, first
         try:
             return super().__call__(run, *args, **kwargs)

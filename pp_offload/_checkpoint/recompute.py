@@ -136,10 +136,12 @@ class Recompute:
     def _checkpoint(self, call: _Call, tensors: list[Tensor]) -> Any:
         """Hand a call to PyTorch's checkpoint, which runs it now, and again in backward."""
         before = ModuleState(call.modules)
-        kept = None
+        outputs = None
         if self._policy is not None and self._policy.kept:
             preserve = self.params.preserve_rng_state
-            kept = KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
+            outputs = KeptOutputs(
+                self._policy, self.stash, self.counts, preserve_rng_state=preserve
+            )
 
         def run(*tensors: Tensor) -> Any:
             with ExitStack() as contexts:
@@ -150,8 +152,8 @@ class Recompute:
                     contexts.enter_context(before.restored())
                 else:
                     self._send()
-                if kept is not None:
-                    contexts.enter_context(kept.again() if call.has_run else kept.forward())
+                if outputs is not None:
+                    contexts.enter_context(outputs.again() if call.has_run else outputs.forward())
                 return call(*tensors)
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}

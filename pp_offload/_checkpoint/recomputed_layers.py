@@ -104,7 +104,7 @@ def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module,
         layer = model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(f"there is no module {name!r} in the model: {error}") from error
-    outer = [other for other in names if name.startswith(f"{other}.")]
+    outer = [prefix for prefix in names if name.startswith(f"{prefix}.")]
     if layer is model or outer:
         where = f"is a part of {outer[0]!r}" if outer else "is the model itself"
         raise ValueError(f"{name!r} {where}, expected modules of which none is in another")

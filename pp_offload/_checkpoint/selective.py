@@ -203,9 +203,9 @@ class _Forward(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: KeptOutputs) -> None:
+    def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -12,8 +12,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     """The first row is the head, the first column is flush left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+    for first, *later in rows:
+        cells = (cell.rjust(width) for cell, width in zip(later, widths[1:], strict=True))
         lines.append("  ".join((first.ljust(widths[0]), *cells)).rstrip())
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)

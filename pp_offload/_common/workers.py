@@ -125,11 +125,11 @@ class Piece:
             return
         check(self._owner, "work that was queued")
         _check_not_closed()
-        mine = allocate_lock()
-        mine.acquire()
-        self._waiters.append(mine)
+        lock = allocate_lock()
+        lock.acquire()
+        self._waiters.append(lock)
         if not self._has_ended:  # else _end() may have missed this lock
-            mine.acquire()  # released by _end()
+            lock.acquire()  # released by _end()
 
     def result(self) -> Any:
         """Wait, and return what the work returned, or raise what it raised."""

@@ -448,11 +448,11 @@ def pageable(nbytes: int) -> Tensor:
 def slabs_for(nbytes: int) -> list[int]:
     """Powers of two that hold ``nbytes`` together, largest first; few, and hardly more."""
     granule = max(MIN_SETTLED_BYTES, floor_power(nbytes // SETTLED_GRANULES))
-    left = -(-nbytes // granule) * granule
+    rest_bytes = -(-nbytes // granule) * granule
     sizes = []
-    while left:
-        sizes.append(floor_power(left))
-        left -= sizes[-1]
+    while rest_bytes:
+        sizes.append(floor_power(rest_bytes))
+        rest_bytes -= sizes[-1]
     return sizes
 
 

@@ -48,11 +48,11 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
         ) from failure
     if backend is not None:
         check_backend(backend)
-        theirs = backend.device
-        is_other = device.index not in (None, theirs.index) and device.type != "cpu"
-        if device.type != theirs.type or is_other:
+        expected = backend.device
+        is_other = device.index not in (None, expected.index) and device.type != "cpu"
+        if device.type != expected.type or is_other:
             raise ValueError(
-                f"{name} is {device}, but the backend's is {theirs}; expected the same; pass the "
+                f"{name} is {device}, but the backend's is {expected}; expected the same; pass the "
                 "backend of this device, or none"
             )
     return device

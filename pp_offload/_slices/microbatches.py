@@ -55,11 +55,12 @@ def join(outputs: Sequence[Any]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten(output) for output in outputs]
-    _, spec = flat[0]
-    if any(other != spec for _, other in flat):
+    structures = [structure for _, structure in flat]
+    spec = structures[0]
+    if any(structure != spec for structure in structures):
         raise ValueError(
             "the outputs of the microbatches differ in structure: "
-            f"{sorted({str(other) for _, other in flat})}; expected one; take num_microbatches=1"
+            f"{sorted(set(map(str, structures)))}; expected one; take num_microbatches=1"
         )
     joined = [_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return tree_unflatten(joined, spec)

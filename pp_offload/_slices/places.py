@@ -63,15 +63,16 @@ class Slice:
         self,
         tensors: Sequence[Tensor],
         call: Callable[[], Any],
-        others: Sequence[Exchange] = (),
+        more_exchanges: Sequence[Exchange] = (),
         pack: Callable[[Tensor], Any] | None = None,
     ) -> Any:
         """What ``call`` returns while ``tensors[i]`` stands wherever parameter ``i`` does.
 
-        Meanwhile ``others`` are exchanged as well, and ``pack`` saves tensors, if there is one.
+        Meanwhile the values of ``more_exchanges`` are exchanged as well, and ``pack``, if given,
+        saves tensors.
         """
         exchanges = [(values, {name: tensors[i]}) for values, name, i in self.places]
-        exchanges += others
+        exchanges += more_exchanges
         before = [(values, {name: values[name] for name in new}) for values, new in exchanges]
         try:
             for values, new in exchanges:

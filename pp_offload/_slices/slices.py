@@ -32,10 +32,10 @@ class SliceLayers(Module):
 
     def forward(self, *inputs: Any) -> Any:
         """As a Sequential does it."""
-        first, *others = self._layers
+        first, *later_layers = self._layers
         value = first(*inputs)
         del inputs
-        for layer in others:
+        for layer in later_layers:
             value = layer(value)
         return value
 

@@ -54,9 +54,9 @@ class Pipeline:
     """Whether ``--optimizer`` was given; the model may bring an optimizer of its own."""
 
     @contextmanager
-    def errors(self, *others: str) -> Iterator[None]:
-        """Errors inside are errors of the model's option, or of ``others``."""
-        options = " or ".join((self.source, *others))
+    def errors(self, *more_options: str) -> Iterator[None]:
+        """Errors inside are errors of the model's option, or of ``more_options``."""
+        options = " or ".join((self.source, *more_options))
         with errors_of(options):
             try:
                 yield

@@ -99,8 +99,8 @@ def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str
         units = [(times, MS, 1), (rates, GB, 1), (sizes, GIB, 3)]
         cells = [_number(x, unit, digits) for row, unit, digits in units for x in row]
         rows.append([str(rank.rank), *cells])
-    first, *others = steps_of(timeline)
-    steps = f"steps {first} to {others[-1]}" if others else f"step {first}"
+    first, *later_steps = steps_of(timeline)
+    steps = f"steps {first} to {later_steps[-1]}" if later_steps else f"step {first}"
     lines = [f"step {step}; the trace has {steps}", "", format_table(rows), NOTE]
     for key, text in CAUTIONS.items():
         ranks = [rank.rank for rank in figures if timeline.metadata.get(rank.rank, {}).get(key)]

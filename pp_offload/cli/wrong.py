@@ -22,17 +22,17 @@ def wrong(option: str, problem: str) -> ArgumentError:
 
 
 @contextmanager
-def errors_of(option: str, *others: type[Exception]) -> Iterator[None]:
+def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
     """Turn errors that this package raises inside into errors of the option.
 
-    Errors of a user's code keep their traceback, but for the kinds in ``others``.
+    Errors of a user's code keep their traceback, but for the kinds in ``more_kinds``.
     """
-    kinds: tuple[type[Exception], ...] = (ValueError, TypeError, *others)
+    kinds: tuple[type[Exception], ...] = (ValueError, TypeError, *more_kinds)
     try:
         yield
     except kinds as failure:
         raised_in = traceback.extract_tb(failure.__traceback__)[-1].filename
-        if isinstance(failure, others) or PACKAGE in Path(raised_in).parents:
+        if isinstance(failure, more_kinds) or PACKAGE in Path(raised_in).parents:
             raise wrong(option, str(failure)) from failure
         raise
 

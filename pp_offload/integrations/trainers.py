@@ -84,9 +84,9 @@ def check_bases(kind: type, mixin: type) -> None:
     Raises:
         TypeError: A trainer is before the mixin, and none behind.
     """
-    others = [base for base in kind.__mro__ if not issubclass(base, mixin)]
+    bases = [base for base in kind.__mro__ if not issubclass(base, mixin)]
     if not _has_trainer(kind, mixin) and any(
-        {CONTEXT, "train"} <= vars(base).keys() for base in others
+        {CONTEXT, "train"} <= vars(base).keys() for base in bases
     ):
         raise _no_trainer(kind, mixin)
 
