@@ -1,4 +1,4 @@
-"""What each rank keeps, sends away and recomputes, so that no device's peak is above a limit.
+"""Choose what each rank keeps, sends away and recomputes, so that no peak is above a limit.
 
     plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)
     plan.save("plan.json")
@@ -79,7 +79,7 @@ part a group at a time is in flight.
 """
 
 ORDERS = (as_saved, spread_out, largest_first, first_saved)
-"""In which groups come to stay."""
+"""Orders in which groups come to stay."""
 
 FEW = 12
 """Up to so many groups of all ranks, each is tried by itself: of many a single group makes no
@@ -87,7 +87,7 @@ difference.
 """
 
 NUM_IMPROVED = 4
-"""Of the best ways, those in which that is done."""
+"""Number of the best ways in which single groups are tried."""
 
 NUM_PROVEN = 4
 """Steps that are predicted of a plan before it is returned: the first step, in which an optimizer
@@ -98,10 +98,10 @@ SAME = 1e-6
 """Steps are as short as each other up to this part of them."""
 
 Nums = tuple[int, ...]
-"""How many layers each rank recomputes."""
+"""Number of layers that each rank recomputes."""
 
 Bounds = tuple[int, int]
-"""On bytes in flight, and ahead."""
+"""Bounds on bytes in flight, and on bytes ahead."""
 
 
 class InfeasibleError(ValueError):
@@ -117,32 +117,32 @@ class InfeasibleError(ValueError):
 
 
 class RankChoice(NamedTuple):
-    """What a rank does."""
+    """Choice of a rank: layers recomputed, bounds, and groups that stay."""
 
     num_recomputed: int
-    """Layers."""
+    """Number of layers that the rank recomputes."""
 
     bounds: Bounds | None
-    """None where the engine is to choose them."""
+    """Bounds of the rank; None if the engine is to choose them."""
 
     stay: tuple[Place, ...]
-    """Its groups that stay, in the order in which they came to stay."""
+    """Places of the groups that stay, in the order in which they came to stay."""
 
 
 Choice = tuple[RankChoice, ...]
-"""What all ranks do."""
+"""Choices of all ranks."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice, and what it costs."""
+    """A choice, and the predicted step."""
 
     choice: Choice
     step: PipelineStep
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Peak of the fullest rank."""
         return max(rank.peak_bytes for rank in self.step.ranks)
 
     @property
@@ -153,7 +153,7 @@ class Tried:
 
 
 Play = Callable[[Choice], Tried]
-"""Predicts what a choice costs."""
+"""Function that predicts the step of a choice."""
 
 
 def choose(
@@ -167,7 +167,7 @@ def choose(
     made_for: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> OffloadPlan:
-    """A plan whose peak is below the limit on each rank.
+    """Make a plan whose peak is below the limit on each rank.
 
     Args:
         order, tapes, hardware, peers: As for :func:`predict`.
@@ -188,7 +188,7 @@ def choose(
 
 
 class Chooser:
-    """Makes plans for one pipeline. What was predicted for one limit is reused for the next.
+    """Planner of one pipeline. Predictions for one limit are reused for the next.
 
     Args:
         order, tapes, hardware, config, peers, progress: As for :func:`choose`.
@@ -216,7 +216,7 @@ class Chooser:
         check_smallest(tapes, self._config)
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
-        """See :func:`choose`."""
+        """Make a plan for a limit; see :func:`choose`."""
         check_count("limit_bytes", limit_bytes, unit="bytes")
         with collector_off():  # each step leaves a few MB in cycles: to look for them takes long
             best = self._best(limit_bytes)
@@ -232,7 +232,7 @@ class Chooser:
         return OffloadPlan(made_for, limit_bytes, best.step.seconds, least_s, ranks, options)
 
     def _ranks_of(self, best: Tried) -> Iterator[RankPlan]:
-        """The ranks of a plan, each with what it costs."""
+        """Make the ranks of a plan, each with its predicted figures."""
         plans, tapes = self._plans(best.choice), self._tapes_of(best.choice)
         for plan, rank, tape in zip(plans, best.step.ranks, tapes, strict=True):
             in_flight, ahead = rank.bounds
@@ -253,18 +253,18 @@ class Chooser:
             )
 
     def without_offload(self) -> PipelineStep:
-        """The step in which all stays and nothing is recomputed."""
+        """Predict the step in which all groups stay and no layer is recomputed."""
         return self._without_offload(self._order, self._nothing)
 
     def recomputed(self) -> PipelineStep | None:
-        """The step in which all layers are recomputed and nothing leaves; None without layers."""
+        """Predict the step in which all layers are recomputed; None without such layers."""
         layers = self._all_layers
         return self._without_offload(self._order, layers) if any(layers) else None
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
-        """A plan for the same limit with as much host memory as it takes, if its step is shorter.
+        """Make a plan for the same limit with unlimited host memory, if its step is shorter.
 
-        Then ``host_budget_bytes`` is what binds.
+        If there is such a plan, ``host_budget_bytes`` is what binds.
         """
         roomier = self._roomier
         if roomier is None or not _is_longer(plan.seconds, plan.least_seconds, WORTH_IT):
@@ -277,7 +277,7 @@ class Chooser:
 
     @cached_property
     def _roomier(self) -> Chooser | None:
-        """For as much host memory as groups take; None where they have that."""
+        """Planner with unlimited host memory; None if host memory is unlimited already."""
         if self._config.host_budget_bytes is None:
             return None
         config = replace(self._config, host_budget_bytes=None)
@@ -287,7 +287,7 @@ class Chooser:
     # Ways
 
     def _best(self, limit_bytes: int) -> Tried | None:
-        """The shortest way that fits as an engine follows it; None if none does."""
+        """Return the shortest way that fits as an engine follows it; None if no way fits."""
         fitting = self._each_settled(self._ways(limit_bytes), limit_bytes, self._try)
         if self._has_few and fitting and not self._is_enough(fitting[0], limit_bytes):
             improved = [self._improved(way, limit_bytes) for way in fitting[:NUM_IMPROVED]]
@@ -302,7 +302,7 @@ class Chooser:
         return best
 
     def _best_proven(self, ways: Sequence[Tried], limit_bytes: int) -> Tried | None:
-        """The shortest of these in steps with all microbatches."""
+        """Return the shortest of these ways in steps with all microbatches."""
         best: Tried | None = None
         for way in self._each_settled(ways, limit_bytes, self._try_whole):
             if best is not None and best.cost <= way.cost:
@@ -313,14 +313,14 @@ class Chooser:
         return best
 
     def _each_settled(self, ways: Iterable[Tried], limit_bytes: int, play: Play) -> list[Tried]:
-        """Those that fit, the shortest first."""
+        """Settle each way, and return those that fit, the shortest first."""
         settled = [self._settled(way, limit_bytes, play) for way in ways]
         fitting = {id(way.step): way for way in settled if way is not None}  # each choice once
         return sorted(fitting.values(), key=lambda way: way.cost)
 
     def _settled(self, way: Tried, limit_bytes: int, play: Play) -> Tried | None:
-        """With one group less on ranks that are above the limit, for what one keeps changes others
-        a bit; then two, four and so on. None where they are above it whatever leaves.
+        """Take groups off ranks above the limit until all fit: first one, then two, four and so on.
+        None if a rank is above the limit whatever leaves.
         """
         choice, num = way.choice, 1
         while (tried := play(choice)).peak_bytes > limit_bytes:
@@ -334,7 +334,7 @@ class Chooser:
         return tried
 
     def _ways(self, limit_bytes: int) -> list[Tried]:
-        """All that is tried, without recomputed layers first. Some may be above the limit."""
+        """Try ways, first without recomputed layers. Some may be above the limit."""
         ways = self._filled(self._nothing, limit_bytes)
         layers = self._layers_of_needy(limit_bytes)
         if self._may_recompute(layers, _best_of(ways, limit_bytes), limit_bytes):
@@ -343,8 +343,8 @@ class Chooser:
         return [*ways, self._mixed(ways, limit_bytes)]
 
     def _filled(self, nums: Nums, limit_bytes: int) -> list[Tried]:
-        """Ranks filled in each order; then in the best order within other bounds. None behind a way
-        that no plan is much faster than.
+        """Fill the ranks in each order, then in the best order within other bounds. The search ends
+        at a way that no plan can be much faster than.
         """
         filled = list[Tried]()
         for order in ORDERS:
@@ -382,7 +382,7 @@ class Chooser:
         return any(self._may_be_shorter(_with(self._nothing, {rank: 1}), best) for rank in layers)
 
     def _mixed(self, ways: Sequence[Tried], limit_bytes: int) -> Tried:
-        """Each rank as where it costs least."""
+        """Combine for each rank its choice from the way in which the rank costs least."""
 
         def least(rank: int) -> RankChoice:
             best = min(ways, key=lambda way: _cost(way.step.ranks[rank], limit_bytes))
@@ -391,7 +391,7 @@ class Chooser:
         return self._try(tuple(map(least, range(len(self._tapes)))))
 
     def _improved(self, way: Tried, limit_bytes: int) -> Tried:
-        """With a group exchanged on a rank, as long as that makes the step shorter."""
+        """Exchange a group on a rank, as long as that makes the step shorter."""
         while True:
             neighbours = [self._try(choice) for choice in self._neighbours(way.choice)]
             best = _best_of([way, *neighbours], limit_bytes)
@@ -411,7 +411,7 @@ class Chooser:
                     yield (*choice[:rank], choice[rank]._replace(stay=changed), *choice[rank + 1 :])
 
     def _own_bounds(self, choice: Choice) -> list[Bounds]:
-        """Those that an engine would choose for what leaves."""
+        """Return the bounds that an engine would choose for what leaves."""
         free = tuple(rank._replace(bounds=None) for rank in choice)
         return [rank.bounds for rank in self._steps(self._short, free, 2, has_state=True)[-1].ranks]
 
@@ -422,8 +422,8 @@ class Chooser:
         order: Callable[[RankTapes], list[Candidate]],
         limit_bytes: int,
     ) -> Tried:
-        """Each rank keeps as much as fits, as if the others stayed as they were then. The shortest
-        step on the way: sometimes it is one in which less stays.
+        """Keep as much on each rank as fits, as if other ranks stayed as they were. Returns the
+        shortest way of the search: sometimes less stays in it than in the last one.
         """
         fills = [Fill(order(tapes), limit_bytes) for tapes in self._recomputing(nums)]
         ways = list[Tried]()
@@ -440,7 +440,7 @@ class Chooser:
         return self._fill(nums, self._first_bounds, ORDERS[0], limit_bytes)
 
     def _enough(self, layers: Mapping[int, int], limit_bytes: int) -> Nums:
-        """How many layers each rank recomputes; see NOTE [ When to recompute ].
+        """Search the number of layers that each rank recomputes; see NOTE [ When to recompute ].
 
         Args:
             layers: How many each rank has, of those that may have some recomputed.
@@ -470,7 +470,7 @@ class Chooser:
         return tuple(tapes.num_layers for tapes in self._tapes)
 
     def _layers_of_needy(self, limit_bytes: int) -> dict[int, int]:
-        """Ranks that are above the limit where all stays; and how many layers they have."""
+        """Return the number of layers of each rank that is above the limit if all stays."""
         return {
             rank: self._tapes[rank].num_layers
             for rank, step in enumerate(self.without_offload().ranks)
@@ -479,15 +479,15 @@ class Chooser:
 
     @cached_property
     def _first_bounds(self) -> list[Bounds]:
-        """Those that an engine chooses where all groups leave."""
+        """Bounds that an engine chooses if all groups leave."""
         return [rank.bounds for rank in self._all_leave(self._short).ranks]
 
     # The least limit
 
     @cached_property
     def _lowest(self) -> Tried:
-        """The choice with the lowest peak of those that are tried whatever the limit is: all groups
-        leave, or all stay, no layers or all are recomputed; and of each rank the lowest of these.
+        """Way with the lowest peak of those tried whatever the limit is: all groups leave or stay,
+        no layers or all are recomputed, or each rank does what has its lowest peak among these.
         """
         corners = [
             self._try(_choice(nums, [_scaled(both, part) for both in self._first_bounds], stays))
@@ -516,7 +516,7 @@ class Chooser:
         return least.peak_bytes, peaks.index(least.peak_bytes)
 
     def _infeasible(self, limit_bytes: int) -> InfeasibleError:
-        """Says the least limit that can be met, of one that cannot."""
+        """Make the error of a limit that cannot be met, with the least limit that can."""
         least, rank = self._least
         state_bytes = self._tapes[rank].update.state_bytes
         of_that = f", {size_said(state_bytes)} of that for its optimizer's state"
@@ -529,7 +529,7 @@ class Chooser:
         )
 
     def _more_host_memory(self, least: int) -> str:
-        """What to give, if less than ``least`` is enough where all that leaves has room."""
+        """Advise more host memory, if a limit below ``least`` can be met with it; else empty."""
         if self._roomier is None or (enough := self._roomier._least[0]) >= least:
             return ""
         host = max(rank.host_peak_bytes for rank in self._roomier._all_leave(self._order).ranks)
@@ -541,7 +541,7 @@ class Chooser:
     # Predicted steps
 
     def _without_offload(self, order: PipelineOrder, nums: Nums) -> PipelineStep:
-        """The step in which all stays; a later one than the first, if an optimizer has a state."""
+        """Predict the step in which all stays; the second one if an optimizer has a state."""
         key = order.num_microbatches, nums
         if key not in self._without:
             self._count()
@@ -552,23 +552,23 @@ class Chooser:
         return self._without[key]
 
     def _all_leave(self, order: PipelineOrder) -> PipelineStep:
-        """The step in which all groups leave, within bounds that the engine has chosen."""
+        """Predict the step in which all groups leave, within the bounds that an engine chooses."""
         self._count()
         how = order, self._tapes, self._hardware
         return predict(*how, config=without_plan(self._config), peers=self._peers)
 
     def _try(self, choice: Choice) -> Tried:
-        """A short step by a plan."""
+        """Predict a short step by a choice."""
         (step,) = self._steps(self._short, choice, 1, has_state=True)
         return Tried(choice, step)
 
     def _try_whole(self, choice: Choice) -> Tried:
-        """A step by a plan."""
+        """Predict a step with all microbatches by a choice."""
         (step,) = self._steps(self._order, choice, 1, has_state=True)
         return Tried(choice, step)
 
     def _prove(self, choice: Choice) -> Tried:
-        """The last one of steps that follow a plan from the first on, with the highest peaks."""
+        """Predict several steps by a choice from the first on; return the last with all's peaks."""
         steps = self._steps(self._order, choice, NUM_PROVEN, has_state=False)
         ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
         return Tried(choice, PipelineStep(list(ranks)))
@@ -576,7 +576,7 @@ class Chooser:
     def _steps(
         self, order: PipelineOrder, choice: Choice, num: int, *, has_state: bool
     ) -> list[PipelineStep]:
-        """Steps by a plan from the first one on, each choice once."""
+        """Predict steps by a choice from the first one on; each choice is predicted once."""
         ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
         key = order.num_microbatches, ranks, num, has_state
         if key not in self._played:
@@ -588,7 +588,7 @@ class Chooser:
         return self._played[key]
 
     def _plans(self, choice: Choice) -> Iterator[RankPlan]:
-        """What each rank does."""
+        """Make the plan of each rank from its choice."""
         for rank, tapes in zip(choice, self._tapes_of(choice), strict=True):
             in_flight, ahead = rank.bounds or (None, None)
             groups = tapes.planned(frozenset(rank.stay))
@@ -607,12 +607,12 @@ class Chooser:
 
 
 def _best_of(ways: Sequence[Tried], limit_bytes: int) -> Tried:
-    """The shortest of those that fit; if none does, of all."""
+    """Return the shortest way that fits; if none fits, the shortest of all."""
     return min(ways, key=lambda way: (way.peak_bytes > limit_bytes, way.cost))
 
 
 def _with_highest_peak(steps: Sequence[RankStep]) -> RankStep:
-    """The last one of a rank, with the highest peak of all of them."""
+    """Return the last step of a rank, with the highest peak of all its steps."""
     return replace(steps[-1], peak_bytes=max(step.peak_bytes for step in steps))
 
 
@@ -621,22 +621,22 @@ def _choice(nums: Nums, bounds: Sequence[Bounds], stays: Iterable[tuple[Place, .
 
 
 def _scaled(bounds: Bounds, part: float) -> Bounds:
-    """Part of both; with 0 in flight compute would wait for each copy."""
+    """Scale both bounds, to 1 at least: with 0 in flight compute would wait for each copy."""
     in_flight, ahead = (max(1, int(part * nbytes)) for nbytes in bounds)
     return in_flight, ahead
 
 
 def _with(nums: Nums, changes: Mapping[int, int]) -> Nums:
-    """The same with these on their ranks."""
+    """Return ``nums`` with the changes by rank."""
     return tuple(changes.get(rank, num) for rank, num in enumerate(nums))
 
 
 def _cost(rank: RankStep, limit_bytes: int) -> tuple[int, float]:
-    """How far a rank is above the limit; then how long its step is without waits for others."""
+    """Return the bytes of a rank above the limit, and its seconds without waits for ranks."""
     seconds = rank.seconds - sum(rank.waited_s.values())
     return max(0, rank.peak_bytes - limit_bytes), float(f"{seconds:.6e}")
 
 
 def _is_longer(seconds: float, other_s: float, part: float) -> bool:
-    """Whether a step is longer than another one, by such a part of it at least."""
+    """Whether a step is longer than another one, by ``part`` of itself at least."""
     return other_s < seconds * (1 - part)

@@ -26,39 +26,39 @@ from pp_offload.simulate.memory import ROUNDING_BYTES
 
 
 class Bytes:
-    """How much is in use, and the most so far."""
+    """Counter of the bytes in use, and of their peak."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
 
     @property
     def live_bytes(self) -> int:
-        """As of :class:`DeviceMemory`."""
+        """Bytes in use; see :class:`DeviceMemory`."""
         return self.live
 
     @property
     def peak_bytes(self) -> int:
-        """As of :class:`DeviceMemory`."""
+        """Most bytes in use so far; see :class:`DeviceMemory`."""
         return self.peak
 
     def take_peak(self) -> None:
-        """As of :class:`DeviceMemory`."""
+        """Begin a new peak; see :class:`DeviceMemory`."""
         self.peak = self.live
 
     def add(self, nbytes: int) -> None:
-        """So much more, or less."""
+        """Count bytes that were allocated, or freed if ``nbytes`` is below 0."""
         self.live = live = self.live + nbytes
         if live > self.peak:
             self.peak = live
 
     def tensor(self, nbytes: int) -> NumberTensor:
-        """A new one."""
+        """Allocate a tensor."""
         taken = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
         self.add(taken)
         return NumberTensor(nbytes, Held(self, taken))
 
     def pass_by(self, nbytes: int, rise: int) -> None:
-        """So much more in the end, and at most ``rise`` more on the way."""
+        """Count ``nbytes`` more in the end, and at most ``rise`` more on the way."""
         live = self.live
         if live + rise > self.peak:
             self.peak = live + rise
@@ -66,11 +66,11 @@ class Bytes:
 
 
 class Held:
-    """Device memory that is free when nobody refers to it.
+    """Device memory, which is free when the last reference to this object goes.
 
     Args:
-        memory: Has counted it.
-        nbytes: What an allocator gave.
+        memory: Counter of the memory.
+        nbytes: Bytes that an allocator gave.
     """
 
     __slots__ = ("_memory", "_nbytes")
@@ -103,29 +103,29 @@ class NumberTensor:
         self.held = held
 
     def detach(self) -> NumberTensor:
-        """An alias, which is as good as itself."""
+        """Return the tensor itself, which serves as its alias."""
         return self
 
     def data_ptr(self) -> int:
-        """Nobody empties its storage."""
+        """Return a constant: the storage is never emptied."""
         return 0
 
     def is_contiguous(self) -> bool:
-        """It has no strides."""
+        """Return True: the tensor has no strides."""
         return True
 
     def _fix_weakref(self) -> None:
-        """Only Python refers to it."""
+        """Do nothing: only Python refers to the tensor."""
 
 
 class NumberPart(NumberTensor):
-    """Of a tensor, to be taken out of it by compute.
+    """Part of a tensor, which compute copies out of it.
 
     Args:
         nbytes: Of the part.
         held: Memory of the whole.
-        device: Takes it out.
-        gather_s: In such a time.
+        device: Runs the copy.
+        gather_s: Time of the copy.
     """
 
     __slots__ = ("_device", "_gather_s")
@@ -135,17 +135,17 @@ class NumberPart(NumberTensor):
         self._device, self._gather_s = device, gather_s
 
     def contiguous(self) -> NumberTensor:
-        """In memory of its own."""
+        """Copy the part into memory of its own."""
         self._device.run([self._gather_s])
         return self._device.memory.tensor(self.nbytes)
 
 
 class HostNumbers:
-    """Host memory, as the host pool deals it out: ``torch.empty_like`` makes device memory of it.
+    """Host memory of the host pool; ``torch.empty_like`` makes device memory of it.
 
     Args:
-        device: Where it comes back to.
-        nbytes: How much.
+        device: Device that its bytes come back to.
+        nbytes: Size of the memory.
     """
 
     __slots__ = ("_device", "nbytes")
@@ -158,32 +158,32 @@ class HostNumbers:
         self.nbytes = nbytes
 
     def __deepcopy__(self, memo: object) -> HostNumbers:
-        """Itself: it never changes."""
+        """Return the object itself, which never changes."""
         return self
 
     def numel(self) -> int:
-        """Of bytes."""
+        """Number of bytes."""
         return self.nbytes
 
     def narrow(self, dim: int, start: int, length: int) -> HostNumbers:
-        """So much of it."""
+        """Return ``length`` bytes of this memory."""
         return HostNumbers(self._device, length)
 
     def view(self, what: object) -> HostNumbers:
-        """It has no shape and no dtype."""
+        """Return the memory itself: it has no shape and no dtype."""
         return self
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> NumberTensor:
-        """``torch.empty_like``, the only function that the core calls with it."""
+        """Run ``torch.empty_like``, the only function that the core calls with host memory."""
         (host,) = args
         return host._device.memory.tensor(host.nbytes)
 
 
 class NumberFile(VirtualFile):
-    """A file of which only the times of reads and writes are counted.
+    """File whose reads and writes only take their time.
 
     Args:
         clock: Of the disk.
@@ -197,7 +197,7 @@ class NumberFile(VirtualFile):
         self.written_bytes = self.read_bytes = 0
 
     def _open_file(self) -> Any:
-        """Nothing is written."""
+        """Open no file: nothing is written."""
 
     def _extent(self, nbytes: int) -> Extent:
         return Extent(0, nbytes)  # a disk has no end
@@ -207,14 +207,14 @@ class NumberFile(VirtualFile):
 
 
 class NumberDevice(VirtualBackend):
-    """A virtual device for tensors that are only their bytes.
+    """Virtual device for tensors that are only their bytes.
 
     Args:
-        hardware: What it is like.
+        hardware: Figures of the device.
     """
 
     memory: Any
-    """Of the step; a new one begins with :meth:`begin_step`."""
+    """Memory of the step; :meth:`begin_step` makes a new one."""
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
@@ -223,26 +223,26 @@ class NumberDevice(VirtualBackend):
         self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
 
     def begin_step(self, taken_bytes: int) -> None:
-        """A step begins with so many bytes in use: what is gone then counts in the last step."""
+        """Begin a step with ``taken_bytes`` in use. Older tensors count in the last step."""
         self.memory = Bytes()
         self.memory.add(taken_bytes)
 
     def current_stream(self) -> VirtualStream:
-        """The only one that computes."""
+        """The compute stream, which is the only one of the device."""
         return self.compute
 
     def open_disk(self, directory: object) -> VirtualFile:
-        """A file that is not there, on the device's disk."""
+        """Make a file on the device's disk, of which nothing is written."""
         return NumberFile(self.disk)
 
     def allocate_host(self, nbytes: int) -> Any:
-        """Pinning takes its time."""
+        """Allocate host memory, in the time that pinning takes."""
         if self.hardware.pin_bytes_per_s is not None:
             self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
         return HostNumbers(self, nbytes)
 
     def run(self, operators_s: Sequence[float]) -> None:
-        """Launch operators that take so long by themselves."""
+        """Launch operators, which take these times if no copy slows them down."""
         if not self.hardware.copies_slow_compute:
             self.compute.launch_all(operators_s)
             return

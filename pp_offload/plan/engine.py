@@ -1,4 +1,4 @@
-"""The engine's core on numbers: it saves, sends and brings tensors that are only their bytes.
+"""The engine's core on numbers: saves, offloads and reloads tensors that are only their bytes.
 
     manager = NumberManager(config, NumberDevice(hardware))
     manager.begin_chunk(1, 0, make=partial(NumberChunk, tape))
@@ -41,12 +41,12 @@ from pp_offload.plan.tape import Again, Tape
 
 
 class NumberSaved(Saved):
-    """A saved tensor of a payload.
+    """Saved tensor of a payload.
 
     Args:
         tensor: An alias of the source.
-        group: Saves it.
-        chunk: Of the group.
+        group: Group that saves the tensor.
+        chunk: Chunk of the group.
     """
 
     __slots__ = ("chunk",)
@@ -57,17 +57,17 @@ class NumberSaved(Saved):
 
 
 class Storage:
-    """A source in one version.
+    """Version of a source.
 
     Args:
-        nbytes: Of it.
+        nbytes: Size of the source.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
 
     def nbytes(self) -> int:
-        """As of a storage."""
+        """Bytes of the storage."""
         return self._nbytes
 
     @property
@@ -76,10 +76,10 @@ class Storage:
 
 
 class SharedNumbers(SharedCopies):
-    """Knows storages by what the tape says of them."""
+    """Shared copies, by the storages of a tape."""
 
     def add(self, payloads: Payloads, batch: Batch) -> None:
-        """See :meth:`SharedCopies.add`."""
+        """Add the copies of a batch; see :meth:`SharedCopies.add`."""
         for index, storage in enumerate(payloads.storages):
             if storage is not None:
                 first = weakref.ref(payloads.members[index][0])
@@ -88,7 +88,7 @@ class SharedNumbers(SharedCopies):
 
 
 class NumberEngine(Engine):
-    """The core's, but for what it would read of tensors and storages."""
+    """Engine that reads tapes in place of tensors and storages."""
 
     shared: SharedNumbers
 
@@ -100,7 +100,7 @@ class NumberEngine(Engine):
         """Places of groups whose copies of parameters were made."""
 
     def begin_step(self) -> None:
-        """Copies of parameters are made anew."""
+        """Begin a step, in which copies of parameters are made anew."""
         super().begin_step()
         self.copied.clear()
 
@@ -109,11 +109,11 @@ class NumberEngine(Engine):
         return Payloads() if first is None else first.chunk.payloads(group)
 
     def _warn(self, group: Group, failure: MemoryError) -> None:
-        """That a group finds no room is what is asked."""
+        """Log nothing: a prediction asks whether a group finds room."""
 
 
 class NumberOffloader(Offloader):
-    """Its engine works on numbers."""
+    """Offloader whose engine works on numbers."""
 
     def _fresh_engine(self) -> NumberEngine:
         tier = make_tier(self.backend, self.config, self._allocate)
@@ -121,19 +121,19 @@ class NumberOffloader(Offloader):
 
 
 class PlannedBounds(AutoBounds):
-    """Those of a plan: no step is timed, for nothing is chosen from its times."""
+    """Bounds of a plan. No step is timed, because nothing is chosen from its times."""
 
     def begin_step(self) -> None:
-        """See :class:`AutoBounds`."""
+        """Time no step; see :class:`AutoBounds`."""
 
 
 class NumberManager(Manager):
-    """A manager of a rank in numbers: it learns from steps as any other.
+    """Manager of a rank in numbers, which learns from steps as any other manager.
 
     Args:
         config: Options.
-        device: Where it works.
-        has_bounds: Whether its plan has bounds.
+        device: Device of the rank.
+        has_bounds: Whether the plan of the rank has bounds.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class NumberManager(Manager):
         self.idle_groups.num_steps_left = 0  # whether groups do something is not asked here
 
     def _say_what_steps_cost(self) -> None:
-        """That is for who predicts."""
+        """Log nothing: a prediction returns the costs."""
 
 
 class NumberChunk(Chunk):
-    """A microbatch of a stage.
+    """Microbatch of a stage.
 
     Args:
-        tape: What it does.
+        tape: Events of the microbatch.
         min_numel, offloader, which: As for :class:`Chunk`.
     """
 
@@ -172,11 +172,11 @@ class NumberChunk(Chunk):
         self._given: dict[tuple[int, int], Any] = {}
 
     def open(self, position: int) -> None:
-        """A group starts."""
+        """Start a group."""
         self.start(self.tape.groups[position].name)
 
     def close_group(self, position: int) -> None:
-        """A group is committed."""
+        """Commit a group."""
         group = self.groups[position]
         group.streams.append(self._device.compute)
         for index in self.tape.groups[position].payloads:
@@ -191,7 +191,7 @@ class NumberChunk(Chunk):
         group.saved_refs += map(weakref.ref, saved)
 
     def _tensor(self, index: int) -> NumberTensor:
-        """The source of a payload, or a part of it."""
+        """Make the source of a payload, or a part of the source."""
         payload = self.tape.payloads[index]
         held = self._sources[payload.source]
         assert held is not None, "it is dropped behind the commit"
@@ -200,7 +200,7 @@ class NumberChunk(Chunk):
         return NumberPart(payload.nbytes, held, self._device, payload.gather_s)
 
     def payloads(self, group: Group) -> Payloads:
-        """What a group being committed may send; see :meth:`Engine.payloads`."""
+        """Return what a group being committed may send; see :meth:`Engine.payloads`."""
         assert group.key is not None
         members = {
             index: list[Saved](self._saved[index])
@@ -242,7 +242,7 @@ class NumberChunk(Chunk):
     def _term(
         self, again: Again, group: Group, members: dict[int, list[Saved]], reached: list[Saved]
     ) -> Call:
-        """How a payload is computed again.
+        """Make the call that computes a payload again.
 
         Args:
             again: What it says.
@@ -266,30 +266,30 @@ class NumberChunk(Chunk):
         return Call(partial(_made, self._device, again, leaves), ())
 
     def drop(self, source: int) -> None:
-        """The program has let go of a source."""
+        """Drop the program's reference to a source."""
         self._sources[source] = None
 
     def use(self, index: int) -> None:
-        """Backward asks for a payload."""
+        """Give a payload to backward."""
         number, members = self._uses[index], self._saved[index]
         self._uses[index] = number + 1
         self._given[index, number] = members[number % len(members)].unpack()
 
     def lose(self, index: int, use: int) -> None:
-        """Backward has a view of what it was given for a use, and not that itself."""
+        """Keep only the memory of a use: backward has a view of it, and not the tensor."""
         self._given[index, use] = self._given[index, use].held
 
     def release(self, index: int, use: int) -> None:
-        """Backward has let go of what it was given for a use."""
+        """Drop backward's reference to the tensor of a use."""
         del self._given[index, use]
 
     def gone(self, index: int) -> None:
-        """Autograd will not ask for it any more."""
+        """Drop autograd's references to a payload, which is not used again."""
         del self._saved[index]
 
 
 def _leaves(again: Again) -> Iterator[int]:
-    """Payloads that it asks for, in order."""
+    """Yield the payloads that the operator asks for, in order."""
     for each in again.inputs:
         if isinstance(each, int):
             yield each
@@ -298,7 +298,7 @@ def _leaves(again: Again) -> Iterator[int]:
 
 
 def _made(device: NumberDevice, again: Again, leaves: list[Saved]) -> Any:
-    """What operators make of saved tensors."""
+    """Run operators on saved tensors, and return the output."""
     return _made_of(device, again, iter(leaves))
 
 

@@ -33,8 +33,8 @@ MOST_RUNS = 8
 """Runs of a fill: where no group of a kind fits any more, those of another one may."""
 
 NEARLY_FULL = 1 / 1024
-"""Of the limit: so little room ends a fill of more kinds than runs. Of fewer, each is tried: a peak
-is somewhere in a step, and a group may be gone there.
+"""Part of the limit. So little room ends a fill of more kinds than runs. Fewer kinds are all tried:
+a peak is somewhere in a step, and a group may be gone there.
 """
 
 
@@ -52,29 +52,29 @@ class Candidate(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int, str]:
-        """Groups of the same kind take the same memory."""
+        """Size, stage and name, which are equal for groups that take the same memory."""
         return self.nbytes, self.stage, self.name
 
 
 def as_saved(tapes: RankTapes) -> list[Candidate]:
-    """Groups that have something to move, the largest first; of equal ones, the last saved first,
-    which backward needs first.
+    """Sort groups with something to move, the largest first. Of equal groups the last saved comes
+    first, because backward needs it first.
     """
     return sorted(_candidates(tapes), reverse=True)
 
 
 def largest_first(tapes: RankTapes) -> list[Candidate]:
-    """The largest first; of equal ones, the first saved first."""
+    """Sort groups, the largest first; of equal groups, the first saved first."""
     return sorted(_candidates(tapes), key=lambda group: (-group.nbytes, group.place))
 
 
 def first_saved(tapes: RankTapes) -> list[Candidate]:
-    """The first saved first, whatever their size."""
+    """Sort groups, the first saved first, whatever their size."""
     return sorted(_candidates(tapes), key=lambda group: group.place)
 
 
 def spread_out(tapes: RankTapes) -> list[Candidate]:
-    """The same in the order of NOTE [ Spread out ]."""
+    """Sort groups in the order of NOTE [ Spread out ]."""
     last_first = sorted(_candidates(tapes), key=lambda group: group.place, reverse=True)
     order = partial(reversed_bits, num=len(last_first))
     return [last_first[index] for index in sorted(range(len(last_first)), key=order)]
@@ -90,15 +90,15 @@ def _candidates(tapes: RankTapes) -> list[Candidate]:
 
 
 class Fill:
-    """Fills one rank, a proposal after the other.
+    """Search of the groups that stay on one rank, a proposal after the other.
 
     Args:
-        groups: In the order in which they are to stay.
+        groups: Groups of the rank, in the order in which they are to stay.
         limit_bytes: The highest peak that the rank may have.
 
     Attributes:
-        stay: What to try next; in the end what stays. Nothing, where the peak is above the limit
-            whatever leaves.
+        stay: Groups to try next; in the end the groups that stay. Empty if the peak is above the
+            limit whatever leaves.
         is_trying: Whether another peak is needed.
     """
 
@@ -111,7 +111,7 @@ class Fill:
         self.is_trying = True
 
     def learn(self, peak_bytes: int) -> None:
-        """The peak of the proposal is known."""
+        """Note the peak of the proposal, and make the next proposal."""
         try:
             self.stay = _places(self._proposals.send(peak_bytes))
         except StopIteration as end:
@@ -128,7 +128,7 @@ class Fill:
         return (yield from self._filled(low))
 
     def _filled(self, peak: int) -> Generator[Sequence[Candidate], int, Sequence[Candidate]]:
-        """As many as fit; then as many of the others, without those of a kind that did not."""
+        """Add as many groups as fit; then more groups, without the kinds that did not fit."""
         stay, more = list[Candidate](), list(self._groups)
         has_many = len({group.kind for group in more}) > MOST_RUNS
         for _ in range(MOST_RUNS):
@@ -147,7 +147,7 @@ class Fill:
     def _most(
         self, stay: Sequence[Candidate], peak: int, more: Sequence[Candidate]
     ) -> Generator[Sequence[Candidate], int, tuple[int, int]]:
-        """How many of these fit, in their order, and the peak then.
+        """Search the number of groups of ``more`` that fit in order, and the peak with them.
 
         The next number to try is where the peak is expected at the limit; each third one is in the
         middle, for where that is expected may be wrong from the same side again and again.
@@ -169,7 +169,7 @@ class Fill:
         return fits, peak
 
     def _expected(self, upto: Sequence[int], fits: int, peak: int) -> int:
-        """How many are expected to fit, if ``fits`` of them have this peak."""
+        """Number of groups that are expected to fit, if ``fits`` of them have this peak."""
         if self._bytes_per_byte <= 0:
             return len(upto)
         room = (self._limit_bytes - peak) / self._bytes_per_byte
@@ -185,5 +185,5 @@ def _places(groups: Sequence[Candidate]) -> tuple[Place, ...]:
 
 
 def fewer(stay: Sequence[Place], num: int) -> tuple[Place, ...]:
-    """Without the groups that came to stay last."""
+    """Return ``stay`` without the ``num`` groups that came to stay last."""
     return tuple(islice(stay, max(0, len(stay) - num)))

@@ -1,4 +1,4 @@
-"""All ranks of a schedule, in numbers.
+"""Prediction of a step of all ranks of a schedule, in numbers.
 
 step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
 """
@@ -27,12 +27,12 @@ def predict(
     peers: PeerLink | None = None,
     num_steps: int = 2,
 ) -> PipelineStep:
-    """What :func:`pp_offload.simulate.run_pipeline` would say, to the byte, and far sooner.
+    """Predict the result of :func:`pp_offload.simulate.run_pipeline`, to the byte and far sooner.
 
     Args:
-        order: Who does what.
-        tapes: What that is, rank by rank; see :func:`record`.
-        hardware: What each rank's device is like. How long operators take is in the tapes.
+        order: Actions of each rank.
+        tapes: Work of each rank; see :func:`record`.
+        hardware: Device of each rank. Times of operators are in the tapes.
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
             ``prefetch_bytes``, ``host_budget_bytes``,
             ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
@@ -60,7 +60,7 @@ def predict_each(
     *,
     has_state: bool = False,
 ) -> list[PipelineStep]:
-    """As :func:`predict`, but each of the steps; with ``has_state`` optimizers have made their
+    """Predict each of the steps; see :func:`predict`. With ``has_state`` optimizers have made their
     state before.
     """
     check_count("num_steps", num_steps, least=1)
@@ -118,7 +118,7 @@ def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
 
 
 def check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
-    """A plan says with which options it was made, and a run takes those of its config."""
+    """Check that tapes were recorded with the smallest tensor of the config."""
     name = "min_offloaded_tensor_size"
     expected = config.min_offloaded_tensor_size
     for rank_tapes in tapes:

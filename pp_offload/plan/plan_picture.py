@@ -1,4 +1,4 @@
-"""Pictures: what each rank holds at the peak and what its groups do, and time against limits.
+"""Pictures of a plan: peaks and groups of each rank; and of plans: time against limits.
 
     draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
     draw_front(front(chooser), "front.png", title="Llama 8B on 4 H100")
@@ -33,12 +33,12 @@ BAR_WIDTH = 0.38
 
 
 def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str]) -> None:
-    """Draw it.
+    """Draw the peaks and groups of each rank of a plan.
 
     Args:
-        plan: What :func:`choose` gave.
-        none: The step without offload.
-        path: A file, whose end says the format.
+        plan: Plan of :func:`choose`.
+        none: Step without offload.
+        path: File, whose suffix names the format.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -82,7 +82,7 @@ def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
 
 
 def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
-    """By bytes: numbers of groups would have a large one look like a small one."""
+    """Draw the bytes of groups that leave and that stay, by rank."""
     bottom = [0.0] * len(ranks)
     for name, colour, keeps in (("leave", BLUE, False), ("stay", GREY, True)):
         heights = [_planned_bytes(rank, keeps=keeps) / GIB for rank in ranks]
@@ -109,11 +109,11 @@ def _planned_bytes(rank: RankPlan, *, keeps: bool) -> int:
 
 
 def draw_front(found: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draw it.
+    """Draw the time of a step against the limit.
 
     Args:
-        found: What :func:`front` gave.
-        path: A file, whose end says the format.
+        found: Plans of :func:`front`.
+        path: File, whose suffix names the format.
         title: Model, schedule and device, in words.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a pipeline is made of: bytes and times of its groups and stages, read from its tapes.
+"""Profile of a pipeline: bytes and times of its groups and stages, read from its tapes.
 
     figures = profile(record(order, work, DEVICES["H100"]), DEVICES["H100"])
     print(profile_table(figures))
@@ -38,30 +38,30 @@ class GroupProfile:
     name: str
 
     layer: int
-    """How many groups of this name are before it in its stage."""
+    """Number of groups of this name before the group in its stage."""
 
     stage: int
 
     nbytes: int
-    """What it may send away: without what recipes compute again."""
+    """Bytes that the group may send away: without what recipes compute again."""
 
     shared_with: tuple[str, ...]
     """Names of the groups that save some of the same bytes, which are copied once."""
 
     forward_ms: float
-    """Of operators while no other group was open inside it."""
+    """Time of operators while no other group was open inside the group."""
 
     backward_ms: float
-    """Of operators after backward has asked for something that it saved, until it asks for
-    something of another group. What was asked for once is taken to be for the operators behind.
+    """Time of operators after backward has asked for a tensor of the group, until backward asks for
+    a tensor of another group.
     """
 
     copy_ms: float
-    """Of its bytes, to the host, with nothing else on the link."""
+    """Time of the copy to the host, with no other copy on the link."""
 
     @property
     def bytes_per_ms(self) -> float:
-        """What it saves for each millisecond of its forward; 0 where that takes no time."""
+        """Bytes for each millisecond of the group's forward; 0 if the forward takes no time."""
         return self.nbytes / self.forward_ms if self.forward_ms else 0.0
 
 
@@ -72,7 +72,7 @@ class GroupKind:
     first: GroupProfile
     num: int
     stages: tuple[int, ...]
-    """Which have some."""
+    """Stages that have such groups."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class ActionProfile:
     """A forward or a backward of one microbatch where nothing leaves, or an optimizer's step."""
 
     resident_bytes: int
-    """What the device holds more when it has ended; below 0 if that is less."""
+    """Bytes that the device holds more after the action; below 0 if it holds less."""
 
     transient_peak_bytes: int
-    """The most that the device holds more on the way."""
+    """Most bytes that the device holds more during the action."""
 
     ms: float
-    """Of its operators."""
+    """Time of the operators."""
 
 
 @dataclass(frozen=True)
@@ -97,42 +97,42 @@ class StageProfile:
     rank: int
     forward: ActionProfile
     first_backward: ActionProfile
-    """Of a step: it makes the gradients that the others add to."""
+    """First backward of a step, which makes the gradients that later ones add to."""
 
     backward: ActionProfile
     num_layers: int
-    """Which may be recomputed; for these, all recomputed was recorded, too."""
+    """Layers that may be recomputed. The stage was recorded with all of them recomputed, too."""
 
     recompute_ms: float | None
-    """How much longer a backward is for each layer that it recomputes, on average. None without
-    such layers.
+    """Time that backward takes longer for each recomputed layer, on average. None without such
+    layers.
     """
 
     recompute_frees_bytes: float | None
-    """How much less a microbatch holds for each of them until its backward, on average."""
+    """Bytes that a microbatch holds less for each such layer until its backward, on average."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a pipeline is made of."""
+    """Profile of a pipeline: its groups, stages and optimizers."""
 
     groups: tuple[GroupProfile, ...]
-    """By stage, in forward order."""
+    """Groups by stage, in forward order."""
 
     stages: tuple[StageProfile, ...]
     resident_bytes: tuple[int, ...]
-    """Of each rank at the begin of a step: parameters, and what the schedule allocates."""
+    """Bytes of each rank at the begin of a step: parameters, and what the schedule allocates."""
 
     link_bytes_per_ms: float
-    """What copies in one direction reach."""
+    """Rate of copies in one direction."""
 
     optimizers: tuple[ActionProfile | None, ...] = ()
-    """By rank, what ends a step: the state that it keeps, and what it takes on the way. None where
-    there is none.
+    """Optimizer of each rank: the state that it keeps, and the bytes and time of its step. None for
+    a rank without an optimizer.
     """
 
     def kinds(self) -> list[GroupKind]:
-        """Equal groups as one, in the order in which the first of each comes."""
+        """Collect groups that are alike, in the order in which the first of each kind comes."""
         alike: dict[GroupProfile, list[GroupProfile]] = {}
         for group in self.groups:
             alike.setdefault(_kind(group), []).append(group)
@@ -143,20 +143,20 @@ class Profile:
 
 
 def _kind(group: GroupProfile) -> GroupProfile:
-    """Without its place, and in whole nanoseconds: equal operators differ by what rounding leaves
-    of the clock.
+    """Return the group without its place, and with times in whole nanoseconds: those of equal
+    operators differ by the rounding of the clock.
     """
     forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)
     return replace(group, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
 def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
-    """What is in the tapes.
+    """Read the profile of a pipeline from its tapes.
 
     Args:
         tapes: Rank by rank; see :func:`record`. Where layers may be recomputed, the ranks are
             recorded with all of them recomputed, too.
-        hardware: Has the link.
+        hardware: Hardware with the link.
 
     Raises:
         TypeError: ``hardware`` is no :class:`Hardware`.
@@ -182,7 +182,7 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
 
 
 def _optimizer(update: Update) -> ActionProfile | None:
-    """What it takes in a step, beside the state that it made in the first one."""
+    """Profile an optimizer's step, with the state that it made in the first one."""
     return (
         replace(_action(update.later), resident_bytes=update.state_bytes) if update.later else None
     )
@@ -211,7 +211,7 @@ def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile
 
 
 def _forward_seconds(tape: Tape) -> list[float]:
-    """Of operators, by position of the innermost group that is open."""
+    """Sum times of operators by position of the innermost group that is open."""
     seconds = [0.0] * len(tape.groups)
     are_open: list[int] = []
     for event in tape.forward:
@@ -226,7 +226,7 @@ def _forward_seconds(tape: Tape) -> list[float]:
 
 
 def _backward_seconds(tape: Tape) -> list[float]:
-    """Of operators, by position of the group that backward has asked last."""
+    """Sum times of operators by position of the group that backward has asked last."""
     seconds = [0.0] * len(tape.groups)
     group_of = {payload: i for i, group in enumerate(tape.groups) for payload in group.payloads}
     asked: int | None = None
@@ -240,7 +240,7 @@ def _backward_seconds(tape: Tape) -> list[float]:
 
 
 def _shared(tape: Tape) -> list[tuple[str, ...]]:
-    """By position, names of the groups with which a group shares copies."""
+    """List for each position the names of the groups with which its group shares copies."""
     savers: dict[tuple[int, int], set[int]] = {}
     for position, group in enumerate(tape.groups):
         for payload in (tape.payloads[index] for index in group.payloads):
@@ -271,21 +271,21 @@ def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int)
 
 
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
-    """Forward, first backward and any other, of a microbatch that sends nothing away."""
+    """Profile forward, first backward and later ones of a microbatch that offloads nothing."""
     still = staying(tape)
     backward = _backward(still)
     return _action(still.forward), _action(backward.first), _action(backward.later)
 
 
 def _backward(tape: Tape) -> Backward:
-    """What makes all gradients; both parts, where it comes in two."""
+    """Return the events of a whole backward; both parts if it comes in two."""
     first, weights = tape.input_part, tape.weight_part
     in_two = Backward((*first, *weights.first), (*first, *weights.later))
     return tape.backward if tape.backward.later else in_two
 
 
 def _action(events: Sequence[Event]) -> ActionProfile:
-    """What stretches cost together."""
+    """Sum the bytes and times of stretches."""
     memory, seconds = Bytes(), 0.0
     for event in events:
         assert isinstance(event, Stretch), "nothing leaves"

@@ -1,4 +1,4 @@
-"""A profile as two tables, which a person reads first: kinds of groups, and stages.
+"""A profile as text: tables of kinds of groups, stages and optimizers.
 
 print(profile_table(profile(tapes, hardware)))
 """
@@ -37,7 +37,7 @@ Of the end of each step; the state is there from that of the first one on."""
 
 
 def profile_table(found: Profile) -> str:
-    """A row for each kind of group, one for each stage, and one for each optimizer."""
+    """Format a row for each kind of group, for each stage, and for each optimizer."""
     kinds = [_group(kind) for kind in found.kinds()]
     stages = [_stage(stage, found.resident_bytes[stage.rank]) for stage in found.stages]
     return "\n".join(
@@ -97,7 +97,7 @@ def _stage(stage: StageProfile, resident_bytes: int) -> tuple[str, ...]:
 
 
 def _numbers(stages: Sequence[int]) -> str:
-    """Ascending numbers, the ones in a row as from and to."""
+    """Format ascending numbers; consecutive numbers as a range."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:

@@ -63,15 +63,15 @@ def number_rank(
     *,
     has_state: bool = False,
 ) -> VirtualRank:
-    """A rank that plays its tapes.
+    """Make a rank that plays its tapes.
 
     Args:
-        order: Has its actions.
-        number: Which rank.
-        tapes: What it does.
-        hardware: Its device's.
-        config: Options of its engine; None for no offload.
-        messages: To and from the others.
+        order: Actions of all ranks.
+        number: Number of the rank.
+        tapes: Work of the rank.
+        hardware: Device of the rank.
+        config: Options of the rank's engine; None for no offload.
+        messages: Messages to and from other ranks.
         has_state: Whether its optimizer has made its state.
     """
     if config is None:
@@ -90,13 +90,13 @@ def number_rank(
 
 
 class TapeWork:
-    """What the actions of a rank do, from its tapes.
+    """Work of a rank's actions, played from its tapes.
 
     Args:
-        order: Has the actions.
-        number: Which rank.
-        tapes: What it does.
-        manager: Of the rank.
+        order: Actions of all ranks.
+        number: Number of the rank.
+        tapes: Work of the rank.
+        manager: Manager of the rank.
 
     Attributes:
         has_state: Whether its optimizer has made its state.
@@ -115,13 +115,13 @@ class TapeWork:
         is_keeping = manager.config.split_backward == "keep"
         self._split = SplitBackward(split, is_keeping=is_keeping) if split else None
         self._chunks: dict[ChunkKey, Any] = {}
-        """All of a step, for a program may hold what they saved until the end."""
+        """Chunks of the step. A program may hold what they saved until its end."""
 
         self._have_gradients: set[int] = set()
         """Stages that have had a backward in the step."""
 
     def _key(self, action: Action) -> Key | None:
-        """What an action takes out of the queue, as ``backward_order`` says it."""
+        """Key that an action takes out of the queue, as in ``backward_order``."""
         kind, is_first = action.kind, action.stage_index == 0
         key = ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
         if kind == "BACKWARD_WEIGHT" and not is_first:
@@ -131,7 +131,7 @@ class TapeWork:
         return key if is_begin or kind == "BACKWARD_WEIGHT" else None
 
     def begin_step(self) -> None:
-        """With what the last step has taught; as of an attached schedule."""
+        """Begin a step as an attached schedule does, with what the last step has taught."""
         self._chunks.clear()
         self._have_gradients.clear()
         manager = self._manager
@@ -143,7 +143,7 @@ class TapeWork:
         self._device.begin_step(self._tapes.resident_bytes + state_bytes)
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """See :class:`RankWork`."""
+        """Play a forward; see :class:`RankWork`."""
         manager, tape, vp_stage = self._manager, self._tapes.stages[stage], self._vp_stage[stage]
         manager.begin_chunk(
             len(self._vp_stage),
@@ -159,7 +159,7 @@ class TapeWork:
         return tape.sent_bytes
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """See :class:`RankWork`."""
+        """Play a backward, or its first part; see :class:`RankWork`."""
         tape = self._tapes.stages[stage]
         if kind == "BACKWARD_INPUT":
             self._play_backward(kind, stage, microbatch, tape.input_part)
@@ -168,12 +168,12 @@ class TapeWork:
         return tape.sent_back_bytes
 
     def weight(self, stage: int, microbatch: int) -> None:
-        """See :class:`RankWork`."""
+        """Play the second part of a backward; see :class:`RankWork`."""
         events = self._last(stage, self._tapes.stages[stage].weight_part)
         self._play_backward("BACKWARD_WEIGHT", stage, microbatch, events)
 
     def _last(self, stage: int, part: Backward) -> Sequence[Event]:
-        """The part of a backward that makes gradients of parameters."""
+        """Return the events of the part of a backward that makes gradients of parameters."""
         is_first = stage not in self._have_gradients
         self._have_gradients.add(stage)
         return part.first if is_first else part.later
@@ -192,20 +192,20 @@ class TapeWork:
         self._play(events, self._chunks[key])
 
     def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        """Tapes have no tensors to hand over."""
+        """Do nothing: tapes have no tensors to hand over."""
 
     def reduce(self, stage: int) -> None:
-        """See :class:`RankWork`."""
+        """Play the end of a stage's backwards; see :class:`RankWork`."""
         self._play(self._tapes.stages[stage].reduce, None)
 
     def update(self) -> None:
-        """See :class:`RankWork`."""
+        """Play the optimizer's step; see :class:`RankWork`."""
         update = self._tapes.update
         self._play(update.later if self.has_state else update.first, None)
         self.has_state = True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
     def _play(self, events: Sequence[Event], chunk: NumberChunk | None) -> None:
         run, pass_by = self._device.run, self._device.memory.pass_by

@@ -1,4 +1,4 @@
-"""Records tapes: a rank runs two microbatches on a virtual device whose copies take no time.
+"""Recording of tapes: a rank runs two microbatches on a virtual device whose copies take no time.
 
     tapes = record(order, work, DEVICES["H100"])
     tapes[0].stages[0].forward
@@ -39,12 +39,12 @@ _T = TypeVar("_T")
 def record(
     order: PipelineOrder, work: Work, hardware: Hardware, config: OffloadConfig | None = None
 ) -> list[RankTapes]:
-    """The tapes of all ranks.
+    """Record the tapes of all ranks.
 
     Args:
-        order: Which stages each rank has, and how many microbatches.
-        work: What the stages do.
-        hardware: How long operators take.
+        order: Stages of each rank, and number of microbatches.
+        work: Work of the stages.
+        hardware: Device, which gives operators their times.
         config: Says which tensors may leave, and whether a disk is among the tiers;
             :func:`choose` takes the same.
 
@@ -78,7 +78,7 @@ def record(
 
 
 class _Variants:
-    """Records a rank with more or fewer layers recomputed, each once, when it is asked for."""
+    """Recordings of a rank with more or fewer layers recomputed, each made at its first use."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Variants:
         self._equal: _Variants | None = None
 
     def find_equal(self, variants: Sequence[_Variants]) -> None:
-        """Another rank that does the same is recorded for both: most ranks of a model are equal."""
+        """Share the recordings of a rank that does the same: most ranks of a model are equal."""
         tapes = self(0)
         for variant in variants:
             is_equal = replace(variant(0), stages={}) == replace(tapes, stages={})
@@ -129,14 +129,14 @@ class _Variants:
 
 
 def _layers_of(work: Work, stages: Sequence[int]) -> list[tuple[int, str]]:
-    """Stages and names of the layers that may be recomputed, in forward order."""
+    """List stage and name of each layer that may be recomputed, in forward order."""
     if not isinstance(work, Modules):
         return []
     return [(stage, name) for stage in stages for name in work.layers_of(stage)]
 
 
 def spread(layers: Sequence[_T], num: int) -> list[_T]:
-    """So many of them, as evenly as possible: what is sent away in between has more time."""
+    """Choose ``num`` layers, spread evenly: what is sent away in between has more time."""
     return [layers[index * len(layers) // num] for index in range(num)]
 
 
@@ -149,7 +149,7 @@ def _record_rank(
     has_disk: bool,
     without: RankTapes | None,
 ) -> RankTapes:
-    """The tapes of one rank.
+    """Record the tapes of one rank.
 
     Args:
         order, work, hardware, config: As for :func:`record`.
@@ -199,7 +199,7 @@ def _record_rank(
 
 
 def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Update:
-    """The first update, when all gradients are there, and another one."""
+    """Record the first update, when all gradients exist, and the second one."""
     recorder.taken()
     work.update()
     first = recorder.taken()
@@ -219,7 +219,7 @@ def _stretches(events: Sequence[Event]) -> tuple[Stretch, ...]:
 
 
 def _run_once(work: RankWork, stages: Sequence[int]) -> None:
-    """A microbatch: what is made once is there from now on."""
+    """Run a microbatch, which makes all that is made once."""
     for run in neighbours(stages):
         for stage in run:
             work.forward(stage, 0)
@@ -232,14 +232,14 @@ def _run_once(work: RankWork, stages: Sequence[int]) -> None:
 
 
 class _AllAnew(SplitBackward):
-    """Has nothing brought ahead for a part of a backward: see :class:`Recorder`."""
+    """Split backward that reloads nothing ahead: see :class:`Recorder`."""
 
     def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
-        """Nothing is to come."""
+        """Expect no use in the second part."""
 
 
 class _OneStream(VirtualBackend):
-    """A device on which a program computes on one stream."""
+    """Device on which a program computes on one stream."""
 
     def new_stream(self, name: str = "") -> VirtualStream:
         if hasattr(self, "h2d"):  # its own are there
@@ -261,14 +261,14 @@ def _check_copies(backend: VirtualBackend, manager: PipelineOffloadManager) -> N
 
 
 class _Recording:
-    """Of a rank. Stages next to each other hand over what they make, so they run together.
+    """Recording of a rank. Adjacent stages run together, because they hand over tensors.
 
     Args:
-        order: Says whether backwards come in two parts.
-        rank: Which one.
-        work: What it does.
-        manager: Its engine.
-        recorder: Hears what both do.
+        order: Actions of all ranks; backwards may come in two parts.
+        rank: Number of the rank.
+        work: Work of the rank.
+        manager: Manager of the rank.
+        recorder: Recorder of the work and of the engine.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class _Recording:
         self._recorder = recorder
 
     def tapes(self) -> dict[int, Tape]:
-        """Those of its stages."""
+        """Record the tape of each stage."""
         tapes: dict[int, Tape] = {}
         for run in neighbours(self._stages):
             whole = self._played(run, "FULL_BACKWARD")
@@ -296,7 +296,7 @@ class _Recording:
         return tapes
 
     def _played(self, run: Sequence[int], kind: str) -> dict[int, _Played]:
-        """Stages with such backwards run two microbatches, if there are as many; what they did."""
+        """Run two microbatches of the stages with such backwards, and return their notes."""
         with_these = [stage for stage in run if (kind, stage) in self._kinds]
         if not with_these:
             return {}
@@ -314,7 +314,7 @@ class _Recording:
         return {stage: notes[stage].told(stage, self._recorder) for stage in with_these}
 
     def _begin_step(self) -> None:
-        """In which everything leaves, and nothing is brought ahead."""
+        """Begin a step in which everything leaves, and nothing is reloaded ahead."""
         self._work.begin_step()
         offloader = self._manager.offloader
         offloader.plan = Plan()
@@ -344,7 +344,7 @@ class _Recording:
 
 
 def neighbours(stages: Sequence[int]) -> list[list[int]]:
-    """A rank's stages, those next to each other together."""
+    """Divide a rank's stages into runs of adjacent stages."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and runs[-1][-1] + 1 == stage:
@@ -355,7 +355,7 @@ def neighbours(stages: Sequence[int]) -> list[list[int]]:
 
 
 class _StageNotes:
-    """What a stage did, by microbatch."""
+    """Notes of a stage, by microbatch."""
 
     def __init__(self) -> None:
         self.chunks: list[ChunkNotes] = []
@@ -370,7 +370,7 @@ class _StageNotes:
         self.sent_bytes = self.sent_back_bytes = 0
 
     def told(self, stage: int, recorder: Recorder) -> _Played:
-        """The same as events, when all backwards are over.
+        """Turn the notes into events, when all backwards are over.
 
         Raises:
             ValueError: Microbatches have other groups.
@@ -398,7 +398,7 @@ class _StageNotes:
 
 
 class _Played(NamedTuple):
-    """What the last microbatch did, and of the last part of a backward also the first one."""
+    """Events of the last microbatch; and of the first one, for the last part of its backward."""
 
     groups: tuple[GroupTape, ...]
     chunk: ChunkNotes
@@ -411,7 +411,7 @@ class _Played(NamedTuple):
 
 
 def _tape(whole: _Played | None, split: _Played | None) -> Tape:
-    """Of a stage, from what it did with backwards in one part, and in two."""
+    """Make the tape of a stage from its events with backwards in one part, and in two."""
     last = split or whole
     assert last is not None, "each stage of a schedule has backwards"
     return Tape(

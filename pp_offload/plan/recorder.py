@@ -1,4 +1,4 @@
-"""Notes what a rank does, for tapes.
+"""Recorder of a rank's work, for tapes.
 
 recorder = Recorder(backend)             # before anything is allocated
 manager.offloader.observers.add(recorder)
@@ -62,46 +62,45 @@ Raw = Event | _Run | _Allocated | _Freed
 
 
 class ChunkNotes:
-    """What is known of the chunk of a microbatch."""
+    """Notes of the chunk of a microbatch."""
 
     def __init__(self) -> None:
         self.groups: list[GroupTape] = []
         self.payloads: list[Payload] = []
         self.source_bytes: list[int] = []
         self.payload_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """The payload of each saved tensor."""
+        """Payload of each saved tensor."""
 
         self.uses: Counter[int] = Counter()
-        """Of each payload so far."""
+        """Number of uses of each payload so far."""
 
         self.inputs: WeakSet[Any] = WeakSet()
-        """Of the saved tensors those that recipes hold."""
+        """Saved tensors that recipes hold."""
 
         self.recipes: dict[int, _RecordedFunction] = {}
-        """Of payloads that are computed again."""
+        """Function of each payload that is computed again."""
 
         self.copies: dict[int, Stretch] = {}
-        """Of parameters, by position of the group whose recipes were the first to need them."""
+        """Copies of parameters, by position of the group whose recipes needed them first."""
 
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
-        """By a batch, and a place in it."""
+        """Payload of each place in a batch."""
 
         self._copies: defaultdict[int, list[tuple[weakref.ref[Batch], int]]] = defaultdict(list)
-        """By source, each copy that was made of it."""
+        """Copies of each source."""
 
     def version_of(self, source: int, batch: weakref.ref[Batch], index: int) -> int:
-        """The same number for all that share a copy of a source."""
+        """Return a number that is the same for all payloads that share a copy of a source."""
         copies = self._copies[source]
         if (batch, index) not in copies:
             copies.append((batch, index))
         return copies.index((batch, index))
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
-        """All payloads; a source that one group alone saves needs no version."""
+        """List all payloads, without the version of a source that only one group saves."""
         num = Counter(payload.source for payload in self.payloads)
         payloads = [
-            payload if num[payload.source] > 1 else payload._replace(version=None)
-            for payload in self.payloads
+            each if num[each.source] > 1 else each._replace(version=None) for each in self.payloads
         ]
         for index, function in self.recipes.items():
             payloads[index] = payloads[index]._replace(again=function.again())
@@ -109,11 +108,11 @@ class ChunkNotes:
 
 
 class _RecordedFunction:
-    """A function of a recipe, which notes what it does.
+    """Function of a recipe, which notes its bytes and times.
 
     Args:
-        recorder: Hears it.
-        function: What is called.
+        recorder: Recorder of the function.
+        function: Function that is called.
         inputs: Payloads, and other such functions.
     """
 
@@ -131,12 +130,12 @@ class _RecordedFunction:
         return result
 
     def again(self) -> Again:
-        """As it ran last."""
+        """Return the operator as it ran last."""
         inputs = [each if isinstance(each, int) else each._pruned() for each in self._inputs]
         return Again(*self._stretch, tuple(inputs))
 
     def _pruned(self) -> int | Again:
-        """Without what computes nothing."""
+        """Return the operator; its input if it computes nothing."""
         again = self.again()
         is_view = len(again.inputs) == 1 and self._stretch == _NOTHING
         return again.inputs[0] if is_view else again
@@ -146,15 +145,15 @@ _NOTHING = Stretch((), 0, 0)
 
 
 class Recorder(Observer):
-    """Notes what happens.
+    """Recorder of the events of a rank.
 
     Args:
-        backend: Where it happens.
+        backend: Device of the rank.
 
     Attributes:
-        memory: To be the backend's.
-        chunk: The one that is at work.
-        problem: Why tapes cannot say it.
+        memory: Memory that the backend has to use.
+        chunk: Notes of the chunk that is at work.
+        problem: Reason why tapes cannot describe the program; None without a reason.
     """
 
     def __init__(self, backend: VirtualBackend) -> None:
@@ -163,26 +162,26 @@ class Recorder(Observer):
         self.problem: str | None = None
         self._raw: list[Raw] = []
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
-        """The source of its chunk, by number of the storage."""
+        """Chunk and source of each storage, by number of the storage."""
 
         self._reloads: dict[int, Release] = {}
-        """By number of the storage that a payload came back to."""
+        """Event that ends each reload, by number of the reloaded storage."""
 
         self._of_recipes: set[int] = set()
-        """Numbers of storages that are there while a recipe is computed, and of what leaves."""
+        """Numbers of storages that recipes use, or whose bytes leave."""
 
         backend.compute.heard = (*backend.compute.heard, self._ran)
 
     def begin_chunk(self) -> ChunkNotes:
-        """A microbatch begins its forward."""
+        """Begin the forward of a microbatch."""
         self.chunk = ChunkNotes()
         return self.chunk
 
     def taken(self) -> list[Raw]:
-        """What happened since this was last called.
+        """Return what happened since the last call.
 
         Raises:
-            ValueError: Tapes cannot say it.
+            ValueError: Tapes cannot describe what happened.
         """
         if self.problem is not None:
             raise ValueError(f"{self.problem}; see what the program costs with run_pipeline")
@@ -190,18 +189,18 @@ class Recorder(Observer):
         return raw
 
     def forget(self) -> None:
-        """What was heard so far, and the storages of it: a step begins."""
+        """Forget all events and their storages, because a step begins."""
         self.taken()
         self._sources.clear()
         self._reloads.clear()
         self._of_recipes.clear()
 
     def _refuse(self, problem: str) -> None:
-        """Have :meth:`taken` raise this: here it would come out of the program's forward."""
+        """Have :meth:`taken` raise the problem: here the program's forward would raise it."""
         self.problem = self.problem or problem
 
     def told(self, raw: list[Raw]) -> tuple[Event, ...]:
-        """The same by sources and payloads, once these are known: when all backwards are over."""
+        """Turn notes into events of sources and payloads, when all backwards are over."""
         events: list[Event] = []
         for event in map(self._event, raw):
             last = events[-1] if events else None
@@ -296,7 +295,7 @@ class Recorder(Observer):
         chunk.groups[position] = GroupTape(group.name, tuple(indices))
 
     def _note_copies(self, group: Group) -> None:
-        """Copies of parameters that were made for its recipes."""
+        """Note the copies of parameters that were made for a group's recipes."""
         recipes = group.engine.recipes
         stretch = _NOTHING
         for _, copy in recipes.copies.values() if recipes else ():
@@ -308,7 +307,7 @@ class Recorder(Observer):
             self.chunk.copies[group.key.position] = stretch
 
     def _taken_out(self, tensor: Tensor) -> Stretch | None:
-        """Of what was noted, how a tensor was made; None if that was not in this forward."""
+        """Take out the notes of how a tensor was made; None if this forward did not make it."""
         number = self.memory.number_of(tensor.untyped_storage())
         for at, raw in enumerate(self._raw):
             if isinstance(raw, _Allocated) and raw.number == number:
@@ -320,7 +319,7 @@ class Recorder(Observer):
         return None
 
     def _with_recorded(self, term: Call) -> tuple[Call, _RecordedFunction]:
-        """The same, and what it does."""
+        """Return the term with functions that are recorded, and the outermost function."""
         args: list[Any] = []
         inputs: list[int | _RecordedFunction] = []
         for arg in term.args:
@@ -340,7 +339,7 @@ class Recorder(Observer):
         return index
 
     def apart(self, function: Callable[[], Tensor]) -> tuple[Tensor, Stretch]:
-        """Call a function of a recipe, which is not heard by others."""
+        """Call a function of a recipe, and keep its events out of the notes."""
         begin = len(self._raw)
         result = function()
         raw = self._raw[begin:]
@@ -360,7 +359,7 @@ class Recorder(Observer):
         members: Sequence[Saved],
         gathered: Stretch | None,
     ) -> None:
-        """A payload has left."""
+        """Note a payload that has left."""
         chunk, batch = self.chunk, members[0].batch
         source = self._source_of(name, nbytes, storage)
         copy = weakref.ref(batch), members[0].index
@@ -372,8 +371,8 @@ class Recorder(Observer):
 
     @staticmethod
     def _bring_anew(batch: Batch) -> None:
-        """Nothing is brought ahead, and each use brings its payload anew: it has memory of its own,
-        and what backward lets go of shows.
+        """Reload nothing ahead, and a payload anew for each use: each reload has memory of its own,
+        which shows when backward lets go of it.
         """
         batch.back.uses[:] = [1] * len(batch.sizes)
         mover: Any = batch.mover
@@ -393,7 +392,7 @@ class Recorder(Observer):
         return source
 
     def _add(self, payload: Payload, members: Sequence[Saved]) -> None:
-        """A payload that is gone when autograd holds none of its members, nor any recipe."""
+        """Add a payload, which is gone when neither autograd nor a recipe holds a member."""
         chunk, index = self.chunk, len(self.chunk.payloads)
         holders = [saved for saved in members if saved not in chunk.inputs]
         chunk.payload_of.update(dict.fromkeys(members, index))
@@ -414,7 +413,7 @@ class Recorder(Observer):
         saved.batch.back.given[saved.index] = None
 
     def _computed(self, ref: weakref.ref[Saved], restore: Any, payload: Tensor) -> Tensor:
-        """As :meth:`used`, of what a recipe gives: computed anew for each use."""
+        """Note the use of a payload that a recipe has computed; see :meth:`used`."""
         saved = ref()
         assert saved is not None, "it is being unpacked"
         self._use(saved, payload)
@@ -448,7 +447,7 @@ def _together(stretch: Stretch, following: Stretch) -> Stretch:
 
 
 def _leaves(term: Any) -> Iterator[Saved]:
-    """Saved tensors that a recipe asks for."""
+    """Yield the saved tensors that a recipe asks for."""
     if isinstance(term, Saved):
         yield term
     elif type(term) is Call:
@@ -463,12 +462,12 @@ class _Storage(weakref.ref[UntypedStorage]):
 
 
 class _WatchedMemory(DeviceMemory):
-    """Tells of each storage when it is made and when it is gone.
+    """Memory that reports each storage when it is made and when it is gone.
 
     Args:
-        allocated: Told a number, never used again, and how many bytes.
-        freed: Told the same.
-        resized: Told how many bytes it had, and has.
+        allocated: Called with a new number, and the bytes of the storage.
+        freed: Called with the same.
+        resized: Called with the bytes before and after.
     """
 
     def __init__(
@@ -485,7 +484,7 @@ class _WatchedMemory(DeviceMemory):
         self._num = 0
 
     def number_of(self, storage: UntypedStorage) -> int:
-        """Its number."""
+        """Number of a storage."""
         return self._numbered[storage._cdata].number
 
     def _seen(self, storage: UntypedStorage) -> Any:
@@ -505,5 +504,5 @@ class _WatchedMemory(DeviceMemory):
 
 
 def rounded(nbytes: int) -> int:
-    """What a device allocator takes for so many bytes."""
+    """Bytes that a device allocator takes for ``nbytes``."""
     return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES

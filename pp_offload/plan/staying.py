@@ -1,7 +1,7 @@
-"""What a stage does where nothing leaves: operators and memory, and no groups.
+"""Tape of a stage from which nothing leaves: operators and memory, without groups.
 
 tape = staying(tapes[0].stages[0])
-len(tape.forward)                     # 1: nobody hears of anything in between
+len(tape.forward)                     # 1: there is no event in between
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pp_offload.plan.tape import Backward, Drop, Event, Gone, Stretch, Tape
 
 
 def staying(tape: Tape) -> Tape:
-    """The same stage, of which groups keep what they save until autograd lets it go."""
+    """Make the tape of the same stage whose groups keep what they save."""
     held = Counter(range(len(tape.source_bytes)))
     held.update(payload.source for payload in tape.payloads if payload.num_uses)
     forward = _together(tape, tape.forward, held)
@@ -36,7 +36,7 @@ def staying(tape: Tape) -> Tape:
 
 
 def _together(tape: Tape, events: Iterable[Event], held: Counter[int]) -> tuple[Event, ...]:
-    """Events as one stretch; ``held`` says who still hold each source, and does so afterwards."""
+    """Join events into one stretch. ``held`` counts the holders of each source, and is updated."""
     stretches = list(_stretches(tape, events, held))
     nbytes = rise = 0
     for stretch in stretches:

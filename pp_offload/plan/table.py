@@ -1,4 +1,4 @@
-"""A plan as a table, which a person reads first.
+"""A plan as text: a table with a row for each rank.
 
 print(table(plan, chooser.without_offload()))
 """
@@ -27,7 +27,7 @@ from the second step on, for there is no time for it to come back."""
 
 
 def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = None) -> str:
-    """A row for each rank, and what binds, if that is host memory or the link.
+    """Format a row for each rank, and below whether host memory or the link binds.
 
     Args:
         plan: To be shown.
@@ -58,7 +58,7 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
 
 
 def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
-    """Whether it is in the peaks."""
+    """Say whether peaks include the optimizer's state."""
     most = max((rank.optimizer_bytes for rank in plan.ranks), default=0)
     if not most:
         return ["Peaks are without an optimizer's state."]
@@ -66,7 +66,7 @@ def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
 
 
 def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list[str]:
-    """A sentence if a step would be shorter with more host memory."""
+    """Say how much shorter a step would be with more host memory; empty if it would not."""
     if roomier is None:
         return []
     host = max(rank.host_peak_bytes for rank in roomier.ranks)
@@ -77,7 +77,7 @@ def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list
 
 
 def _because_of_the_link(plan: OffloadPlan) -> list[str]:
-    """What to do where compute waits long for copies."""
+    """Advise what to do if compute waits long for copies; empty if it does not."""
     stalled_s = max((rank.stalled_s for rank in plan.ranks), default=0.0)
     if stalled_s <= LONG * plan.seconds:
         return []

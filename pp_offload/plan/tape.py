@@ -1,6 +1,6 @@
-"""What a chunk does on the device, as numbers in the order in which the host asks for it.
+"""Tape: work and memory of a chunk on the device, in the order in which the host launches it.
 
-A tape is recorded once and played for every microbatch. What it does not say is what the engine
+A tape is recorded once and played for every microbatch. It does not contain what the engine
 decides: whether a group leaves, when its sources go and when its payloads come back.
 """
 
@@ -18,37 +18,37 @@ class Again(NamedTuple):
 
     seconds: tuple[float, ...]
     nbytes: int
-    """Device memory of what it makes."""
+    """Device memory of the output."""
 
     rise: int
-    """The most that there is on the way."""
+    """Most device memory while the operator runs."""
 
     inputs: tuple[int | Again, ...]
-    """Payloads and what is made of them, in the order in which they are asked for."""
+    """Payloads, and operators that run again, in the order in which they are asked for."""
 
 
 class Payload(NamedTuple):
     """Bytes that a group saves, and may send away."""
 
     nbytes: int
-    """That are copied, or computed again."""
+    """Bytes that are copied, or computed again."""
 
     source: int
-    """Which of the tape's sources it is in."""
+    """Number of the tape's source that has the bytes."""
 
     num_uses: int
-    """How often backward is expected to ask for it."""
+    """Number of times that backward is expected to ask for the payload."""
 
     version: int | None = None
-    """Of the source when it was saved, by a number: groups that saved the same one share a copy.
-    None where it is not shared.
+    """Version of the source when it was saved: groups that saved the same version share a copy.
+    None if the source is not shared.
     """
 
     again: Again | None = None
-    """How it is computed again where its group leaves; then it is not copied."""
+    """Operator that computes the payload again if its group leaves; None if it is copied."""
 
     gather_s: float | None = None
-    """Of a part of its source that only recipes ask for: how long compute takes to take it out."""
+    """Time in which compute copies a part out of its source, if only recipes ask for the part."""
 
 
 class GroupTape(NamedTuple):
@@ -56,23 +56,23 @@ class GroupTape(NamedTuple):
 
     name: str
     payloads: tuple[int, ...]
-    """Of the tape's payloads, first saved first."""
+    """Numbers of the tape's payloads, first saved first."""
 
     copies: Stretch | None = None
-    """Of parameters, which recipes need: made once in a step, if the group leaves."""
+    """Copies of parameters that recipes need, made once in a step if the group leaves."""
 
 
 class Stretch(NamedTuple):
-    """Operators on the compute stream, and device memory, between what the engine hears of."""
+    """Operators on the compute stream, and device memory, between two events of the engine."""
 
     seconds: tuple[float, ...]
-    """Of each operator."""
+    """Time of each operator."""
 
     nbytes: int
-    """Device memory that there is more in the end; below 0 if there is less."""
+    """Device memory allocated in the end; below 0 if more was freed."""
 
     rise: int
-    """The most that there is more on the way; 0 if there never is."""
+    """Most device memory allocated on the way; 0 if there never is more than before."""
 
 
 class Open(NamedTuple):
@@ -105,7 +105,7 @@ class Release(NamedTuple):
     payload: int
 
     use: int
-    """By which use of the payload in its chunk, from 0; parts of a backward count on."""
+    """Number of the payload's use in its chunk, from 0; parts of a backward count on."""
 
 
 class Lost(NamedTuple):
@@ -113,11 +113,11 @@ class Lost(NamedTuple):
 
     payload: int
     use: int
-    """As of :class:`Release`."""
+    """Number of the use; see :class:`Release`."""
 
 
 class Gone(NamedTuple):
-    """Autograd will not ask for it any more."""
+    """Autograd will not ask for a payload any more."""
 
     payload: int
 
@@ -126,10 +126,10 @@ Event = Stretch | Open | Close | Drop | Use | Lost | Release | Gone
 
 
 class Backward(NamedTuple):
-    """What makes gradients of parameters."""
+    """Events that make gradients of parameters."""
 
     first: tuple[Event, ...] = ()
-    """For the first microbatch, which makes the gradients that the others add to."""
+    """Events of the first microbatch, which makes the gradients that later ones add to."""
 
     later: tuple[Event, ...] = ()
 
@@ -145,52 +145,52 @@ class Tape:
 
     forward: tuple[Event, ...]
     backward: Backward
-    """In one part; empty where the schedule has none of the stage, as are the others."""
+    """Backward in one part; empty if the schedule has none for the stage, as are the two below."""
 
     input_part: tuple[Event, ...]
-    """The first part of one in two, which makes gradients of inputs alone."""
+    """First part of a backward in two, which makes gradients of inputs alone."""
 
     weight_part: Backward
-    """The second part."""
+    """Second part of a backward in two."""
 
     reduce: tuple[Event, ...]
-    """When all backwards of the stage are over."""
+    """Events when all backwards of the stage are over."""
 
     sent_bytes: int
-    """What the next stage gets for a microbatch."""
+    """Bytes that the next stage gets for a microbatch."""
 
     sent_back_bytes: int
-    """What the stage before gets."""
+    """Bytes that the stage before gets for a microbatch."""
 
     @property
     def num_events(self) -> int:
-        """Of a microbatch."""
+        """Number of events of a microbatch."""
         parts = len(self.input_part) + len(self.weight_part.later)
         return len(self.forward) + max(len(self.backward.later), parts)
 
     def nbytes(self, group: GroupTape) -> int:
-        """What a group of it may send."""
+        """Bytes that a group of the tape may send."""
         payloads = [self.payloads[index] for index in group.payloads]
         return sum([payload.nbytes for payload in payloads if payload.again is None])
 
 
 class Update(NamedTuple):
-    """What an optimizer does at the end of a step; nothing where there is none."""
+    """Work of an optimizer at the end of a step; empty without an optimizer."""
 
     first: tuple[Stretch, ...] = ()
-    """In the first step, in which it makes its state."""
+    """Work in the first step, in which the optimizer makes its state."""
 
     later: tuple[Stretch, ...] = ()
 
     @property
     def state_bytes(self) -> int:
-        """Device memory that it has from the first step on."""
+        """Device memory of the optimizer from the first step on."""
         return sum(stretch.nbytes for stretch in self.first)
 
 
 @dataclass(frozen=True)
 class RankTapes:
-    """All that a rank does."""
+    """Tapes of a rank's stages, and of its optimizer."""
 
     stages: dict[int, Tape]
     resident_bytes: int
@@ -202,16 +202,16 @@ class RankTapes:
     """Names of the layers that backward recomputes, by virtual stage."""
 
     num_layers: int = 0
-    """How many it could recompute, with these."""
+    """Number of layers that the rank could recompute, these included."""
 
     min_offloaded_tensor_size: int | None = None
-    """The option of this name that they were recorded with; None where nobody has said it."""
+    """Option of this name that the tapes were recorded with; None if unknown."""
 
     variant: Callable[[int], RankTapes] | None = field(default=None, compare=False, repr=False)
-    """Records the rank anew with so many of its layers recomputed; None where it has none."""
+    """Function that records the rank with a number of layers recomputed; None without layers."""
 
     def planned(self, stay: Container[tuple[int, int]]) -> tuple[tuple[PlannedGroup, ...], ...]:
-        """Its groups, where those at these places stay and all others leave.
+        """Make the planned groups of the rank: groups at these places stay, all others leave.
 
         Args:
             stay: Number of a stage and position in it, of each.
@@ -225,7 +225,7 @@ class RankTapes:
         )
 
     def recomputing(self, num: int) -> RankTapes:
-        """The same rank where backward recomputes ``num`` of its layers, spread evenly.
+        """Return the same rank with ``num`` of its layers recomputed, spread evenly.
 
         Raises:
             ValueError: It has fewer that may be recomputed.

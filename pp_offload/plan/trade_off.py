@@ -1,4 +1,4 @@
-"""How much longer a step is for less memory: plans for limits from the least to the most.
+"""Time against memory: plans for limits from the least to the most.
 
     plans = front(chooser, num=8)
     print(front_table(plans))
@@ -28,7 +28,7 @@ layers of all ranks that backward computes anew."""
 
 @dataclass(frozen=True)
 class Front:
-    """What was found."""
+    """Plans by limit, and two steps without a plan."""
 
     plans: tuple[OffloadPlan, ...]
     """Least limit first. A larger limit is never slower."""
@@ -39,13 +39,13 @@ class Front:
 
 
 def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
-    """Plans for limits as far from each other as can be.
+    """Make plans for limits at equal distances, from the least limit to the most memory.
 
     Args:
-        chooser: Makes them.
-        num: How many; the least limit is that which can just be met, the most what a step needs
-            without offload.
-        made_for: As for :func:`choose`.
+        chooser: Planner of the pipeline.
+        num: Number of plans. The least limit can just be met; the last is the peak without
+            offload.
+        made_for: Model, schedule and device; see :func:`choose`.
 
     Raises:
         ValueError: There is no number of at least 2, or what :func:`choose` raises.
@@ -62,7 +62,7 @@ def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
 
 
 def least_limit(chooser: Chooser) -> int:
-    """The least limit in bytes that a plan was found for."""
+    """Return the least limit in bytes for which there is a plan."""
     try:
         chooser.plan(1)
     except InfeasibleError as refused:
@@ -71,7 +71,7 @@ def least_limit(chooser: Chooser) -> int:
 
 
 def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
-    """For each limit the fastest of all that were made for this one or less."""
+    """Choose for each limit the fastest of all plans for this limit or a lower one."""
     best: list[OffloadPlan] = []
     for plan in plans:
         is_slower = bool(best) and best[-1].seconds < plan.seconds
@@ -80,12 +80,12 @@ def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
 
 
 def peak_of(step: PipelineStep | OffloadPlan) -> int:
-    """Of the fullest rank."""
+    """Peak of the fullest rank, in bytes."""
     return max(rank.peak_bytes for rank in step.ranks)
 
 
 def front_table(found: Front) -> str:
-    """A row for each limit, and for each way without a plan."""
+    """Format a row for each limit, and for each step without a plan."""
     none = found.without_offload
     rows = [_planned(number, plan) for number, plan in enumerate(found.plans)]
     if found.recomputed is not None:
