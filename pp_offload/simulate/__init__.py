@@ -1,4 +1,4 @@
-"""What a step costs on an accelerator that is not here: the engine itself, on streams with clocks.
+"""Simulation of a step's cost on any accelerator: the engine itself, on streams with clocks.
 
     device = VirtualBackend(DEVICES["H100"])
     with use_backend(device) as manager:

@@ -1,4 +1,4 @@
-"""The host's clock, and those of streams. Times are in seconds since the device was made.
+"""Clocks of the host and of streams. Times are in seconds since the device was made.
 
 Work gets its begin and its end when it is launched, since whatever it waits for was launched before
 and has its times already. So nothing ever runs, and there is no queue of events to come.
@@ -19,7 +19,7 @@ from pp_offload.simulate.hardware import Hardware
 
 
 class HostClock:
-    """The time of the host, which launches work and goes on.
+    """Clock of the host, which launches work and goes on.
 
     Attributes:
         now_s: The time.
@@ -32,13 +32,13 @@ class HostClock:
         self.hardware = hardware
 
     def wait_until(self, time_s: float) -> None:
-        """Block until then."""
+        """Block the host until ``time_s``."""
         self.blocked_s += max(0.0, time_s - self.now_s)
         self.now_s = max(self.now_s, time_s)
 
 
 class VirtualEvent:
-    """A point in a stream's order, and its time.
+    """Point in a stream's order, and its time.
 
     Attributes:
         time_s: End of all work before the event, which may be before it was recorded.
@@ -53,24 +53,24 @@ class VirtualEvent:
         self.recorded_s = host.now_s
 
     def __deepcopy__(self, memo: object) -> VirtualEvent:
-        """Itself: it never changes, and a copied clock would stand still."""
+        """Return the event itself: it never changes, and a copied clock would stand still."""
         return self
 
     def query(self) -> bool:
-        """Whether the host's clock has reached that time."""
+        """Whether the host's clock has reached the event."""
         return self.time_s <= self._host.now_s
 
     def elapsed_time(self, end: VirtualEvent) -> float:
-        """Milliseconds from here to ``end``."""
+        """Milliseconds from this event to ``end``."""
         return (end.time_s - self.time_s) * 1e3
 
     def synchronize(self) -> None:
-        """Have the host wait until then."""
+        """Have the host wait until the event."""
         self._host.wait_until(self.time_s)
 
 
 class VirtualStream:
-    """Work in order.
+    """Stream with a clock, which runs work in order.
 
     Attributes:
         free_at_s: When all work launched so far has ended.
@@ -90,16 +90,16 @@ class VirtualStream:
         self._queued_ends_s: deque[float] = deque()
 
     def launch(self, seconds: float) -> float:
-        """Launch work that takes that long; its end."""
+        """Launch work that takes ``seconds``, and return its end."""
         return self.launch_until(lambda begin_s: begin_s + seconds)
 
     def launch_all(self, seconds: Sequence[float]) -> None:
-        """Launch several, one behind the other."""
+        """Launch several pieces of work, one behind the other."""
         for work_s in seconds:
             self.launch(work_s)
 
     def launch_until(self, end_s: Callable[[float], float]) -> float:
-        """Launch work whose end depends on its begin; its end.
+        """Launch work whose end depends on its begin, and return its end.
 
         Where the queue of launches is full, the host waits for room first.
         """
@@ -125,7 +125,7 @@ class VirtualStream:
         self.wait_until(event.time_s)
 
     def wait_until(self, time_s: float) -> None:
-        """Let nothing launched from now on begin before that time."""
+        """Let nothing launched from now on begin before ``time_s``."""
         self._may_begin_s = max(self._may_begin_s, time_s)
 
     def wait_stream(self, other: VirtualStream) -> None:
@@ -134,13 +134,13 @@ class VirtualStream:
 
     @property
     def ready_at_s(self) -> float:
-        """End of everything launched so far, and of all that is waited for."""
+        """End of all work launched so far, and of all that the stream waits for."""
         return max(self.free_at_s, self._may_begin_s)
 
     def record_event(self) -> VirtualEvent:
-        """A new event at that point."""
+        """Record an event after all work launched so far."""
         return VirtualEvent(self._host, self.ready_at_s)
 
     def synchronize(self) -> None:
-        """Have the host wait for all of it."""
+        """Have the host wait for all work of the stream."""
         self.record_event().synchronize()

@@ -1,4 +1,4 @@
-"""A step of a pipeline without offload and one with it: run, as a table, and as figures.
+"""Comparison of a pipeline's steps without and with offload, as a table and as figures.
 
 both = compare(order, work, DEVICES["H100"], config=OffloadConfig())
 both.table(DEVICES["H100"].memory_bytes)
@@ -36,7 +36,7 @@ waited: ms in which compute worked, stood still for copies, and for messages of 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What both steps cost."""
+    """Costs of a step without offload and of one with it."""
 
     without: PipelineStep
     with_offload: PipelineStep
@@ -47,7 +47,7 @@ class Comparison:
     """State of an optimizer that the plan counts and the run lacks, or the other way round."""
 
     def table(self, memory_bytes: int) -> str:
-        """As text: a row for each rank.
+        """Format a row for each rank.
 
         Args:
             memory_bytes: Memory of a device; peaks above it are marked.
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def above_the_limit(self) -> dict[int, int]:
-        """Bytes above the limit of the plan, of each rank that is above it."""
+        """Bytes of each rank above the limit of the plan, if it is above."""
         if self.limit_bytes is None:
             return {}
         above = {
@@ -90,7 +90,7 @@ class Comparison:
 
     @property
     def worse(self) -> list[str]:
-        """A longer step and higher peaks with offload than without, in words."""
+        """Sentences about a longer step and higher peaks with offload than without."""
         longer = self.with_offload.seconds / self.without.seconds - 1
         ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
         higher = [
@@ -138,7 +138,7 @@ def compare(
     progress: Callable[[str], Progress | None] | None = None,
     trace: Watcher | None = None,
 ) -> Comparison:
-    """Run both.
+    """Run a step without offload and one with it.
 
     Args:
         order, work, hardware, peers: As for :func:`run_pipeline`.
@@ -204,6 +204,6 @@ def _peak(rank: RankStep, memory_bytes: int) -> str:
 
 
 def _figures(rank: RankStep) -> dict[str, Any]:
-    """All fields but the bounds, which are options."""
+    """Make figures of all fields but the bounds, which are options."""
     figures = {name: value for name, value in asdict(rank).items() if name != "bounds"}
     return figures | {"waits_most_for": rank.waits_most_for}

@@ -1,4 +1,4 @@
-"""How long operators take: what was measured, or the roofline of operations and bytes touched.
+"""Times of operators: measured, or by the roofline of operations and bytes touched.
 
 seconds = OperatorCosts(hardware).seconds(func, args, kwargs, outputs)
 """
@@ -70,7 +70,7 @@ class OperatorCosts:
 
 
 def _measured(given: OperatorSeconds) -> Measured:
-    """The table as a function; a function as it is."""
+    """Return the table as a function, or the function itself."""
     if not isinstance(given, Mapping):
         if not callable(given):
             check_kind("operator_seconds", given, Mapping, "a table by operator, or a function")
@@ -125,7 +125,7 @@ def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among arguments or outputs, and in lists among them."""
+    """Yield the tensors among arguments or outputs, and in lists among these."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -142,10 +142,10 @@ def _storage_bytes(tensor: Tensor) -> int:
 
 
 def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[..., float]:
-    """A count of products of scores with rows, for each query head; half of each if causal.
+    """Make a count of attention's operations for each query head; half as many if causal.
 
     Args:
-        num_products: As many as the operator makes.
+        num_products: Number of products of scores with rows.
         query_at: Position of ``query`` in its schema; ``key`` is next.
         causal_at: Position of ``is_causal``.
     """
@@ -162,7 +162,7 @@ def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[
 
 
 def _grouped(rows: Tensor, columns: Tensor, *rest: Any, **more: Any) -> float:
-    """Each row, or each column, meets the matrix of its group alone."""
+    """Count products in groups: each row, or each column, meets the matrix of its group alone."""
     num_matrices = rows.shape[0] if rows.dim() == columns.dim() == 3 else 1
     return 2.0 * num_matrices * rows.shape[-2] * rows.shape[-1] * columns.shape[-1]
 

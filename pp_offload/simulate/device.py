@@ -1,4 +1,4 @@
-"""A device without data, on which the engine runs as it is, and everything takes its time.
+"""Virtual device without data, on which the engine runs unchanged and all work takes time.
 
 backend = VirtualBackend(DEVICES["H100"])
 with use_backend(backend):
@@ -35,13 +35,13 @@ from pp_offload.simulate.memory import DeviceMemory
 from pp_offload.simulate.repeated import RepeatedCalls
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Of Linux; Python knows its name from 3.12 on."""
+"""Flag of Linux, which Python names from 3.12 on."""
 
 aten = torch.ops.aten
 
 
 class VirtualBackend(HasLiveStream[VirtualStream]):
-    """Tensors on ``meta`` as device tensors, and streams with clocks.
+    """Backend with tensors on ``meta`` as device tensors, and streams with clocks.
 
     Host memory is asked from the system and never touched, so it takes addresses and no memory.
 
@@ -93,7 +93,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     @property
     def seconds(self) -> float:
-        """When all that was launched so far has ended."""
+        """Time at which all work launched so far has ended."""
         return max(self.host.now_s, *(stream.free_at_s for stream in self._streams))
 
     @property
@@ -103,17 +103,17 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         return self.d2h.busy_s
 
     def new_stream(self, name: str = "") -> VirtualStream:
-        """Another stream, ordered with nothing. Its name is not used."""
+        """Make another stream, ordered with no other. Its name is not used."""
         self._streams.append(VirtualStream(self.host))
         return self._streams[-1]
 
     def timed_event(self, stream: Stream) -> VirtualEvent:
-        """A new event; all of them know their time."""
+        """Make an event; all events have their time."""
         assert isinstance(stream, VirtualStream)
         return stream.record_event()
 
     def memory_bytes(self) -> int | None:
-        """Size of the device's memory; None where it has no end."""
+        """Size of the device's memory; None if it is unlimited."""
         nbytes = self.hardware.memory_bytes
         return None if nbytes == inf else nbytes
 
@@ -122,7 +122,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualFile:
-        """A file that stays empty, on the device's disk."""
+        """Make a file on the device's disk, which stays empty."""
         return VirtualFile(self.disk, directory)
 
     def copy(
@@ -140,7 +140,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         stream.launch_until(lambda begin_s: self.link.copy(begin_s, nbytes, to_host=to_host))
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Addresses without memory behind them. Pinning takes its time."""
+        """Allocate addresses without memory behind them, in the time that pinning takes."""
         if self.hardware.pin_bytes_per_s is not None:
             self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
@@ -151,7 +151,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Inside, operators on ``meta`` take time and memory, by the kernels of an accelerator.
+        """Have operators on ``meta`` take time and memory, by the kernels of an accelerator.
 
         Raises:
             RuntimeError: Another virtual device is active.
@@ -160,12 +160,12 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
             yield
 
     def synchronize(self) -> None:
-        """Have the host wait for all of it."""
+        """Have the host wait for all work of the device."""
         self.host.wait_until(self.seconds)
 
 
 class _Clocked(TorchDispatchMode):
-    """Gives every operator below autograd its time, in forward and backward alike."""
+    """Dispatch mode that gives each operator below autograd its time, in forward and backward."""
 
     def __init__(self, device: VirtualBackend) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Clocked(TorchDispatchMode):
         return outputs
 
     def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """A copy that the program itself makes over the link, as ``x.cpu()`` does.
+        """Take the time of a copy that the program itself makes, as ``x.cpu()`` does.
 
         Such a copy runs on the compute stream. The host waits for it, unless it is
         ``non_blocking``.

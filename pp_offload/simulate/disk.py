@@ -1,4 +1,4 @@
-"""A disk with a clock: reads and writes take their time, and nothing is written.
+"""Disk with a clock: reads and writes take their time, and nothing is written.
 
     disk = DiskClock(host)
     begin_s, end_s = disk.run(may_begin_s, nbytes, writes=True)
@@ -26,7 +26,7 @@ from pp_offload.simulate.clocks import HostClock, VirtualEvent
 
 
 class DiskClock:
-    """The time of one disk, which may have several files.
+    """Clock of one disk, which may have several files.
 
     Attributes:
         free_at_s: When all work so far has ended.
@@ -39,7 +39,7 @@ class DiskClock:
         self.busy_s = 0.0
 
     def run(self, may_begin_s: float, nbytes: int, *, writes: bool) -> tuple[float, float]:
-        """Begin and end of a write or a read that is queued now, and may begin at ``may_begin_s``.
+        """Queue a write or a read that may begin at ``may_begin_s``, and return begin and end.
 
         See NOTE [ One queue ].
         """
@@ -102,7 +102,7 @@ class VirtualFile(DiskFile):
 
 
 def _end_s(event: Event) -> float:
-    """Time of an event; before everything if it has none."""
+    """Time of an event; minus infinity without an event."""
     if isinstance(event, DiskEvent) and isinstance(event.piece, ClockedWork):
         return event.piece.end_s
     return event.time_s if isinstance(event, VirtualEvent) else 0.0

@@ -1,4 +1,4 @@
-"""What is known of accelerators: how fast they compute, read their memory, and are copied from.
+"""Figures of accelerators: rates of compute, of memory, and of copies to and from the host.
 
     h100 = replace(DEVICES["H100"], matmul_fraction=0.7)
     mine = Hardware.from_file("out.json")   # as pp-offload doctor --measure has written it
@@ -32,7 +32,7 @@ MAY_BE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator and its link to the host.
+    """Figures of one accelerator and of its link to the host.
 
     Raises:
         ValueError: A rate or a count is not above 0, a time is below, a fraction is above 1, or
@@ -104,7 +104,7 @@ class Hardware:
     """Time of a copy to or from the host, beside its bytes."""
 
     num_queued_launches: int = 1024
-    """How many launches the host may be ahead."""
+    """Number of launches that the host may be ahead."""
 
     pin_bytes_per_s: float | None = None
     """Rate at which host memory is pinned, when it is first needed. None if that takes no time."""
@@ -125,7 +125,7 @@ class Hardware:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Hardware:
-        """Read what ``pp-offload doctor --measure`` has written.
+        """Read the figures that ``pp-offload doctor --measure`` has written.
 
         Raises:
             OSError: The file cannot be read.
@@ -156,7 +156,7 @@ class Hardware:
 
     @property
     def both_copies_bytes_per_s(self) -> float:
-        """What copies in both directions reach together."""
+        """Rate of copies in both directions together."""
         both = self.both_links_bytes_per_s
         return min(self.d2h_rate + self.h2d_rate if both is None else both, self._host_share)
 
@@ -172,7 +172,7 @@ class Hardware:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an int or a float; ``True`` is neither."""
+    """Whether a value is an int or a float; ``True`` is neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -203,7 +203,7 @@ GH200 = replace(
     host_bytes_per_s=512 * GB,  # of the data sheet of Grace's LPDDR5X
 )
 GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_host": 2}
-"""Of the data sheet: Grace's NVLink-C2C, 450 GB/s each way, and its memory serve two devices."""
+"""Rate by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
 
 DEVICES: dict[str, Hardware] = {
     device.name: device
@@ -218,4 +218,4 @@ DEVICES: dict[str, Hardware] = {
         _row("MI300X", 1307, 5300, 192, 50),
     )
 }
-"""By name. Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others."""
+"""Devices. Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others."""

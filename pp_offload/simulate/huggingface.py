@@ -40,7 +40,7 @@ PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 def model_from_config(
     config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
-    """A causal language model on ``meta``, to be trained.
+    """Make a causal language model on ``meta``, to be trained.
 
     Args:
         config: Of Transformers; it is not changed.
@@ -100,13 +100,13 @@ class DecoderStage(nn.Module):
 
 
 def _causal_mask(x: Tensor) -> Tensor:
-    """Numbers added to scores, so that no token sees those behind it."""
+    """Make the mask that is added to scores, so that no token sees later ones."""
     length, least = x.shape[1], torch.finfo(x.dtype).min
     return torch.full((length, length), least, dtype=x.dtype, device=x.device).triu(1)[None, None]
 
 
 def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
-    """A causal language model in stages of a pipeline, as equal as possible.
+    """Divide a causal language model into stages of a pipeline, as equal as possible.
 
     Args:
         model: Of Transformers, such as Llama, Qwen2 or Mixtral. Its modules are used as they are.
@@ -132,6 +132,6 @@ def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
 
 
 def groups_of(stage: DecoderStage) -> dict[str, str]:
-    """Patterns for :func:`pp_offload.attach`: each part of a layer is a group, but for norms."""
+    """Return patterns for :func:`pp_offload.attach`: each part of a layer is a group, but norms."""
     names = [name for name, _ in stage.layers[0].named_children() if "norm" not in name]
     return {name: f"layers.*.{name}" for name in names}

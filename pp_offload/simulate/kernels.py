@@ -1,4 +1,4 @@
-"""Makes tensors without data take the kernels that an accelerator would take.
+"""Kernels of an accelerator for tensors without data.
 
 On ``meta`` PyTorch computes attention from matrix products, which saves the scores, saves the mask
 of a dropout as numbers, and an RMS norm's input in float32. Accelerators do none of that. So inside
@@ -32,7 +32,7 @@ _entered: list[torch.library.Library] = []
 
 @contextmanager
 def accelerator_kernels() -> Iterator[None]:
-    """Inside, ``meta`` has the kernels of an accelerator, on every thread.
+    """Give ``meta`` the kernels of an accelerator inside, on every thread.
 
     Raises:
         RuntimeError: It has them already.
@@ -84,7 +84,7 @@ def _attention(
 
 
 def _is_for_flash(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
-    """What CUDA's kernel asks for, as far as sizes and dtypes say."""
+    """Whether CUDA's flash kernel takes tensors of these sizes and dtypes."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_heads = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
     width = query.shape[-1]
@@ -92,7 +92,7 @@ def _is_for_flash(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
 
 
 def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """The same of CUDA's memory-efficient kernel, which takes float32, too."""
+    """Whether CUDA's memory-efficient kernel does, which takes float32, too."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
     has_heads = query.shape[1] == key.shape[1] == value.shape[1]
@@ -113,6 +113,6 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """As a layer norm: one pass each way, and the input is saved as it is, with statistics."""
+    """Run as a layer norm: one pass each way; the input is saved as it is, with statistics."""
     outputs = aten.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
     return outputs[0]  # type: ignore[no-any-return]

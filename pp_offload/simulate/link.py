@@ -39,7 +39,7 @@ class Use(NamedTuple):
 
 
 class Link:
-    """Gives copies their ends, and counts their bytes.
+    """Link that gives copies their ends, and counts their bytes.
 
     Attributes:
         bytes_to_host: Bytes that left the device so far.
@@ -61,7 +61,7 @@ class Link:
         """For each use, when it and all before it are over: uses may end out of order."""
 
     def copy(self, begin_s: float, nbytes: int, *, to_host: bool) -> float:
-        """End of a copy that is launched now. See NOTE [ First come, first served ]."""
+        """Launch a copy, and return its end. See NOTE [ First come, first served ]."""
         if to_host:
             self.bytes_to_host += nbytes
         else:
@@ -82,11 +82,11 @@ class Link:
             now_s = until_s
 
     def seconds(self, nbytes: int, *, to_host: bool) -> float:
-        """Time of a copy that shares its direction with no other."""
+        """Time of a copy that shares its direction with no other copy."""
         return self._hardware.copy_latency_s + nbytes / self._rates[to_host]
 
     def compute(self, begin_s: float, seconds: float) -> float:
-        """End of compute's work that takes that long alone. See NOTE [ Slower compute ]."""
+        """End of compute's work of ``seconds`` beside copies. See NOTE [ Slower compute ]."""
         hardware = self._hardware
         if not hardware.copies_slow_compute:
             return begin_s + seconds
@@ -102,7 +102,7 @@ class Link:
             now_s = until_s
 
     def _free(self, uses: list[Use], now_s: float, *, to_host: bool) -> float:
-        """The rate that is free for one more copy in this direction."""
+        """Rate that is free for another copy in this direction."""
         running = running_at(uses, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
@@ -126,11 +126,11 @@ class Link:
 
 
 def running_at(uses: list[Use], now_s: float) -> list[Use]:
-    """Those that have begun and not ended."""
+    """List the uses that have begun and not ended."""
     return [use for use in uses if use.begin_s <= now_s < use.end_s]
 
 
 def next_change_s(uses: list[Use], now_s: float) -> float:
-    """When the next of them begins or ends; never, if none does."""
+    """Time at which the next use begins or ends; infinity if none does."""
     times = (time_s for use in uses for time_s in (use.begin_s, use.end_s))
     return min((time_s for time_s in times if time_s > now_s), default=inf)

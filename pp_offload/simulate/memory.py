@@ -1,4 +1,4 @@
-"""How much device memory is allocated, as the host allocates and frees it, and for what.
+"""Count of device memory, by purpose, as the host allocates and frees it.
 
 A caching allocator gives memory back to its stream when the host lets go of the tensor, whatever
 that stream has still to run. So allocated bytes change in the host's order, not by clocks.
@@ -31,7 +31,7 @@ ROUNDING_BYTES = 512
 
 OTHER = "other"
 CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "reloaded", OTHER)
-"""What memory is for; see :meth:`DeviceMemory.name`."""
+"""Purposes of memory; see :meth:`DeviceMemory.name`."""
 
 
 class _Allocation(weakref.ref[UntypedStorage]):
@@ -45,7 +45,7 @@ class _Allocation(weakref.ref[UntypedStorage]):
 
 
 class DeviceMemory:
-    """Counts the bytes of storages that were seen and are alive, and always ``taken_bytes``."""
+    """Count of the bytes of living storages that were seen, and of ``taken_bytes``."""
 
     def __init__(self, taken_bytes: int = 0) -> None:
         self._live: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
@@ -63,7 +63,7 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at a time."""
+        """Most bytes alive at a time."""
         self._forget_gone()
         return self._peak_bytes
 
@@ -75,11 +75,11 @@ class DeviceMemory:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The same for :attr:`peak_bytes`, by the names given until then."""
+        """Bytes of each of :data:`CATEGORIES` at the peak, by the names given until then."""
         return dict(self._at_peak)
 
     def take_peak(self) -> int:
-        """The peak since the last call, or since the beginning."""
+        """Return the peak since the last call, or since the beginning."""
         self._forget_gone()
         peak, self._peak_bytes = self._peak_bytes, self._live_bytes
         self._at_peak = dict(self._live)
@@ -153,7 +153,7 @@ class DeviceMemory:
             allocation.category = category
 
     def name_copied(self, tensor: Tensor, category: str) -> None:
-        """The same for what the engine copies or keeps, unless it has a name already."""
+        """Name memory that the engine copies or keeps, unless it has a name already."""
         if tensor.is_meta and self._seen(tensor.untyped_storage()).category == OTHER:
             self.name(tensor, category)
 
@@ -191,7 +191,7 @@ class DeviceMemory:
 
 
 class _KeptNames(Observer):
-    """Names what a group keeps on the device."""
+    """Observer that names what a group keeps on the device."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory

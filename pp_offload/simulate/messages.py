@@ -19,14 +19,14 @@ from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLink:
-    """How fast ranks send each other messages, each pair in each direction on its own.
+    """Rates of messages between ranks, for each pair and direction by itself.
 
     Raises:
         ValueError: The rate is not above 0, or the time below.
     """
 
     bytes_per_s: float = 50 * GB
-    """Of a data sheet: 400 Gbit/s of network for each device."""
+    """Rate by a data sheet: 400 Gbit/s of network for each device."""
 
     latency_s: float = 10e-6
     """Time of a message, beside its bytes."""
@@ -40,18 +40,18 @@ class PeerLink:
 
 
 class HasClocks(Protocol):
-    """What messages need of a device."""
+    """Interface of a device that sends messages."""
 
     host: HostClock
     compute: VirtualStream
 
     def new_stream(self) -> VirtualStream:
-        """Another stream, ordered with nothing."""
+        """Make another stream, ordered with no other."""
         ...
 
 
 class Message(NamedTuple):
-    """What a stage makes for its neighbour."""
+    """Output or gradient that a stage makes for its neighbour."""
 
     kind: str
     """``FORWARD`` for an activation, ``BACKWARD`` for a gradient."""
@@ -78,7 +78,7 @@ class Messages:
         self._streams: dict[tuple[int, int], VirtualStream] = {}
 
     def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """The message that an action makes for a neighbour."""
+        """Message that an action makes for a neighbour; None without a neighbour."""
         if kind == "FORWARD":
             return self._between("FORWARD", stage, stage + 1, microbatch)
         return (
@@ -86,7 +86,7 @@ class Messages:
         )
 
     def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """The message that an action takes from a neighbour."""
+        """Message that an action takes from a neighbour; None without a neighbour."""
         if kind == "FORWARD":
             return self._between("FORWARD", stage - 1, stage, microbatch)
         return (
@@ -94,18 +94,18 @@ class Messages:
         )
 
     def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message | None:
-        """None if there is no such stage."""
+        """Make a message between two stages; None if a stage does not exist."""
         rank_of = self._order.rank_of
         if maker not in rank_of or taker not in rank_of:
             return None
         return Message(kind, taker, microbatch, rank_of[maker], rank_of[taker])
 
     def is_there(self, message: Message) -> bool:
-        """Whether it was made, and so has its time."""
+        """Whether a message was made, and so has its time."""
         return message in self._arrives_s
 
     def sends(self, message: Message, backend: HasClocks, nbytes: int) -> bool:
-        """Send it, behind all that compute has now and what was sent that way before.
+        """Send a message, behind all that compute has now and earlier messages that way.
 
         Returns:
             False if the rank that made it is to take it, and nothing was sent.
@@ -123,7 +123,7 @@ class Messages:
         return True
 
     def receive(self, message: Message, backend: HasClocks) -> float:
-        """Have compute wait for it.
+        """Have compute wait for a message.
 
         Returns:
             How long compute waits for it and for nothing else.

@@ -1,4 +1,4 @@
-"""The actions of each rank of a schedule, in order, without a process for each.
+"""Actions of each rank of a schedule, in order, without a process for each rank.
 
     order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
     order.actions[0]      # of rank 0: [Action("FORWARD", 0, 0), ...]
@@ -34,7 +34,7 @@ KINDS = ("FORWARD", *BACKWARDS, "BACKWARD_WEIGHT", "REDUCE_GRAD")
 
 
 class PipelineOrder:
-    """The actions of all ranks.
+    """Actions of all ranks of a schedule.
 
     Args:
         schedule: A class of ``torch.distributed.pipelining``, or a CSV file with a line for each
@@ -89,8 +89,8 @@ class PipelineOrder:
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
 
     def shortened(self) -> PipelineOrder:
-        """The same schedule with twice as many microbatches as ranks, if ranks then hold as many of
-        them at a time as with all; else this one.
+        """Shorten the schedule to twice as many microbatches as ranks. Returns this order itself if
+        ranks would then hold fewer microbatches at a time.
         """
         num = 2 * self.num_ranks
         if num >= self.num_microbatches or not isinstance(self._schedule, type):
@@ -103,7 +103,7 @@ class PipelineOrder:
         return shorter if shorter._most_held() == self._most_held() else self
 
     def _most_held(self) -> list[int]:
-        """By rank, how many forwards were without their backward at most."""
+        """Count for each rank the most forwards that were without their backward."""
         most = []
         for actions in self.actions:
             steps = [
@@ -115,7 +115,7 @@ class PipelineOrder:
 
     @property
     def schedule_name(self) -> str:
-        """Of its class, or of its file without folders."""
+        """Name of the schedule's class, or of its file without folders."""
         how = self._schedule
         return how.__name__ if isinstance(how, type) else os.path.basename(how)
 
@@ -125,7 +125,7 @@ class PipelineOrder:
         return isinstance(how, type) and issubclass(how, PipelineScheduleSingle)
 
     def schedule_of(self, stages: Sequence[Any]) -> Any:
-        """The schedule over the stages of one rank.
+        """Make the schedule over the stages of one rank.
 
         Args:
             stages: Of ``torch.distributed.pipelining``, or with the same numbers.
@@ -152,7 +152,7 @@ class PipelineOrder:
         )
 
     def _stand_ins(self) -> list[Any]:
-        """As many objects as a rank has stages."""
+        """Make stand-ins for the stages of a rank."""
         each, rest = divmod(self.num_stages, self.num_ranks)
         if rest or not each or (self._is_single and each != 1):
             expected = "as many" if self._is_single else "a multiple"
@@ -164,7 +164,7 @@ class PipelineOrder:
 
 
 def _actions(schedule: Any, rank: int) -> list[Action]:
-    """The actions of a rank that take time."""
+    """List the actions of a rank that take time."""
     actions = [action for action in actions_of(schedule, rank) if action.kind in KINDS]
     if not isinstance(schedule, PipelineScheduleSingle):
         return actions
@@ -177,4 +177,4 @@ def _actions(schedule: Any, rank: int) -> list[Action]:
 
 
 def _no_loss(*args: Any) -> None:
-    """Makes a schedule include backwards."""
+    """Return a loss, for a schedule that includes backwards."""

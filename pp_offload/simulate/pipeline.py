@@ -1,4 +1,4 @@
-"""All ranks of a pipeline in one process: the engine of each, on a virtual device of its own.
+"""Run of all ranks of a pipeline in one process, each on a virtual device of its own.
 
     order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
     work = Modules(stages, example=tokens, loss_fn=loss_fn)
@@ -37,10 +37,10 @@ Progress = Callable[[int, int], None]
 
 
 class Watcher(Protocol):
-    """A recorder of a pipeline: :class:`pp_offload.trace.Trace`, which is not imported here."""
+    """Recorder of a pipeline: :class:`pp_offload.trace.Trace`, which is not imported here."""
 
     def ranks(self, managers: Sequence[PipelineOffloadManager]) -> AbstractContextManager[object]:
-        """A context in which the steps of all ranks are recorded; a manager for each, in order."""
+        """Return a context that records the steps of all ranks, given a manager for each."""
         ...
 
 
@@ -112,7 +112,7 @@ def _rank(
     messages: Messages,
     number: int,
 ) -> Iterator[VirtualRank]:
-    """A rank with a manager, whose host memory is its own."""
+    """Make a rank with a manager, whose host memory is its own."""
     options = config or OffloadConfig()
     if options.host_budget_bytes is None:  # the memory of this machine does not matter
         options = replace(options, host_budget_bytes=UNLIMITED)

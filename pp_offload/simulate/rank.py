@@ -21,7 +21,7 @@ from pp_offload.simulate.stages import RankWork
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """What a step cost one rank."""
+    """Cost of a step on one rank."""
 
     seconds: float
     """From the begin of the step, which is that of all ranks, until its compute had ended."""
@@ -58,35 +58,35 @@ class RankStep:
 
     @property
     def waits_most_for(self) -> int | None:
-        """The rank whose messages it waited for longest; None if it never waited."""
+        """Rank whose messages this rank waited for longest; None if it never waited."""
         waited = {rank: seconds for rank, seconds in self.waited_s.items() if seconds > 0}
         return max(waited, key=waited.__getitem__) if waited else None
 
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """What a step cost."""
+    """Cost of a step on all ranks."""
 
     ranks: list[RankStep]
-    """In order."""
+    """Costs of the ranks, in order."""
 
     optimizer_bytes: int = field(default=0, compare=False)
     """State of the optimizers of all ranks."""
 
     @property
     def seconds(self) -> float:
-        """Until the last rank had ended."""
+        """Time until the last rank ended."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which compute did nothing."""
+        """Share of all ranks' time in which compute did nothing."""
         busy_s, all_s = sum(rank.busy_s for rank in self.ranks), self.seconds * len(self.ranks)
         return 1 - busy_s / all_s if all_s else 0.0
 
 
 class VirtualRank:
-    """A rank at its work. Its manager must be in use while it runs an action."""
+    """Rank of a virtual pipeline. Its manager must be in use while it runs an action."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class VirtualRank:
         self._begin_count()
 
     def begin_step(self, begin_s: float) -> None:
-        """Start again with the first action, at that time."""
+        """Start again with the first action, at ``begin_s``."""
         self.backend.host.wait_until(begin_s)
         self._work.begin_step()
         self._next = 0
@@ -130,7 +130,7 @@ class VirtualRank:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether there is a next action, and the message that it needs."""
+        """Whether the rank has another action, and the message that the action needs."""
         if not self.has_more:
             return False
         needed = self._messages.needed_by(*self._actions[self._next])
@@ -156,7 +156,7 @@ class VirtualRank:
             self._work.update()
 
     def _run(self, action: Action) -> int:
-        """Bytes of the message that the action makes."""
+        """Run an action, and return the bytes of the message that it makes."""
         kind, stage, microbatch = action
         if kind == "FORWARD":
             return self._work.forward(stage, microbatch)

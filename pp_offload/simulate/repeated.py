@@ -1,4 +1,4 @@
-"""Operators that a step calls again and again with the same sizes are worked out once.
+"""Cache of operators, which a step calls again and again with the same sizes.
 
 Without data, outputs and time of an operator depend on the sizes, strides and dtypes of its
 tensors, and on its other arguments. PyTorch works outputs out in Python for many operators: steps
@@ -38,20 +38,20 @@ class Result(NamedTuple):
     seconds: float
 
     def outputs(self) -> Any:
-        """New outputs, as the operator would return them."""
+        """Make new outputs, as the operator would return them."""
         tensors = tuple(None if layout is None else _empty(layout) for layout in self.layouts)
         return tensors[0] if self.is_single else tensors
 
 
 class RepeatedCalls:
-    """Runs operators that are no views, or returns what they returned before."""
+    """Cache of operators that are no views, by their arguments."""
 
     def __init__(self, costs: OperatorCosts) -> None:
         self._costs = costs
         self._results: dict[Any, Result] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float]:
-        """Outputs, and time on the device."""
+        """Run a call, and return its outputs and its time on the device."""
         key = _key(func, args, kwargs) if makes_new_memory(func) else None
         if key in self._results:
             result = self._results[key]
@@ -72,7 +72,7 @@ def makes_new_memory(func: Any) -> bool:
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """All that outputs and time depend on; None where an argument cannot be part of a key."""
+    """Key of a call, on which outputs and time depend; None if an argument has no key."""
     numbers: dict[int, int] = {}  # the same tensor twice is not two tensors of the same sizes
 
     def part(value: Any) -> Any:
@@ -96,7 +96,7 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _layouts(outputs: Any) -> tuple[Layout | None, ...] | None:
-    """None unless each output has a storage of its own that is just as large as it has to be."""
+    """Layouts of outputs; None unless each output fills a storage of its own."""
     if not isinstance(outputs, Tensor | tuple):
         return None
     layouts: list[Layout | None] = []
@@ -117,7 +117,7 @@ def _layouts(outputs: Any) -> tuple[Layout | None, ...] | None:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether it is no sparse tensor."""
+    """Whether a tensor is strided, and not sparse."""
     return tensor.layout is torch.strided
 
 

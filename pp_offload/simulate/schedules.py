@@ -1,4 +1,4 @@
-"""The schedules of ``torch.distributed.pipelining`` by name, and how many stages a rank has.
+"""Schedules of ``torch.distributed.pipelining`` by name, and the stages of a rank.
 
 num = checked_stages("zbv", None)          # 2: what the schedule takes
 order = order_of("zbv", num_ranks=4, stages_per_rank=num, num_microbatches=16)
@@ -33,7 +33,7 @@ SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
 
 def checked_stages(schedule: str, stages_per_rank: int | None) -> int:
-    """How many stages a rank has.
+    """Check and return the number of stages of a rank.
 
     Args:
         schedule: A name of :data:`SCHEDULES`, or the path of a CSV file.
@@ -59,7 +59,7 @@ def checked_stages(schedule: str, stages_per_rank: int | None) -> int:
 def order_of(
     schedule: str, *, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> PipelineOrder:
-    """Who does what, and when.
+    """Make the order of a schedule by name.
 
     Raises:
         ValueError: The schedule is not for so many.

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline do on a virtual device: run modules, or only take their time.
+"""Work of a pipeline's stages on a virtual device: run modules, or only take their time.
 
 work = Modules(stages, example=tokens, loss_fn=loss_fn)  # on meta, in the order of the pipeline
 work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
@@ -35,48 +35,48 @@ META = torch.device("meta")
 
 
 class RankWork:
-    """The work of one rank, whose manager is in use during each call. This one does nothing."""
+    """Work of one rank, whose manager is in use during each call. This class does nothing."""
 
     def begin_step(self) -> None:
         """Begin a step."""
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """Run a forward; returns the bytes that the next stage is sent."""
+        """Run a forward, and return the bytes that the next stage is sent."""
         return 0
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """Run a backward, or its first part; returns the bytes that the stage before is sent."""
+        """Run a backward, or its first part; return the bytes that the stage before is sent."""
         return 0
 
     def weight(self, stage: int, microbatch: int) -> None:
         """Run the second part of a backward."""
 
     def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        """Give what ``stage`` made to its neighbour, which is on this rank too."""
+        """Give the output of ``stage`` to its neighbour, which is on this rank too."""
 
     def reduce(self, stage: int) -> None:
-        """All backwards of a stage are over."""
+        """End the backwards of a stage."""
 
     def update(self) -> None:
-        """All actions of a step are over: update the parameters."""
+        """Update the parameters at the end of a step."""
 
     def close(self) -> None:
-        """There is no further step."""
+        """Release all resources: there is no further step."""
 
 
 class Work(Protocol):
-    """What all ranks together do."""
+    """Work of all ranks."""
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
-        """Called once, with a device whose times do not count."""
+        """Prepare the work, once, with a device whose times do not count."""
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
-        """The part of one rank, whose manager is in use."""
+        """Make the work of one rank, whose manager is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Stages that only take their time, the same for all; in seconds.
+    """Work of stages that only take their time, the same for all; in seconds.
 
     A backward in one part takes that of both.
 
@@ -94,14 +94,14 @@ class Times:
                 raise ValueError(f"{name} is {said(value)}, expected seconds, at least 0")
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
-        """Nothing is needed."""
+        """Prepare nothing."""
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
         return _TimedWork(self, backend)
 
 
 class _TimedWork(RankWork):
-    """Launches of fixed times, and messages without bytes."""
+    """Work of a rank that launches fixed times, with messages without bytes."""
 
     def __init__(self, times: Times, backend: VirtualBackend) -> None:
         self._times = times
@@ -121,7 +121,7 @@ class _TimedWork(RankWork):
 
 
 class OptimizerError(ValueError):
-    """An optimizer that cannot run without data."""
+    """An optimizer cannot run without data."""
 
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -129,7 +129,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Modules:
-    """The modules of a model's stages, on ``meta``, run by PyTorch's own ``PipelineStage``.
+    """Work of a model's stages on ``meta``, run by PyTorch's own ``PipelineStage``.
 
     Args:
         stages: In the order of the pipeline. Each takes what the one before returns.
@@ -182,7 +182,7 @@ class Modules:
                 "pattern of names as in named_modules(), with * for one part"
             )
         self.samples = [example if isinstance(example, tuple) else (example,)]
-        """What each stage takes, and what the last one returns; all are there when prepared."""
+        """Inputs of each stage, and outputs of the last one; filled in by :meth:`prepare`."""
 
     def layers_of(self, stage: int) -> list[str]:
         """Names of the modules of a stage that a plan may recompute."""
@@ -190,7 +190,7 @@ class Modules:
 
     @contextmanager
     def recomputing(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
-        """Inside, backward recomputes these modules whole.
+        """Have backward recompute these modules whole inside.
 
         Args:
             names: Names of modules, by stage. Modules for which :func:`recompute_layers` was
@@ -224,7 +224,7 @@ class Modules:
 
 
 class _ModuleWork(RankWork):
-    """PyTorch's stages, without its messages."""
+    """Work of a rank on PyTorch's stages, without its messages."""
 
     def __init__(
         self, work: Modules, order: PipelineOrder, rank: int, backend: VirtualBackend
@@ -307,7 +307,7 @@ class _ModuleWork(RankWork):
         self._clear()
 
     def _clear(self) -> None:
-        """Forget the step before; what a schedule and an optimizer do between steps."""
+        """Forget the last step, as a schedule and an optimizer do between steps."""
         self._losses.clear()
         self._inputs.clear()
         for stage in self._stages.values():
@@ -316,7 +316,7 @@ class _ModuleWork(RankWork):
 
 
 def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
-    """The optimizer of a rank; None where the rank has nothing to train.
+    """Make the optimizer of a rank; None if the rank has nothing to train.
 
     As on an accelerator, one operator updates many parameters.
     """
@@ -350,7 +350,7 @@ def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> Pipeli
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """A process group, which a stage needs to be made. Nothing is sent through it."""
+    """Provide a process group, which a stage needs to be made. Nothing is sent through it."""
     if dist.is_initialized():
         yield
         return
@@ -368,7 +368,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _leaves(outputs: Any) -> tuple[Tensor, ...]:
-    """New tensors of the same sizes, which have gradients where that is possible."""
+    """Make new tensors of the same sizes, with gradients where these are possible."""
     return tuple(
         torch.empty_like(tensor).requires_grad_(tensor.is_floating_point())
         for tensor in tensors_in(outputs)

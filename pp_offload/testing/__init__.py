@@ -1,4 +1,4 @@
-"""For tests of the engine, and of code that uses it: a device whose copies run as late as they may.
+"""Simulated device for tests of the engine and its users; copies run as late as they may.
 
 with use_backend(SimulatedBackend("late")) as manager:
     ...  # a missing wait reads poison, or raises RaceError

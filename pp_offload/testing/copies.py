@@ -1,4 +1,4 @@
-"""A copy that has not run yet: it keeps nothing alive, and its target holds garbage until then.
+"""Queued copies: they keep nothing alive, and a target holds garbage until its copy runs.
 
 On a device a queued copy does not own its tensors either, so what is let go too early must show.
 
@@ -33,7 +33,7 @@ def unwatched() -> Iterator[None]:
 
 
 class WeakTensor:
-    """Where a tensor lies, without keeping its storage alive."""
+    """Place of a tensor, without keeping its storage alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.extent = extent_of(tensor)
@@ -43,7 +43,7 @@ class WeakTensor:
         self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
 
     def rebuild(self) -> Tensor | None:
-        """A new tensor on the same bytes, or None when the storage is gone or was emptied."""
+        """Make a tensor on the same bytes; None if the storage is gone or was emptied."""
         storage = self._storage()
         if storage is None or storage.nbytes() < self.extent.stop:
             return None
@@ -53,7 +53,7 @@ class WeakTensor:
         return tensor.conj() if self._is_conj else tensor
 
     def overlaps(self, other: WeakTensor) -> bool:
-        """Whether both lie on the same storage and share a byte."""
+        """Whether both tensors lie on the same storage and share a byte."""
         storage = self._storage()
         return (
             storage is not None
@@ -64,19 +64,19 @@ class WeakTensor:
 
 @dataclass(frozen=True)
 class QueuedCopy:
-    """One ``target.copy_(source)`` that has not run yet."""
+    """Call of ``target.copy_(source)`` that has not run yet."""
 
     target: WeakTensor
-    """Where the bytes go."""
+    """Place that the bytes go to."""
 
     source: WeakTensor
-    """Where they come from."""
+    """Place that the bytes come from."""
 
     label: str
     """The group, for messages."""
 
     def touches(self, tensor: WeakTensor) -> bool:
-        """Whether it reads or writes a byte of ``tensor``."""
+        """Whether the copy reads or writes a byte of ``tensor``."""
         return tensor.overlaps(self.target) or tensor.overlaps(self.source)
 
     @unwatched()
@@ -91,7 +91,7 @@ class QueuedCopy:
 
     @unwatched()
     def run(self) -> None:
-        """Copy now.
+        """Run the copy.
 
         Raises:
             RaceError: One of the two was freed meanwhile.

@@ -1,4 +1,4 @@
-"""Who touched which bytes, and whether anything orders it.
+"""Race detector: accesses of streams to bytes, and whether waits order them.
 
 Every stream carries a vector clock; an event is a snapshot of it, and waiting merges the snapshot.
 The host has a clock too: what it has seen finish comes before all it issues later. Two accesses to
@@ -25,30 +25,30 @@ from pp_offload.errors import RaceError
 
 
 class VectorClock(dict[str, int]):
-    """How far each stream is known to have come; missing means not at all.
+    """Progress of each stream as far as known; a missing stream has made none.
 
     Loops go over a copy: an engine that is collected meanwhile waits, and a clock learns.
     """
 
     def merge(self, other: VectorClock) -> None:
-        """Know all that ``other`` knows, too."""
+        """Add all that ``other`` knows."""
         for name, tick in dict(other).items():
             if self.get(name, 0) < tick:
                 self[name] = tick
 
     def merged(self, other: VectorClock) -> VectorClock:
-        """A new clock that knows what both know."""
+        """Make a clock that knows what both clocks know."""
         result = VectorClock(self)
         result.merge(other)
         return result
 
     def covers(self, other: VectorClock) -> bool:
-        """Whether everything ``other`` knows is known here."""
+        """Whether this clock knows everything that ``other`` knows."""
         return all(self.get(name, 0) >= tick for name, tick in dict(other).items())
 
 
 class Extent(NamedTuple):
-    """The bytes of a storage from ``start`` up to, not including, ``stop``."""
+    """Bytes of a storage from ``start`` up to, not including, ``stop``."""
 
     start: int
     """First byte."""
@@ -57,20 +57,20 @@ class Extent(NamedTuple):
     """One past the last byte."""
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether a byte is in both."""
+        """Whether both extents share a byte."""
         return self.start < other.stop and other.start < self.stop
 
     def contains(self, other: Extent) -> bool:
-        """Whether every byte of ``other`` is in this."""
+        """Whether every byte of ``other`` is in this extent."""
         return self.start <= other.start and other.stop <= self.stop
 
 
 WHOLE = Extent(0, 2**63)
-"""All of a storage, however it grows."""
+"""Extent of a whole storage, however it grows."""
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """The smallest byte range that holds all elements; gaps between strides are included."""
+    """Smallest byte range that holds all elements; gaps between strides are included."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.numel() == 0:
         return Extent(start, start)
@@ -81,7 +81,7 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 class Access(NamedTuple):
-    """One use of some bytes by one stream."""
+    """Use of some bytes by one stream."""
 
     kind: str
     """``read``, ``write`` or ``free``."""
@@ -90,7 +90,7 @@ class Access(NamedTuple):
     """The stream it runs on."""
 
     tick: int
-    """That stream's own time."""
+    """Own time of the stream."""
 
     extent: Extent
     """The bytes."""
@@ -102,13 +102,13 @@ class Access(NamedTuple):
     """Whether a copy stream does it."""
 
     def conflicts(self, other: Access) -> bool:
-        """Whether the two must be ordered."""
+        """Whether the two accesses must be ordered."""
         if self.kind == "read" and other.kind == "read":
             return False
         return (self.is_copy or other.is_copy) and self.extent.overlaps(other.extent)
 
     def supersedes(self, older: Access) -> bool:
-        """Whether whatever races with ``older`` from now on also races with this."""
+        """Whether each later race with ``older`` is also a race with this access."""
         if self.stream == older.stream:
             is_as_strict = self.kind != "read" or older.kind == "read"
         else:
@@ -124,7 +124,7 @@ class Access(NamedTuple):
 
 
 class StreamClock:
-    """The vector clock of one stream, and its name."""
+    """Vector clock of one stream, and its name."""
 
     def __init__(self, name: str, *, is_copy: bool) -> None:
         self.name = name
@@ -132,18 +132,18 @@ class StreamClock:
         self.past = VectorClock({name: 1})
 
     def advance(self, host: VectorClock) -> None:
-        """Begin one more piece of work, issued by the host now."""
+        """Begin a piece of work, which the host issues now."""
         self.past.merge(host)
         self.past[self.name] += 1
 
     def access(self, kind: str, extent: Extent, label: str) -> Access:
-        """An access by the piece of work begun last."""
+        """Make an access by the piece of work that was begun last."""
         return Access(kind, self.name, self.past[self.name], extent, label, self.is_copy)
 
 
 @dataclass
 class StorageHistory:
-    """The accesses to one storage that later ones can still race with."""
+    """Accesses to one storage that later ones can still race with."""
 
     owner: StreamClock
     """The compute stream that was current when the storage was first seen."""
@@ -157,20 +157,20 @@ class StorageHistory:
     """Oldest first."""
 
     nbytes: int = 0
-    """How large it was when first seen."""
+    """Size of the storage when it was first seen."""
 
     reference: weakref.ref[UntypedStorage] | None = None
     """Kept for its callback."""
 
     def first_race(self, access: Access, past: VectorClock) -> Access | None:
-        """An earlier access that conflicts with ``access`` and is not in ``past``."""
+        """Return an earlier access that conflicts with ``access`` and is not in ``past``."""
         for old in self.accesses:
             if past.get(old.stream, 0) < old.tick and old.conflicts(access):
                 return old
         return None
 
     def add(self, access: Access) -> None:
-        """Remember ``access``, and forget what it supersedes."""
+        """Add ``access``, and remove the accesses that it supersedes."""
         self.accesses = [old for old in self.accesses if not access.supersedes(old)]
         self.accesses.append(access)
 
@@ -193,14 +193,14 @@ class RaceDetector:
         self._fault: RaceError | None = None
 
     def thread_clock(self) -> VectorClock:
-        """What this thread has waited for and the host has not: nothing but on one of a tier, which
-        frees an engine's memory where garbage happens to be collected on it.
+        """Clock of what this thread has waited for and the host has not. Only a tier's thread has
+        one: garbage collected there frees memory of an engine.
         """
         clock: VectorClock = vars(self._here).setdefault("clock", VectorClock())
         return clock
 
     def see(self, storage: UntypedStorage, owner: StreamClock, *, is_host: bool) -> StorageHistory:
-        """The history of a storage, which begins now if it has none.
+        """Return the history of a storage, which begins now if it has none.
 
         Device memory counts as just written by ``owner``, which computed or allocated it. A storage
         on bytes of another one that is host memory is host memory, too.
@@ -229,7 +229,7 @@ class RaceDetector:
     def access(
         self, clock: StreamClock, history: StorageHistory, tensor: Tensor, kind: str, label: str
     ) -> None:
-        """Check what the piece of work that ``clock`` began last does to a tensor's bytes.
+        """Check the access to a tensor by the work that ``clock`` began last.
 
         Args:
             clock: Of the stream that does it.
@@ -250,7 +250,7 @@ class RaceDetector:
         history.add(access)
 
     def raise_fault(self) -> None:
-        """Raise what a free found since the last call, if anything."""
+        """Raise the race that a free has caused since the last call, if any."""
         fault, self._fault = self._fault, None
         try:
             if fault is not None:
@@ -259,7 +259,7 @@ class RaceDetector:
             del fault  # else it would hold this frame, and through it all that called
 
     def _freed(self, key: int, _reference: object) -> None:
-        """Called when a storage dies; cannot raise here."""
+        """Check the free of a storage. This callback cannot raise, so a race is raised later."""
         history = self._histories.pop(key, None)
         self._host_bytes.pop(key, None)
         if history is None:
@@ -275,7 +275,7 @@ class RaceDetector:
 
 
 def _bytes_of(storage: UntypedStorage) -> range:
-    """The addresses of its bytes; none for that of a fake tensor."""
+    """Addresses of a storage's bytes; empty for the storage of a fake tensor."""
     try:
         begin = storage.data_ptr()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What compute operators read and write, told to the race detector.
+"""Watch of the tensors that compute operators read and write, for the race detector.
 
 A dispatch mode sees every operator below autograd, in forward and backward alike. The operator's
 schema says which arguments it writes. Views are not looked at: they touch no byte.
@@ -22,7 +22,7 @@ from pp_offload.testing.streams import SimulatedStream, Timeline
 
 
 class Watch(TorchDispatchMode):
-    """Checks every operator that runs inside, and at the end what was freed.
+    """Check of every operator that runs inside, and at the end of all frees.
 
     Args:
         timeline: Its detector is told of each access.
@@ -69,14 +69,14 @@ class Watch(TorchDispatchMode):
             detector.access(clock, history, tensor, kind, schema.label)
 
     def _see_outputs(self, outputs: Any) -> None:
-        """Remember which stream made which storage."""
+        """Note which stream made which storage."""
         clock = self._live().clock
         for _, storage in _with_bytes(outputs):
             self._timeline.detector.see(storage, clock, is_host=False)
 
 
 def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:
-    """The tensors in an argument or output that have bytes the detector can follow."""
+    """List the tensors in an argument or output that have bytes the detector can follow."""
     if not isinstance(value, list | tuple):
         value = (value,)
     pairs = []
@@ -87,7 +87,7 @@ def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:
 
 
 def _host_storage(tensor: Tensor) -> UntypedStorage | None:
-    """Of an ordinary CPU tensor; sparse, meta and fake ones have none."""
+    """Storage of an ordinary CPU tensor; None for sparse, meta and fake tensors."""
     if tensor.layout is not torch.strided:
         return None
     try:

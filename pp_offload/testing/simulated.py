@@ -1,4 +1,4 @@
-"""A device made of CPU tensors, on which a forgotten wait is always an error.
+"""Simulated device of CPU tensors, on which a forgotten wait is always an error.
 
 Compute runs on the host in program order; copies wait in queues and run as late as the program
 permits (``late``), at once (``eager``), or in some legal order drawn from a seed (``random``).
@@ -32,7 +32,7 @@ from pp_offload.testing.streams import (
 
 
 class SimulatedBackend(HasLiveStream[SimulatedStream]):
-    """CPU tensors as device tensors, copies out of order, races as errors.
+    """Backend with CPU tensors as device tensors, late copies, and errors for races.
 
     Args:
         order: When queued copies run: ``late``, ``eager`` or ``random``.
@@ -57,7 +57,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     @property
     def pending(self) -> int:
-        """How many copies have not run yet."""
+        """Number of copies that have not run yet."""
         return len(self._timeline.queued_copies())
 
     @property
@@ -66,7 +66,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         return self._timeline.detector.device_bytes
 
     def take_device_peak(self) -> int:
-        """The most :attr:`device_bytes` was since this was last called."""
+        """Return the most :attr:`device_bytes` since the last call."""
         detector = self._timeline.detector
         peak, detector.device_bytes_peak = detector.device_bytes_peak, detector.device_bytes
         return peak
@@ -77,7 +77,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         return self._timeline.capture != 0
 
     def capture_id(self) -> int:
-        """Which capture is entered; 0 outside."""
+        """Number of the capture that is entered; 0 outside."""
         return self._timeline.capture
 
     def captures_on(self, stream: Stream) -> bool:
@@ -87,7 +87,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """What CUDA forbids while a graph is captured raises :class:`CaptureError` inside.
+        """Raise :class:`CaptureError` inside for what CUDA forbids while a graph is captured.
 
         Work runs as it does outside: only the rules are simulated, not replay.
         """
@@ -100,7 +100,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
             self._timeline.end_capture()
 
     def new_stream(self, name: str) -> SimulatedStream:
-        """Another compute stream, ordered with nothing.
+        """Make another compute stream, ordered with no other.
 
         Raises:
             ValueError: The name is taken.
@@ -108,7 +108,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         return self._timeline.add_stream(name, is_copy=False)
 
     def allocated(self) -> Allocated:
-        """What :attr:`device_bytes` is and was."""
+        """Current bytes and peak of :attr:`device_bytes`."""
         detector = self._timeline.detector
         return Allocated(detector.device_bytes, detector.device_bytes_peak)
 
@@ -133,7 +133,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self._timeline.queue_copies(stream, copies)
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Garbage bytes.
+        """Allocate host memory, filled with garbage.
 
         Raises:
             NotWhileCapturingError: A graph is captured.
@@ -156,12 +156,12 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self._timeline.detector.raise_fault()
 
     def synchronize(self) -> None:
-        """Run all copies; the host knows of everything from now on."""
+        """Run all copies, and have the host wait for all work."""
         self._timeline.forbid_in_capture("the device is synchronized")
         self._timeline.synchronize()
 
     def _inside(self) -> AbstractContextManager[None]:
-        """Operators that :meth:`activate` must not see."""
+        """Hide operators inside from :meth:`activate`."""
         return unwatched()
 
     def _check_copy(

@@ -28,7 +28,7 @@ ORDERS = ("late", "eager", "random")
 
 
 class SimulatedEvent:
-    """A point in a simulated stream's queue, and the past of that stream there."""
+    """Point in a simulated stream's queue, and the past of the stream at that point."""
 
     def __init__(self, stream: SimulatedStream, position: int, past: VectorClock) -> None:
         self.stream = stream
@@ -41,7 +41,7 @@ class SimulatedEvent:
         return self.stream.num_done >= self.position
 
     def query(self) -> bool:
-        """Whether it is reached; if so, the host knows from now on.
+        """Whether the point is reached; if so, the host has waited for it.
 
         In the order ``late`` an event of a compute stream is seen only by synchronizing.
         """
@@ -63,7 +63,7 @@ class SimulatedEvent:
         return False
 
     def synchronize(self) -> None:
-        """Run everything before this point; the host knows from now on.
+        """Run everything before this point, and have the host wait for it.
 
         When a thread of a tier waits, the host does not learn of it: the program has yet to ask.
         But what that thread frees then is over.
@@ -81,7 +81,7 @@ class SimulatedEvent:
             self.finish()
 
     def finish(self) -> None:
-        """As :meth:`synchronize`, for the simulator's own use."""
+        """Run everything before this point, for the simulator's own use."""
         self.stream.timeline.force(self)
         self.stream.timeline.detector.host.merge(self.past)
 
@@ -98,7 +98,7 @@ class SimulatedStream:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies; otherwise it computes."""
+        """Whether the stream copies; otherwise it computes."""
         return self.clock.is_copy
 
     def wait_event(self, event: Event) -> None:
@@ -117,31 +117,31 @@ class SimulatedStream:
                 self.timeline.work_queued(self)
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """Order all later work of this stream after all that ``other`` has now."""
+        """Order all later work of this stream after all work that ``other`` has now."""
         self.wait_event(other.record_event())
 
     def record_event(self) -> SimulatedEvent:
-        """A new event after everything queued so far."""
+        """Record an event after everything queued so far."""
         with self.timeline.lock:
             self.timeline.enter()
             return self.last_event()
 
     def last_event(self) -> SimulatedEvent:
-        """As :meth:`record_event`, for the simulator's own use."""
+        """Make an event after everything queued so far, for the simulator's own use."""
         past = self.clock.past.merged(self.timeline.detector.host)
         return SimulatedEvent(self, self.num_done + len(self.queue), past)
 
     def synchronize(self) -> None:
-        """Run everything queued; the host knows from now on."""
+        """Run everything queued, and have the host wait for it."""
         self.record_event().synchronize()
 
     def blocker(self) -> SimulatedEvent | None:
-        """What the head of the queue waits for, if it is not reached."""
+        """Event that the head of the queue waits for, if it is not reached; else None."""
         head = self.queue[0]
         return head if isinstance(head, SimulatedEvent) and not head.is_reached() else None
 
     def run_head(self) -> None:
-        """Run the first piece of work; it must not be blocked."""
+        """Run the first piece of work, which must not be blocked."""
         head = self.queue.popleft()
         self.num_done += 1
         if isinstance(head, QueuedCopy):
@@ -149,7 +149,7 @@ class SimulatedStream:
 
 
 class Timeline:
-    """All streams of one device, and when their queued work runs.
+    """Streams of one device, and the order in which their queued work runs.
 
     Args:
         order: ``late``, ``eager`` or ``random``.
@@ -174,12 +174,12 @@ class Timeline:
         self.lock = threading.RLock()
 
     def begin_capture(self, stream: SimulatedStream) -> None:
-        """From now on ``stream``, and each that waits for it, is captured."""
+        """Begin to capture ``stream``, and each stream that waits for it."""
         self._num_captures += 1
         self.capture = stream.capture = self._num_captures
 
     def join_capture(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        """``stream`` waits for ``event``, which takes it into the event's capture.
+        """Take ``stream`` into the capture of an event that it waits for.
 
         Raises:
             CaptureError: Not both are in one capture.
@@ -213,13 +213,13 @@ class Timeline:
                 )
 
     def end_capture(self) -> None:
-        """No stream is captured any more."""
+        """End the capture of all streams."""
         self.capture = 0
         for stream in self.streams.values():
             stream.capture = 0
 
     def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
-        """A new stream, ordered with nothing.
+        """Make a stream, ordered with no other.
 
         Raises:
             ValueError: The name is taken.
@@ -231,7 +231,7 @@ class Timeline:
         return stream
 
     def enter(self) -> None:
-        """Every call begins here: raise what is due, and in ``random`` run what chance says."""
+        """Begin a call: raise a race that is due, and in ``random`` order run some queued work."""
         self.detector.raise_fault()
         if self.order == "random":
             with self.lock:
@@ -254,7 +254,7 @@ class Timeline:
             self.work_queued(stream)
 
     def work_queued(self, stream: SimulatedStream) -> None:
-        """Called when ``stream`` has new work."""
+        """Note that ``stream`` has new work, and run it if the order says so."""
         if self.order == "eager":
             self.force(stream.last_event())
 
@@ -271,14 +271,14 @@ class Timeline:
                 goal.stream.run_head()
 
     def synchronize(self) -> None:
-        """Run everything; the host knows of it from now on."""
+        """Run everything, and have the host wait for it."""
         with self.lock:
             self.enter()
             for stream in self.streams.values():
                 stream.last_event().finish()
 
     def queued_copies(self) -> list[QueuedCopy]:
-        """The copies that have not run yet."""
+        """Copies that have not run yet."""
         queued: list[QueuedCopy] = []
         for stream in self.streams.values():
             # A copy of it, for an engine that is collected here runs what is queued.
