@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction,

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes

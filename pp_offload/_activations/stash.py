@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._common.logs import logger_of
-from pp_offload._common.processes import current
+from pp_offload._common.processes import current, logger_of
 from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
 from pp_offload._core.group import Group
 from pp_offload._core.saved import Packed, Resident

@@ -29,7 +29,7 @@ from pp_offload._activations.context import Entered, OffloadActivations
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload._core.saved import Packed, Resident
 from pp_offload.backends import Backend

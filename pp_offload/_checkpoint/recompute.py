@@ -138,10 +138,8 @@ class Recompute:
         before = ModuleState(call.modules)
         outputs = None
         if self._policy is not None and self._policy.kept:
-            preserve = self.params.preserve_rng_state
-            outputs = KeptOutputs(
-                self._policy, self.stash, self.counts, preserve_rng_state=preserve
-            )
+            restore = self.params.preserve_rng_state
+            outputs = KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=restore)
 
         def run(*tensors: Tensor) -> Any:
             with ExitStack() as contexts:

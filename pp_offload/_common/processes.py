@@ -1,15 +1,14 @@
 """The current process. Threads, copies under way and open files do not follow a fork.
 
-An object that owns such things notes its process, and checks it before each use.
-
-    owner = current()
-    ...
-    check(owner, "this saved tensor")   # raises in a forked process
+An object that owns such things notes :func:`current`, and calls :func:`check` before each use.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+
+import torch.distributed as dist
 
 from pp_offload.errors import ForkedError
 
@@ -27,6 +26,19 @@ os.register_at_fork(after_in_child=_after_fork)
 def current() -> int:
     """Number of this process."""
     return HERE[0]
+
+
+def logger_of(name: str) -> logging.Logger:
+    """Make a logger whose lines begin with the package, and the rank if there is one."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_name_rank)
+    return logger
+
+
+def _name_rank(record: logging.LogRecord) -> bool:
+    has_rank = dist.is_available() and dist.is_initialized()
+    record.msg = f"pp_offload{f' [rank {dist.get_rank()}]' if has_rank else ''}: {record.msg}"
+    return True
 
 
 def check(owner: int, what: str) -> None:

@@ -1,7 +1,4 @@
-"""Rows of text as a table.
-
-format_table([("rank", "step ms"), ("0", "104"), ("1", "129")])
-"""
+"""Rows of text as a table: ``format_table([("rank", "step ms"), ("0", "104")])``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head, the first column is flush left."""
+    """Format rows, of which the first is the head. The first column is flush left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for first, *later in rows:

@@ -15,16 +15,14 @@ A tier of your own writes and reads as :class:`~pp_offload._memory.disk_file.Dis
     OffloadConfig(tiers=("host", "own"))
 
 NOTE [ When the disk fails ]
-    What could not be written stays in host memory, and later groups stay on the device until the
-    next step tries again. What cannot be read raises when it is asked for; asked for again, it is
-    read again.
+    Bytes that could not be written stay in host memory, and later groups stay on the device until
+    the next step tries again. A failed read raises at each use, which tries to read again.
 
 NOTE [ On the way ]
     Host memory that bytes pass through is bounded like device memory in flight. Who finds it full
     waits for the furthest work of a thread, without the lock. Without such work, a batch that
     leaves stays on the device, and one that must come back goes over the budget: it has no other
-    way. A thread's work may outlive the batch, and a read must not write where others copy to by
-    then. So the read keeps its memory until it has ended; a write may read what it likes by then.
+    way. A thread's work may outlive the batch, so a read keeps its memory until the read ends.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._core.batch import Back, Batch, Reload, Spec
 from pp_offload._core.bound import Bound
 from pp_offload._memory.budget import RAISE_IT, HostBudget

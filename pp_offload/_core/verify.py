@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._core.batch import Batch
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.tensors import flat_bytes

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey

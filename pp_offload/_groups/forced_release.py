@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pp_offload._common.checks import described
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import use_count
 from pp_offload._core.tensors import StorageSet
 from pp_offload._memory.storages import has_storage
@@ -31,21 +31,19 @@ logger = logger_of(__name__)
 _EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
 
 
-def release(
-    refs: Sequence[weakref.ref[Tensor]], kept_storages: StorageSet, warned: set[str]
-) -> None:
+def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet, warned: set[str]) -> None:
     """Empty the storages of those tensors that are alive and that nothing else needs.
 
     Args:
         refs: The tensors. Weak, because a copy that is still to end must not keep them alive.
-        kept_storages: Storages of the model, and those a user marked.
+        resident: Storages of the model, and those a user marked.
         warned: Reasons that were a warning already; a new one is added.
     """
     for ref in refs:
         tensor = ref()
         if tensor is None:
             continue
-        reason = _reason_to_stay(tensor, kept_storages)
+        reason = _reason_to_stay(tensor, resident)
         if reason is None:
             tensor.untyped_storage().resize_(0)
             continue
@@ -60,10 +58,10 @@ def release(
         )
 
 
-def _reason_to_stay(tensor: Tensor, kept_storages: StorageSet) -> str | None:
+def _reason_to_stay(tensor: Tensor, resident: StorageSet) -> str | None:
     if not has_storage(tensor):
         return "it is no dense tensor"
-    if isinstance(tensor, Parameter) or tensor in kept_storages:
+    if isinstance(tensor, Parameter) or tensor in resident:
         return "it belongs to the model, or was marked with mark_not_offloadable"
     if _references_to_storage(tensor) > _FROM_ITS_TENSOR:
         return "its storage is in use by itself"

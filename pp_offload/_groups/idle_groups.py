@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._groups.plan import ChunkRecord
 from pp_offload._hooks.regions import was_warned_of
 

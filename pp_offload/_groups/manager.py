@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds

@@ -229,23 +229,21 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
     return set(margin.values())
 
 
-def first_bytes(
-    chunks: Sequence[ChunkShape], nbytes: int, kept_keys: set[GroupKey]
-) -> set[GroupKey]:
+def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, keys: set[GroupKey]) -> set[GroupKey]:
     """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
     chosen: set[GroupKey] = set()
     for chunk in chunks:
         for key, _, group_bytes in chunk.by_key():
             if nbytes <= 0:
                 return chosen
-            if key not in kept_keys:
+            if key not in keys:
                 chosen.add(key)
                 nbytes -= group_bytes
     return chosen
 
 
 def beyond_fraction(
-    chunks: Sequence[ChunkShape], fraction: float, kept_keys: set[GroupKey]
+    chunks: Sequence[ChunkShape], fraction: float, keys: set[GroupKey]
 ) -> set[GroupKey]:
     """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``.
 
@@ -254,7 +252,7 @@ def beyond_fraction(
     """
     chosen: set[GroupKey] = set()
     for chunk in chunks:
-        eligible = [key for key, _, _ in chunk.by_key() if key not in kept_keys]
+        eligible = [key for key, _, _ in chunk.by_key() if key not in keys]
         num_kept = int(len(eligible) * (1 - fraction))
         chosen.update(eligible[len(eligible) - num_kept :])
     return chosen

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pp_offload._common.logs import logger_of
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.processes import logger_of
 from pp_offload.config import OffloadConfig
 
 logger = logger_of(__name__)

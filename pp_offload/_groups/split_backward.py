@@ -119,11 +119,7 @@ class SplitBackward(Observer):
             return
         key, groups, part, _, _ = running
         for position in running.positions.values():
-            uses = {
-                index: num
-                for (use_position, index), num in running.uses.items()
-                if use_position == position
-            }
+            uses = {index: num for (place, index), num in running.uses.items() if place == position}
             self.uses[part][Place(key.vp_stage, position)] = uses
         if part is BackwardPass.INPUT:
             self._expect_second(key, groups)
@@ -141,7 +137,7 @@ class SplitBackward(Observer):
 
     def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
         """Expect what the last second part of the stage used, or all, but for what is kept."""
-        kept_payloads = self._kept.get(key, {})
+        payloads = self._kept.get(key, {})
         for position, group in enumerate(groups):
             batch = _batch(group)
             if batch is None or group.key is None:
@@ -152,9 +148,7 @@ class SplitBackward(Observer):
             uses = list(batch.back.uses)
             if second is not None:
                 uses = [second.get(index, 0) for index in range(len(uses))]
-            uses = [
-                0 if (position, index) in kept_payloads else num for index, num in enumerate(uses)
-            ]
+            uses = [0 if (position, index) in payloads else num for index, num in enumerate(uses)]
             _expect(group, batch, uses)
 
 

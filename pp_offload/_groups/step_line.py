@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import graph_task_id, pop_hooks, push_hooks, top_hooks
 
 logger = logger_of(__name__)

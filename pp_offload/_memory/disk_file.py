@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._common.logs import logger_of
-from pp_offload._common.processes import check, current
+from pp_offload._common.processes import check, current, logger_of
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.checksum import new_checksum
 from pp_offload._memory.ranges import Ranges

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._memory.budget import HostBudget, Reserved
 from pp_offload._memory.ranges import Ranges
 from pp_offload.backends import Event

@@ -56,14 +56,13 @@ def join(outputs: Sequence[Any]) -> Any:
         return outputs[0]
     flat = [tree_flatten(output) for output in outputs]
     structures = [structure for _, structure in flat]
-    spec = structures[0]
-    if any(structure != spec for structure in structures):
+    if any(structure != structures[0] for structure in structures):
         raise ValueError(
             "the outputs of the microbatches differ in structure: "
             f"{sorted(set(map(str, structures)))}; expected one; take num_microbatches=1"
         )
     joined = [_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return tree_unflatten(joined, spec)
+    return tree_unflatten(joined, structures[0])
 
 
 def _has_batch(leaf: Any) -> bool:

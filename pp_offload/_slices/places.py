@@ -63,16 +63,15 @@ class Slice:
         self,
         tensors: Sequence[Tensor],
         call: Callable[[], Any],
-        more_exchanges: Sequence[Exchange] = (),
+        more: Sequence[Exchange] = (),
         pack: Callable[[Tensor], Any] | None = None,
     ) -> Any:
         """What ``call`` returns while ``tensors[i]`` stands wherever parameter ``i`` does.
 
-        Meanwhile the values of ``more_exchanges`` are exchanged as well, and ``pack``, if given,
-        saves tensors.
+        The values of ``more`` are exchanged as well, and ``pack``, if given, saves tensors.
         """
         exchanges = [(values, {name: tensors[i]}) for values, name, i in self.places]
-        exchanges += more_exchanges
+        exchanges += more
         before = [(values, {name: values[name] for name in new}) for values, new in exchanges]
         try:
             for values, new in exchanges:

@@ -79,13 +79,9 @@ class OnDevice:
         return on_device(self._slice.parameters, loaded, self._gradients)
 
     def compute(
-        self,
-        call: Callable[[], Any],
-        more_exchanges: Sequence[Exchange] = (),
-        *,
-        saves: bool = True,
+        self, call: Callable[[], Any], more: Sequence[Exchange] = (), *, saves: bool = True
     ) -> Any:
-        """Return the output of ``call``, which computes with the slice and with ``more_exchanges``.
+        """Return the output of ``call``, which computes with the slice and with ``more`` exchanges.
 
         Parameters are saved as references if it ``saves``; else the hooks stay as they are. A
         checkpoint may call this again in backward, when the slice is brought again.
@@ -93,7 +89,7 @@ class OnDevice:
         if self._tensors is None:
             return self._run.cache.alone(self._compute_again, call)
         pack = self._pack() if saves and torch.is_grad_enabled() else None
-        return self._slice.compute(self._tensors, call, more_exchanges, pack)
+        return self._slice.compute(self._tensors, call, more, pack)
 
     def _compute_again(self, call: Callable[[], Any]) -> Any:
         for parameter, then in zip(self._slice.parameters, self._stamps, strict=True):

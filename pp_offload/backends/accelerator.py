@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import (
     accelerator_device,
     accelerator_stats,

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from pp_offload import summary
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedOffloadingGroupCommitFunction,

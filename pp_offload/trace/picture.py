@@ -97,21 +97,17 @@ def picture(
         raise ValueError(
             f"rank {missing[0]} has no step {number} in the trace, expected some of {[*panels]}"
         )
-    predicted_panels = (
-        {} if predicted is None else _panels(predicted, fig.checked_step(predicted, None))
-    )
-    shown_ms = max(
-        each[rank].end_ms for each in (panels, predicted_panels) for rank in ranks if rank in each
-    )
+    plan = {} if predicted is None else _panels(predicted, fig.checked_step(predicted, None))
+    shown_ms = max(each[rank].end_ms for each in (panels, plan) for rank in ranks if rank in each)
     figure = art.new_figure(1.1 + 2.1 * len(ranks))
     heights = [height for _ in ranks for height in (1.15, 0.85)]
     axes = figure.subplots(2 * len(ranks), 1, sharex=True, height_ratios=heights)
     for rank, above, below in zip(ranks, axes[::2], axes[1::2], strict=True):
         _draw_times(above, panels[rank], shown_ms)
-        _draw_bytes(below, panels[rank], predicted_panels.get(rank))
+        _draw_bytes(below, panels[rank], plan.get(rank))
     axes[-1].set_xlim(0, shown_ms)
     axes[-1].set_xlabel(f"time since the begin of step {number}, ms", fontsize=9)
-    _legend(figure, [panels[rank] for rank in ranks], is_predicted=bool(predicted_panels))
+    _legend(figure, [panels[rank] for rank in ranks], is_predicted=bool(plan))
     figure.set_layout_engine("constrained", hspace=0.02, h_pad=0.03)
     return figure
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._core.group import Group
 from pp_offload._core.observer import Lap, Moved, Observer
 from pp_offload._core.payloads import Payloads

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_count, check_kind
-from pp_offload._common.logs import logger_of
+from pp_offload._common.processes import logger_of
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
