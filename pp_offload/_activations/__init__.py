@@ -1,1 +1,1 @@
-"""All activations of a model on one device; and the stash that they, and checkpoints, gather in."""
+"""Offload of all activations on one device; and the stash that gathers saved tensors."""

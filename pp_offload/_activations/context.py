@@ -49,7 +49,7 @@ logger = logger_of(__name__)
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
-    """Offload what autograd saves inside.
+    """Context that offloads the tensors that autograd saves inside.
 
     Args:
         use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
@@ -121,20 +121,20 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     @property
     def min_offload_size(self) -> int:
-        """Smaller tensors stay on the device. In bytes. TRL's name is min_tensor_size_bytes."""
+        """Bytes below which tensors stay on the device. TRL's name is min_tensor_size_bytes."""
         return self.stash.min_offload_size
 
     min_tensor_size_bytes = min_offload_size
 
     @property
     def max_fwd_stash_size(self) -> int | None:
-        """How many tensors may be on the device before they leave together."""
+        """Number of tensors that may be on the device before they leave together."""
         return self.stash.max_tensors
 
     has_warned_of_copies = False
 
     def _warn_if_nothing_leaves(self, config: OffloadConfig) -> None:
-        """Warn, once in a process: it may be a comparison, or an accelerator that is not seen."""
+        """Warn once in a process: this may be a comparison, or an accelerator that is not seen."""
         backend = self.stash.backend
         is_of_use = not backend.is_host or "disk" in config.tiers
         if not is_of_use and not OffloadActivations.has_warned_of_copies:
@@ -174,7 +174,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
-        """The forward is over.
+        """End the forward of a microbatch.
 
         Raises:
             OffloadError: This thread has not entered it.
@@ -204,15 +204,15 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.stash.keep_module(model)
 
     def update_model_params(self, model: Module) -> None:
-        """:meth:`keep_module`, as TRL names it."""
+        """Leave parameters and buffers where they are: :meth:`keep_module`, under TRL's name."""
         self.keep_module(model)
 
     def statistics(self) -> OffloadStatistics:
-        """What was moved and what is in use, exact at the call."""
+        """Bytes that were moved and that are in use, exact at the call."""
         return self.stash.statistics()
 
     def _keep_buffers(self, module: Module) -> None:
-        """Keep buffers: they may be changed without a trace, also while a copy runs. A compiled
+        """Keep buffers on the device: they change without a trace, also during a copy. A compiled
         module hides those inside it, so all of its buffers are kept at once.
         """
         is_compiled = "_orig_mod" in module._modules
@@ -223,14 +223,14 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
 @dataclass
 class Entered:
-    """What one ``with`` has put in place: hooks for saved tensors, and for modules that run."""
+    """Hooks that one ``with`` has put in place: for saved tensors, and for modules that run."""
 
     scope: HookScope
     met: MetModules | None = None
 
 
 class _OfThread(threading.local):
-    """What a thread has entered of a context: autograd's hooks are per thread."""
+    """Entered contexts of a thread: autograd's hooks are per thread."""
 
     def __init__(self) -> None:
         self.entered: list[Entered] = []
@@ -245,7 +245,7 @@ def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Pac
 
 
 class NoOpManager(saved_tensors_hooks, ContextDecorator):
-    """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`.
+    """Context whose saved tensors stay on the device, also inside :class:`OffloadActivations`.
 
     A checkpoint around it keeps what is saved inside, too.
     """

@@ -15,7 +15,7 @@ from pp_offload._common.checks import check_kind
 
 
 class _Running(threading.local):
-    """The left-out modules whose forward runs on this thread, innermost last, by id."""
+    """Left-out modules whose forward runs on this thread, innermost last, by id."""
 
     def __init__(self) -> None:
         self.modules: list[int] = []
@@ -25,7 +25,7 @@ _running = _Running()
 
 
 def exclude(module: Module) -> None:
-    """From now on, OffloadActivations leave what ``module`` saves in its forward on the device.
+    """Keep tensors that ``module`` saves in its forward on the device, from now on.
 
     Checkpoints and groups do not ask for the mark. In a compiled region it does nothing.
     """
@@ -41,7 +41,7 @@ def is_excluded() -> bool:
 
 
 def forget_excluded() -> None:
-    """A forward begins: forget marks that an interrupt left of another one."""
+    """Forget marks that an interrupted forward has left, because a forward begins."""
     _running.modules.clear()
 
 
@@ -51,7 +51,7 @@ def _enter(module: Module, _: object) -> None:
 
 
 def _leave(module: Module, *_: object) -> None:
-    """Take the mark away, and those of modules inside that never ended. There is none if another
+    """Remove the mark, and marks of modules inside that never ended. There is none if another
     hook raised before :func:`_enter` ran.
     """
     running = _running.modules

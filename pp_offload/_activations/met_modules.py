@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 class MetModules:
-    """Calls ``see`` with each module whose forward begins, on any thread, between :meth:`begin` and
+    """Hook that calls ``see`` with each module whose forward begins, between :meth:`begin` and
     :meth:`end`. Modules in compiled code are not seen.
     """
 
@@ -33,13 +33,13 @@ class MetModules:
         self._see = see
 
     def begin(self) -> None:
-        """See modules from now on."""
+        """Begin to see modules."""
         with _lock:
             _seeing[self] = self._see
             forward_pre_hooks[_PLACE] = _meet
 
     def end(self) -> None:
-        """See no more of them. Twice is fine."""
+        """See no more modules. A second call does nothing."""
         with _lock:
             _seeing.pop(self, None)
             if not _seeing:

@@ -1,4 +1,4 @@
-"""A model's activations offloaded, but for those of its output head, which backward needs at once.
+"""Offload of a model's activations, but those of its output head, which backward needs at once.
 
 with get_lora_act_offloading_ctx_manager(model):
     loss = model(**batch).loss
@@ -23,26 +23,26 @@ HEADS = (
     "output.linear output lm_head decoder.output decoder.lm_head final_layer_norm ln_f norm head "
     "score classifier qa_outputs v_head"
 ).split()
-"""Where models have their output head, or what comes last; the first that is there is taken.
+"""Names of output heads, or of the last modules of models; the first that exists is taken.
 
 The last four are those of classifiers and value models. Where a model has both a norm and a
 ``head`` at its top, name the head.
 """
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_model")
-"""Where wrappers have what they wrap: parallel ones, compiled ones, checkpoints, value models."""
+"""Attributes of wrappers with the wrapped model: parallel, compiled, checkpoint, value model."""
 
 
 def get_act_offloading_ctx_manager(
     model: Module, enable_activation_offloading: bool = True, **options: Any
 ) -> OffloadActivations | NoOpManager:
-    """A context for the forward of ``model``.
+    """Make a context for the forward of ``model``.
 
     Args:
         model: See :func:`get_lora_act_offloading_ctx_manager`.
         enable_activation_offloading: False for a context in which nothing is offloaded, not even
             by other saved-tensor hooks.
-        options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
+        options: Options of :func:`get_lora_act_offloading_ctx_manager`, by name.
 
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
@@ -71,7 +71,7 @@ def get_lora_act_offloading_ctx_manager(
     config: OffloadConfig | None = None,
     backend: Backend | None = None,
 ) -> OffloadActivations:
-    """A context for the forward of ``model``, which may be wrapped, by PEFT for instance.
+    """Make a context for the forward of ``model``, which may be wrapped, for instance by PEFT.
 
     Args:
         model: Its parameters and buffers stay on the device, and what its output head saves.
@@ -118,7 +118,7 @@ def get_lora_act_offloading_ctx_manager(
 
 
 def unwrapped(model: Module) -> Module:
-    """The model inside wrappers, PEFT's among them."""
+    """Return the model inside wrappers, PEFT's among them."""
     while (inner := _inside(model)) is not None:
         model = inner
     return model
@@ -134,7 +134,7 @@ def _inside(model: Module) -> Module | None:
 
 
 def find_head(model: Module) -> Module | None:
-    """The output head, by its usual names, or as the model says."""
+    """Find the output head by its usual names, or by the model's own method."""
     inner = unwrapped(model)
     for name in HEADS:
         value: object = inner

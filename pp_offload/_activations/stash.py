@@ -1,4 +1,4 @@
-"""Saved tensors of forwards in which nobody marks groups: they gather, and leave together.
+"""Stash of saved tensors of forwards without marked groups: they gather, and leave together.
 
 Saved tensors join the open group. It leaves in :meth:`ActivationStash.send`, or when it has
 ``max_tensors``. Groups come back in reverse order, ahead of their backward.
@@ -39,21 +39,21 @@ logger = logger_of(__name__)
 
 
 OPTIONS = OffloadConfig()
-"""Of plans, in which only a limit has groups stay."""
+"""Options of plans in which only a limit keeps groups on the device."""
 
 
 class _Forward(threading.local):
-    """The forward that runs on a thread."""
+    """Forward that runs on a thread."""
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
         self.open: Group | None = None
         self.number = -1
-        """Of the node that saved last."""
+        """Sequence number of the node that saved last."""
 
 
 class ActivationStash:
-    """Gathers saved tensors, and offloads them together.
+    """Stash that gathers saved tensors, and offloads them together.
 
     Args:
         name: Of its groups, for messages.
@@ -97,13 +97,13 @@ class ActivationStash:
             self._offloader.engine.recipes.is_planned = False
 
     def _start_in_child(self) -> None:
-        """A forked process has an engine of its own: see :mod:`pp_offload._megatron.manager`."""
+        """Start an engine for a forked process: see :mod:`pp_offload._megatron.manager`."""
         self._inherited = old = self._offloader  # kept, or its end would wait for its copies
         self._start()
         self._offloader.engine.go_on_as(old.engine)
 
     def begin(self) -> None:
-        """Begin the forward of a microbatch, and offload what the last one left here."""
+        """Begin the forward of a microbatch, and offload what the last one has gathered."""
         if self._owner != current():
             self._start_in_child()
         self._offloader.renew_if_torn()
@@ -122,7 +122,7 @@ class ActivationStash:
         self._forward.chunk = Chunk(0, self._offloader)
 
     def _end_step(self) -> None:
-        """End the step if all its backwards are over: what it took says what stays in the next."""
+        """End the step if all its backwards are over, and plan what stays in the next step."""
         step, is_watching = self._step, self._room.is_watching
         # A forward of another thread may have begun, and have saved nothing yet.
         is_over = is_watching and step.is_complete() and not step.awaited_elsewhere()
@@ -147,7 +147,7 @@ class ActivationStash:
             log_step(NOT_TIMED, self._step.summary.values(), figures)
 
     def _warn_of_elsewhere(self) -> None:
-        """Once, if nothing ever left, for tensors are on another device than the engine's."""
+        """Warn once if nothing ever left because tensors are on another device."""
         offloader = self._offloader
         problem = offloader.engine.eligibility.elsewhere_said()
         if problem and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
@@ -174,12 +174,12 @@ class ActivationStash:
         self._offloader.engine.eligibility.kept.add(tensor)
 
     def statistics(self) -> OffloadStatistics:
-        """What was moved and what is in use, exact at the call."""
+        """Bytes that were moved and that are in use, exact at the call."""
         return self._offloader.statistics()
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
-        """Save ``tensor``; it leaves with the others."""
+        """Save ``tensor``, which leaves with other gathered tensors."""
         chunk = self._forward.chunk
         if chunk is None or is_in_backward():
             return Resident(tensor)
@@ -196,7 +196,7 @@ class ActivationStash:
         return chunk.pack(group, tensor)
 
     def _is_another_operator(self) -> bool:
-        """Whether another operator saves now than the last time that this was asked.
+        """Whether another operator saves now than at the last call.
 
         An operator runs after it has saved, and may write what it saved and count no change, as
         rrelu does with its noise. So nothing leaves before the next one saves.
@@ -205,8 +205,8 @@ class ActivationStash:
         return before != self._forward.number
 
     def send_if_full(self) -> None:
-        """Offload what has gathered, if it is as many as leave together. Whatever has saved some of
-        it must have run.
+        """Offload the gathered tensors, if they are as many as leave together. Operators that saved
+        them must have run.
         """
         group = self._forward.open
         if group is not None and self.max_tensors is not None:
@@ -214,7 +214,7 @@ class ActivationStash:
                 self.send()
 
     def send(self) -> None:
-        """Offload what has gathered."""
+        """Offload the gathered tensors."""
         forward = self._forward
         group, forward.open = forward.open, None
         # Another thread may have ended the step meanwhile, and a step drops open groups.
