@@ -1,1 +1,1 @@
-"""Offload in the training loops of others."""
+"""Offload in the training loops of other libraries."""

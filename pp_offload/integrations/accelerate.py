@@ -31,7 +31,7 @@ from pp_offload.modules import Patterns
 
 
 class ActivationOffload:
-    """Context for each training forward of a model, which offloads what is saved for backward.
+    """Context for each training forward of a model, which offloads tensors saved for backward.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
@@ -84,7 +84,7 @@ class ActivationOffload:
         self._entered.pop().__exit__(*error)
 
     def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved, and that are in use."""
+        """Bytes that were moved and that are in use."""
         return self._offload.statistics()
 
     def figures(self) -> dict[str, int | float]:

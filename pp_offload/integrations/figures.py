@@ -1,4 +1,4 @@
-"""Figures of offload for loggers: what was moved since the last call.
+"""Figures of offload for loggers: bytes that were moved since the last call.
 
     figures = Figures(offload.statistics)
     train_a_step()

@@ -44,7 +44,7 @@ def offload_of(
     config: OffloadConfig | None,
     options: Mapping[str, Any],
 ) -> ForwardOffload:
-    """Make the offload of a model as it is trained: wrapped, sharded, on its device.
+    """Make the offload of a model that is ready to train: wrapped, sharded, on its device.
 
     Args:
         model: The model.
@@ -101,7 +101,7 @@ class ActivationForwards:
 
 
 class GroupForwards:
-    """Offload of groups by name, which do nothing outside of :meth:`forward`."""
+    """Offload of groups by name, which does nothing outside of :meth:`forward`."""
 
     def __init__(self, model: Module, groups: Patterns, config: OffloadConfig | None) -> None:
         self._handle = offload_modules(model, groups)

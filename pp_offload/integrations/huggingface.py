@@ -50,7 +50,7 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
 
 
 class ActivationOffloadingMixin:
-    """Base class before a ``Trainer``, which offloads what each training forward saves.
+    """Mixin for a ``Trainer``, which offloads the tensors that each training forward saves.
 
     Args:
         args: The trainer's.
@@ -90,14 +90,14 @@ class ActivationOffloadingMixin:
 
     @property
     def activation_offload(self) -> OffloadActivations | None:
-        """The context of the model, with its ``statistics()``; None where nothing is offloaded.
+        """Context of the model, with its ``statistics()``; None if nothing is offloaded.
 
         A model that ``model_init`` makes anew gets a new one.
         """
         return self._offloading.prepare(self)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """The trainer's context for a loss; with offload inside, where grad is enabled."""
+        """Return the trainer's context for a loss, with offload inside if grad is enabled."""
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
         offload = self.activation_offload if torch.is_grad_enabled() else None
         if offload is not None:
@@ -111,7 +111,7 @@ class ActivationOffloadingMixin:
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer, and with the loss of training also figures of this process.
+        """Log as the trainer does; with the training loss also log figures of this process.
 
         ``offload/bytes_offloaded`` and others, since the loss before: see
         :mod:`pp_offload.integrations.figures`. Evaluation and summaries are logged as they are.

@@ -1,4 +1,4 @@
-"""Parameters of layers on the host in the ``Trainer`` of Hugging Face.
+"""Offload of layers' parameters in the ``Trainer`` of Hugging Face.
 
     class MyTrainer(LayerOffloadingMixin, Trainer): ...
 
@@ -29,7 +29,7 @@ OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
 
 
 class LayerOffloadingMixin:
-    """Base class before a ``Trainer``, which keeps parameters of layers on the host.
+    """Mixin for a ``Trainer``, which keeps parameters of layers on the host.
 
     Args:
         args: The trainer's.
@@ -64,11 +64,11 @@ class LayerOffloadingMixin:
 
     @property
     def layer_offload(self) -> OffloadedLayers | None:
-        """Layers of the current model, with their figures; None where none is on the host."""
+        """Layers of the current model, with their figures; None if no layer is on the host."""
         return self._layer_offloading.offloaded
 
     def _move_model_to_device(self, model: Module, device: Any) -> None:
-        """Offload the layers, and move the rest as the trainer."""
+        """Offload the layers, and move the rest as the trainer does."""
         if model is self._layer_offloading.model_of(self, model):
             self._layer_offloading.prepare(self, model)
         super()._move_model_to_device(model, device)  # type: ignore[misc]
@@ -92,7 +92,7 @@ class _LayerOffloading:
         self.offloaded: OffloadedLayers | None = None
 
     def model_of(self, trainer: Any, moved: Module) -> Module:
-        """Model that a trainer trains; before it has one, the first that it moves."""
+        """Return the model that a trainer trains; before it has one, the first that it moves."""
         model: Module | None = getattr(trainer, "model", None)
         if model is None:
             model = self._model

@@ -37,7 +37,7 @@ WRAPPED = "training_step"
 
 
 class ActivationOffload(Callback):
-    """Offloads what training steps save for backward.
+    """Callback that offloads tensors that training steps save for backward.
 
     Args:
         groups: Group name to patterns of module names, as of
@@ -72,11 +72,11 @@ class ActivationOffload(Callback):
         self._offload: ForwardOffload | None = None
 
     def statistics(self) -> OffloadStatistics | None:
-        """What was moved, in the last training, and what is in use; None before the first."""
+        """Bytes moved in the last training, and in use; None before the first training."""
         return None if self._offload is None else self._offload.statistics()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the offload of the module, which strategies have wrapped before."""
+        """Begin the offload of the module, which a strategy may have wrapped."""
         self._close()
         self._offload = offload_of(pl_module, *self._wanted)
         self._running = _Running(trainer, pl_module, self._offload)
@@ -84,7 +84,7 @@ class ActivationOffload(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was moved, if the optimizer has made a step."""
+        """Log the bytes that were moved, if the optimizer has made a step."""
         if self._logs and self._running is not None and self._running.has_stepped():
             figures = {k: float(v) for k, v in self._running.figures.since_last().items()}
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)

@@ -1,4 +1,4 @@
-"""Offload for code that asks for PyTorch's or TRL's own: no line of a training script changes.
+"""Offload for scripts that use PyTorch's or TRL's offload; no line of the script changes.
 
     python -m pp_offload train.py --its --options    # also behind torchrun and accelerate launch -m
 
@@ -45,10 +45,10 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError, SavedTensorModifiedError
 
 TRL = "trl.models.activation_offloading"
-"""The module of TRL's ``activation_offloading=True``."""
+"""Module of TRL's ``activation_offloading=True``."""
 
 MAX_TENSORS = 5
-"""So many saved tensors leave together, or fewer where a ``save_on_cpu`` ends."""
+"""Number of saved tensors that leave together; fewer leave where a ``save_on_cpu`` ends."""
 
 _lock = threading.RLock()
 _active: Patch | None = None
@@ -94,7 +94,7 @@ def patch(
 
 
 class Patch:
-    """What :func:`patch` has replaced."""
+    """Replaced functions of :func:`patch`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         global _active
@@ -145,17 +145,17 @@ class Patch:
                 self._replace(module, name, self._context_of)
 
     def _context_of(self, model: Module, **options: Any) -> OffloadActivations:
-        """In place of TRL's ``get_act_offloading_ctx_manager``, with its parameters."""
+        """Make a context, with the parameters of TRL's ``get_act_offloading_ctx_manager``."""
         context = get_lora_act_offloading_ctx_manager(model, **{**self._options, **options})
         self._contexts.append(context)
         return context
 
     def statistics(self) -> OffloadStatistics:
-        """What ``save_on_cpu`` moved and holds, exact at the call. A context of TRL has its own."""
+        """Bytes that ``save_on_cpu`` moved and holds. A context of TRL has its own statistics."""
         return self._stash.statistics()
 
     def undo(self) -> None:
-        """Put everything back. Tensors that are offloaded stay good. Twice is fine."""
+        """Restore all functions. Offloaded tensors stay valid. A second call does nothing."""
         global _active
         with _lock:
             while self._undo:
@@ -222,7 +222,7 @@ _exit = exact_exit(_exit_scope)
 
 
 class _NotedPolicy:
-    """A user's policy for selective checkpoints, of which the last answer is noted.
+    """User's policy for selective checkpoints, whose last answer is noted.
 
     PyTorch treats its two policies of offload as those of recomputation, and notes a mark for each
     call that the recomputation runs again. :func:`_dispatch` replaces the mark by the offloaded

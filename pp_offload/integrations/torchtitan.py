@@ -45,7 +45,7 @@ except ImportError as missing:
 def with_offload(
     spec: ModelSpec, groups: Patterns | None = None, config: OffloadConfig | None = None
 ) -> ModelSpec:
-    """A spec whose pipelines offload, and which is ``spec`` otherwise.
+    """Make a copy of ``spec`` whose pipelines offload.
 
     Args:
         spec: The ``model_spec`` of a ``Trainer.Config``.
@@ -100,7 +100,7 @@ class OffloadAC(FullAC):
         """Options of ``FullAC``, without ``debug``, and of the offload."""
 
         min_offload_size: int = 1024
-        """Smaller tensors stay on the device. In bytes."""
+        """Bytes below which tensors stay on the device."""
 
         offload: Annotated[OffloadConfig, tyro.conf.Suppress] = field(default_factory=OffloadConfig)
         """Tiers and their limits. Set in a config registry, not on the command line."""

@@ -1,4 +1,4 @@
-"""Parts of the mixins that are named before a ``Trainer`` of Hugging Face.
+"""Common parts of the mixins for a ``Trainer`` of Hugging Face.
 
     check_bases(cls, Mixin)                          # when a class is made of one
     check_trainer(type(self), Mixin)                 # when it is used
@@ -24,7 +24,7 @@ Words = Mapping[str, Mapping[str, Any] | bool]
 
 
 class Choice:
-    """Choice of a user, and of the trainer's arguments, whether and how to offload.
+    """Choice of the user and of the trainer's arguments: whether and how to offload.
 
     Args:
         name: Name of the argument, which the trainer's arguments may have as well.
@@ -45,7 +45,7 @@ class Choice:
             check_known(self._wanted, options, of=name)
 
     def options(self, args: Any) -> dict[str, Any] | None:
-        """Options of the offload; None where nothing is offloaded.
+        """Options of the offload; None if nothing is offloaded.
 
         Args:
             args: The trainer's arguments.
@@ -103,7 +103,7 @@ def check_trainer(kind: type, mixin: type) -> None:
 
 
 def _has_trainer(kind: type, mixin: type) -> bool:
-    """Whether what a mixin calls in ``kind`` is there."""
+    """Whether ``kind`` has the methods that a mixin calls."""
     return hasattr(super(mixin, kind), CONTEXT)  # type: ignore[misc]
 
 
