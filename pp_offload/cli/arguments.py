@@ -21,7 +21,7 @@ RECOMPUTE = "layers may be recomputed where the link has too much to do"
 
 
 def number(kind: type[int] | type[float], least: float, most: float = inf) -> Callable[[str], Any]:
-    """Parser of a finite number from ``least`` to ``most``."""
+    """Make a parser of a finite number from ``least`` to ``most``."""
     expected = "an integer" if kind is int else "a finite number"
     expected += f" of at least {least}" + (f" and at most {most}" if isfinite(most) else "")
 
@@ -88,7 +88,7 @@ ENGINE = (*PIPELINE, "--gib", "--host-gib", "--tiers", "--network-gb")
 
 
 class Command(NamedTuple):
-    """What help says of a command, and its arguments."""
+    """Help texts of a command, and its arguments."""
 
     summary: str
     details: str
@@ -149,7 +149,7 @@ COMMANDS = {
 
 
 class Parser(ArgumentParser):
-    """Prints errors in the words of this command."""
+    """Parser that prints errors in the words of this command."""
 
     def error(self, message: str) -> NoReturn:
         text = re.sub("^argument ", "Invalid value for ", message)
@@ -157,7 +157,7 @@ class Parser(ArgumentParser):
 
 
 def parser() -> Parser:
-    """Parser of the command line. It sets ``command`` to None where no command is given."""
+    """Make the command line's parser. It sets ``command`` to None where no command is given."""
     top = Parser(
         prog="pp-offload",
         usage="pp-offload [OPTIONS] COMMAND ...",
@@ -185,7 +185,7 @@ def parser() -> Parser:
 
 
 def _with_default(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of an argument, whose help says the default."""
+    """Make the options of an argument whose help says the default."""
     if "default" not in options or "action" in options:
         return options
     return options | {"help": f"{options['help']} (default: %(default)s)"}

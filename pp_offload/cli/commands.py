@@ -153,7 +153,7 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], Callable[..., None]] | None]:
-    """Give a maker of functions that show progress; None without a terminal."""
+    """Make a function that makes progress callbacks; None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -170,7 +170,7 @@ def _show(name: str, done: int, total: int | None = None) -> None:
 
 
 def _bytes_of(limit: str) -> int:
-    """Bytes of a size. So few bytes that a unit was forgotten are an error."""
+    """Parse a size in bytes. So few bytes that a unit was forgotten are an error."""
     nbytes = parse_limit(limit)
     if nbytes is None:
         units = ", ".join(UNITS)
@@ -184,7 +184,7 @@ def _bytes_of(limit: str) -> int:
 
 
 def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
-    """Options without which the engine would do something else than planned."""
+    """List the options without which the engine would not follow the plan."""
     beside = "".join(
         f", {name}={tuple(value) if isinstance(value, list) else value!r}"
         for name, value in plan.options.items()

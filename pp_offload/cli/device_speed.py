@@ -31,7 +31,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class DeviceSpeed:
-    """Measures a device. On the CPU copies do not run beside compute.
+    """Measurement of a device. On the CPU copies do not run beside compute.
 
     Args:
         device: Device to measure.
@@ -97,7 +97,7 @@ class DeviceSpeed:
         return [num * a.nbytes / ms * 1e3 for (a, _), ms in zip(pairs, milliseconds, strict=True)]
 
     def _copies(self, pairs: Sequence[Pair], num: int) -> list[Any]:
-        """Launch copies; returns events of their begins and ends."""
+        """Launch copies, and return events of their begins and ends."""
         spans, streams = [], (self._backend.d2h, self._backend.h2d)
         for (target, source), stream in zip(pairs, streams, strict=False):
             begin = time_of(self._backend, stream)
@@ -106,7 +106,7 @@ class DeviceSpeed:
         return spans
 
     def _seconds(self, work: Callable[[], object], num: int = 1) -> float:
-        """Device's time for each of ``num`` calls in a row."""
+        """Measure the device's time for each of ``num`` calls in a row."""
         begin: Any = time_of(self._backend, self._backend.current_stream())
         for _ in range(num):
             work()
@@ -128,7 +128,7 @@ class DeviceSpeed:
         return self._median_s(self._product, NUM_COPIES)
 
     def _attention_s(self) -> tuple[float, float]:
-        """Forward and backward of causal attention."""
+        """Measure forward and backward of causal attention."""
         shape = 1, max(1, self._width // 128), self._width, min(self._width, 128)
         q, k, v = (self._random(*shape).requires_grad_() for _ in range(3))
         forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
@@ -137,7 +137,7 @@ class DeviceSpeed:
         return self._median_s(forward), self._median_s(backward)
 
     def _slowdown(self, pair: Pair) -> float:
-        """Part of a product's speed that is lost beside copies."""
+        """Measure the part of a product's speed that is lost beside copies."""
         if self._is_host:
             return 0.0
         alone, beside = [], []
@@ -148,7 +148,7 @@ class DeviceSpeed:
         return max(0.0, 1 - median(alone) / median(beside))
 
     def _launch_s(self) -> tuple[float, float]:
-        """Host's time for a small operator, and the device's where the host is ahead."""
+        """Measure the time of a small operator on the host, and on the device behind it."""
         x = self._empty()[:1]
         begin_s = time.perf_counter()
         for _ in range(NUM_LAUNCHES):
@@ -161,7 +161,7 @@ class DeviceSpeed:
         return launch_s, self._seconds(x.zero_, NUM_LAUNCHES)
 
     def _workspace_bytes(self) -> int:
-        """Device memory that libraries take for forward, and on the thread of backward."""
+        """Measure the device memory that libraries take for forward and backward."""
         before = self._backend.allocated()
         x = self._matrices[0].detach().requires_grad_()
         (x @ self._matrices[1]).backward(self._matrices[1])

@@ -57,7 +57,7 @@ def doctor(given: Namespace) -> int:
 
 
 def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[str, Any]]:
-    """Contents of a file for ``Hardware.from_file``."""
+    """Make the contents of a file for ``Hardware.from_file``."""
     hardware = DeviceSpeed(default_backend().device, nbytes).hardware()
     if disk_bytes:
         write, read = disk_speed(directory, disk_bytes)
@@ -68,7 +68,7 @@ def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[s
 
 
 def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
-    """Facts by topic and name.
+    """Collect facts by topic and name.
 
     Args:
         directory: Directory whose disk is tried.
@@ -111,7 +111,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
 
 
 def _answer(ask: Ask) -> str:
-    """Answer, or why there is none: a report must not fail."""
+    """Return the answer, or why there is none: a report must not fail."""
     try:
         return str(ask())
     except Exception as failure:
@@ -149,7 +149,7 @@ def _total(meminfo: Path) -> str:
 
 
 def _cgroups(root: Path) -> Iterator[str]:
-    """Limits of this process by cgroups of versions 2 and 1."""
+    """Find limits of this process by cgroups of versions 2 and 1."""
     lines = (root / "proc/self/cgroup").read_text().splitlines()
     groups = [line.split(":", 2)[1:] for line in lines]
     members = {name: path for names, path in groups for name in names.split(",")}

@@ -38,7 +38,7 @@ HOW = (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline, and the options that name its parts, for errors."""
+    """Pipeline, and the options that name its parts, for errors."""
 
     order: PipelineOrder
     work: Modules
@@ -55,7 +55,7 @@ class Pipeline:
 
     @contextmanager
     def errors(self, *more_options: str) -> Iterator[None]:
-        """Errors inside are errors of the model's option, or of ``more_options``."""
+        """Turn errors inside into errors of the model's option, or of ``more_options``."""
         options = " or ".join((self.source, *more_options))
         with errors_of(options):
             try:
@@ -97,7 +97,7 @@ def pipeline_of(given: Namespace) -> Pipeline:
 
 
 def hardware_of(name: str) -> Hardware:
-    """Device of the table, or of a file."""
+    """Return the device of the table, or of a file."""
     by_name = {row.lower(): hardware for row, hardware in DEVICES.items()}
     if name.lower() in by_name:
         return by_name[name.lower()]
@@ -112,7 +112,7 @@ def hardware_of(name: str) -> Hardware:
 
 
 def _chosen(names: str, groups: Any) -> dict[str, Any]:
-    """Groups that ``--groups`` names."""
+    """Parse the groups that ``--groups`` names."""
     if groups is None:
         problem = f"found {names!r}, but the model marks its groups itself; leave it out"
         raise wrong("--groups", problem)
@@ -124,7 +124,7 @@ def _chosen(names: str, groups: Any) -> dict[str, Any]:
 
 
 def from_function(name: str, num_stages: int, length: int) -> Modules:
-    """Model that a user's function returns. Errors of the function keep their traceback."""
+    """Call a user's function for its model. Errors of the function keep their traceback."""
     function = _imported(name, "MODEL", "such as my_model:stages", HOW)
     try:
         inspect.signature(function).bind(num_stages=1, length=1)
@@ -141,7 +141,7 @@ def from_function(name: str, num_stages: int, length: int) -> Modules:
 
 
 def _imported(name: str, option: str, example: str, how: str) -> Callable[..., Any]:
-    """Function of ``module:function``, also of a module in the current directory."""
+    """Import ``module:function``, also from a module in the current directory."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise wrong(option, f"found {name!r}, expected module:function, {example}")
@@ -166,7 +166,7 @@ def _imported(name: str, option: str, example: str, how: str) -> Callable[..., A
 
 
 def optimizer_of(name: str) -> MakeOptimizer:
-    """Maker of an optimizer: a class of ``torch.optim`` without options, or a user's function."""
+    """Return a maker of optimizers: a class of ``torch.optim``, or a user's function."""
     option, how = "--optimizer", "a function of a list of parameters that returns an optimizer"
     if ":" in name:
         return _imported(name, option, "such as my_model:optimizer", f"expected {how}")
@@ -194,7 +194,7 @@ def optimizer_of(name: str) -> MakeOptimizer:
 
 
 def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
-    """Causal language model of a config of Transformers, in stages. Nothing is downloaded."""
+    """Make a causal language model of a Transformers config, in stages, without a download."""
     if importlib.util.find_spec("transformers") is None:
         raise wrong("--hf", "transformers is not installed; pip install 'transformers>=5'")
     from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of

@@ -1,4 +1,4 @@
-"""Output for a user: text or JSON, and errors of an option, which have exit code 2."""
+"""Output of a command: text or JSON, and errors of an option, which have exit code 2."""
 
 from __future__ import annotations
 
