@@ -1,4 +1,4 @@
-"""A step of a trace beside the plan that the run followed.
+"""Comparison of a traced step with the plan that the run followed.
 
     compared = compare_with_plan(OffloadPlan.load("plan.json"), read("out.json.gz"))
     print(compared.table())
@@ -48,7 +48,7 @@ WHY = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A planned and a traced figure, with its column and unit in the table; None is unknown."""
+    """Planned and traced value of a figure, with column and unit; None is unknown."""
 
     name: str
     head: str
@@ -58,20 +58,20 @@ class Pair:
 
     @property
     def more(self) -> float:
-        """Amount by which the run is worse. Another number of bytes sent is worse either way."""
+        """Amount by which the run is worse. A difference of sent bytes counts either way."""
         if self.planned is None or self.traced is None or len({*self.texts()}) == 1:
             return 0.0
         more = self.traced - self.planned
         return {"bytes_offloaded": abs(more), "offload_bytes_per_s": -more}.get(self.name, more)
 
     def texts(self) -> tuple[str, str]:
-        """Planned and traced, in the unit."""
+        """Format the planned and the traced value in the unit."""
         return _text(self.planned, self.unit), _text(self.traced, self.unit)
 
 
 @dataclass(frozen=True)
 class RankCompared:
-    """A rank of a trace beside its plan; ``differences`` are what is worse, and why."""
+    """Comparison of a rank with its plan; ``differences`` say what is worse, and why."""
 
     rank: int
     planned: RankPlan
@@ -81,13 +81,13 @@ class RankCompared:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether nothing is worse than planned, and the plan is for what ran."""
+        """Whether nothing is worse than planned, and the plan is for this run."""
         return not self.differences
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All ranks of a trace beside their plan."""
+    """Comparison of all ranks of a trace with their plan."""
 
     step: int
     planned_s: float
@@ -95,7 +95,7 @@ class Compared:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether nothing is worse than planned, and the plan is for what ran."""
+        """Whether nothing is worse than planned, and the plan is for this run."""
         return all(rank.is_as_planned for rank in self.ranks)
 
     def table(self) -> str:
@@ -111,7 +111,7 @@ class Compared:
         return "\n".join([title, "", format_table(rows), NOTE, "", *texts])
 
     def figures(self) -> dict[str, Any]:
-        """Plain values, in seconds and bytes, for a file."""
+        """Make plain values, in seconds and bytes, for a file."""
         ranks = [
             {
                 "rank": rank.rank,
@@ -182,7 +182,7 @@ def _pairs(
 def _worse(
     plan: OffloadPlan, planned: RankPlan, pairs: tuple[Pair, ...], *, has_causes: bool
 ) -> Iterator[str]:
-    """Figures that are worse by more than the tolerance; waits, by that of a step."""
+    """List figures that are worse by more than the tolerance; for waits, that of a step."""
     for pair in pairs:
         base = plan.seconds if pair.name == "stalled_s" else pair.planned or 0
         if pair.more > TOLERANCE * base:
@@ -196,7 +196,7 @@ def _worse(
 def _strangers(
     plan: OffloadPlan, planned: RankPlan, timeline: Timeline, rank: int, window: Interval
 ) -> Iterator[str]:
-    """The first group that differs from the plan, and another number of microbatches."""
+    """List the first group that differs from the plan, and a difference of microbatches."""
     if timeline.metadata[rank].get("has_captures"):
         return  # groups of a graph are not in the trace
     forwards = [

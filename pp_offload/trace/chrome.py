@@ -55,7 +55,7 @@ def read(path: AnyPath, *others: AnyPath) -> Timeline:
 
 
 def part_of(path: AnyPath, rank: int | str) -> Path:
-    """Path of the file of one rank: ``out.rank3.json.gz`` for ``out.json.gz``."""
+    """Make the path of the file of one rank: ``out.rank3.json.gz`` for ``out.json.gz``."""
     stem, dot, suffixes = Path(path).name.partition(".")
     return Path(path).with_name(f"{stem}.rank{rank}{dot}{suffixes}")
 
@@ -116,7 +116,7 @@ def _write_json(content: Json, path: AnyPath) -> None:
 
 
 def _read_json(path: AnyPath, key: str = "traceEvents") -> Json:
-    """Content of a file that has this key."""
+    """Read the content of a file that has this key."""
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -140,7 +140,7 @@ def _read_ours(path: AnyPath) -> Json:
 
 
 def _events(timeline: Timeline) -> Iterator[Json]:
-    """Events of a file: names of ranks and tracks, then spans, samples and flows."""
+    """Yield the events of a file: names of ranks and tracks, then spans, samples and flows."""
     points = [(flow.rank, point.track) for flow in timeline.flows for point in flow.points]
     used = sorted({(span.rank, span.track) for span in timeline.spans} | set(points))
     more_tracks = sorted({track for _, track in used} - set(TRACKS))

@@ -55,13 +55,13 @@ _BY_END = {
 
 
 def kind_of(span: Span) -> Kind | None:
-    """Kind of a span; None for a step."""
+    """Return the kind of a span; None for a step."""
     by_track = _BY_TRACK.get(span.track)
     return by_track or _BY_NAME.get(span.name) or _BY_END.get(span.name.split(" ")[-1])
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Intervals in order, joined where they overlap or are at most ``gap`` apart."""
+    """Sort intervals, and join those that overlap or are at most ``gap`` apart."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1] + gap:
@@ -72,7 +72,7 @@ def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def common(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Intervals in which both are."""
+    """Return the intersection of two sets of intervals."""
     sets = (*merged(a), *merged(b))
     edges = [edge for begin, end in sets for edge in ((begin, 1), (end, -1))]
     both, depth, begin = [], 0, 0.0
@@ -124,11 +124,11 @@ class RankFigures:
 
     @property
     def waited_for_copies_s(self) -> float:
-        """Time in which compute waited for copies."""
+        """Time that compute waited for copies."""
         return sum(self.waited_s[kind] for kind in WAITS_FOR_COPIES)
 
     def as_dict(self) -> dict[str, Any]:
-        """Figures in seconds and bytes, as JSON can hold them."""
+        """Make plain figures in seconds and bytes, which JSON can hold."""
         return asdict(self) | {
             "offload_bytes_per_s": self.offload_bytes_per_s,
             "reload_bytes_per_s": self.reload_bytes_per_s,
@@ -137,7 +137,7 @@ class RankFigures:
 
 
 def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
-    """Begin and end of each step, by number and rank."""
+    """Return begin and end of each step, by number and rank."""
     steps: dict[int, dict[int, Interval]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.rank):
         if span.track == tl.STEPS:
@@ -146,7 +146,7 @@ def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
 
 
 def checked_step(timeline: Timeline, step: int | None) -> int:
-    """Number of a step of the trace; the last one when None.
+    """Check the number of a step; return the last step for None.
 
     Raises:
         ValueError: The trace has no such step, or none at all.
@@ -162,14 +162,14 @@ def checked_step(timeline: Timeline, step: int | None) -> int:
 def values_of(
     timeline: Timeline, rank: int, counter: str, window: Interval
 ) -> list[tuple[float, int]]:
-    """Times and values of a counter in a window, from the value at its begin on."""
+    """Return times and values of a counter in a window, from the value at its begin on."""
     samples = [(item.time_s, item.nbytes) for item in timeline.counter(rank, counter)]
     before = [(window[0], nbytes) for time_s, nbytes in samples if time_s <= window[0]][-1:]
     return before + [sample for sample in samples if window[0] < sample[0] < window[1]]
 
 
 def figures_of(timeline: Timeline, step: int) -> list[RankFigures]:
-    """Figures of all ranks that have the step."""
+    """Make the figures of all ranks that have the step."""
     by_rank: dict[int, list[Span]] = {}
     for span in timeline.spans:
         by_rank.setdefault(span.rank, []).append(span)
@@ -178,7 +178,7 @@ def figures_of(timeline: Timeline, step: int) -> list[RankFigures]:
 
 
 def times_of(spans: Iterable[Span], window: Interval) -> dict[Kind, list[Interval]]:
-    """Times of each kind in a window.
+    """Return the times of each kind in a window.
 
     Compute of groups is that of operators, where those are known, as on a virtual device.
     """

@@ -24,7 +24,7 @@ Reading = tuple[Any, dict[str, int]]
 
 
 class Clock:
-    """Seconds of events, from ``begin`` on.
+    """Clock that turns events into seconds from ``begin`` on.
 
     On a device with a clock, the host waits for ``begin`` once and reads the wall clock beside it.
     A simulated device has no times, so its copies have those at which the host queued them.
@@ -57,7 +57,7 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """A future span. ``begin`` and ``end`` are events, or seconds of the clock."""
+    """Note of a future span. ``begin`` and ``end`` are events, or seconds of the clock."""
 
     track: str
     name: str
@@ -102,7 +102,7 @@ def samples_of(readings: Iterable[Reading], clock: Clock, *, rank: int) -> Itera
 
 
 def spread(disk: Iterable[Note], clock: Clock) -> Iterator[Note]:
-    """Put each work of the disk on the first disk track that is free at its begin."""
+    """Put each piece of disk work on the first disk track that is free at its begin."""
     ends_s: list[float] = []
     for note in sorted(disk, key=lambda note: float(note.begin)):
         note.begin, note.end = clock.of_host(note.begin), clock.of_host(note.end)

@@ -113,7 +113,7 @@ def picture(
 
 
 class _Panel(NamedTuple):
-    """A rank. Times are in ms from the begin of the first rank's step on."""
+    """Panel of a rank. Times are in ms from the begin of the first rank's step on."""
 
     figures: RankFigures
     end_ms: float
@@ -196,7 +196,7 @@ def _draw_bands(axes: Axes, panel: _Panel) -> None:
 
 
 def _mark(axes: Axes, wait: Span, middle_ms: float, shown_ms: float, y: float) -> None:
-    """Say what the longest wait for a copy is for, unless it is too short to be seen."""
+    """Label the longest wait for a copy, unless it is too short to be seen."""
     took_ms, kind = (wait.end_s - wait.begin_s) * 1e3, fig.kind_of(wait)
     if took_ms < shown_ms / 500:
         return

@@ -66,7 +66,7 @@ class Recorder(Observer):
             self._start()
 
     def _follow(self, offloader: Offloader) -> None:
-        """Record this engine, with nothing noted yet."""
+        """Begin an empty recording of this engine."""
         self._offloader, self._backend = offloader, offloader.backend
         self._clock: Clock | None = None
         self._notes: list[Note] = []
@@ -114,7 +114,7 @@ class Recorder(Observer):
             self._offloader.observers.add(self)
 
     def _stop(self) -> None:
-        """Observe no more. A second call does nothing."""
+        """Stop to observe. A second call does nothing."""
         with self._offloader.lock:
             self._offloader.observers.remove(self)
             if self._disk is not None:
@@ -243,7 +243,7 @@ class Recorder(Observer):
     # Notes
 
     def _add(self, track: str, name: str, begin: Any, end: Any = None, **args: Any) -> Note | None:
-        """Add a note; None in a capture, and at the limit."""
+        """Add a note, and return it; None in a capture, and at the limit."""
         self._is_cut = self._is_cut or begin is None
         if begin is None or not self._takes(1):
             return None
@@ -258,14 +258,14 @@ class Recorder(Observer):
         return self._room >= 0
 
     def _mark(self) -> tuple[str, Any]:
-        """The compute track, and an event there, which ends the group of backward before."""
+        """Return the compute track and an event there, which ends the last group of backward."""
         track, at = self._track(), self._now()
         if track in self._running:
             self._running.pop(track).end = at
         return track, at
 
     def _now(self) -> Any:
-        """An event on the live compute stream; None in a capture."""
+        """Record an event on the live compute stream; None in a capture."""
         return time_of(self._backend, self._backend.current_stream())
 
     def _read(self, at: Any) -> None:
@@ -273,7 +273,7 @@ class Recorder(Observer):
             self._counters.readings.append((at, values))
 
     def _track(self) -> str:
-        """Track of the live compute stream; where the host is the device, of the thread."""
+        """Name the track of the live compute stream; of the thread if the host is the device."""
         backend, streams = self._backend, self._streams
         stream = threading.get_ident() if backend.is_host else backend.current_stream()
         if stream not in streams:
@@ -283,7 +283,7 @@ class Recorder(Observer):
 
 
 def _facts(group: Group) -> dict[str, Any]:
-    """Arguments of a group's spans: a note of the group itself would keep its tensors."""
+    """Make the arguments of a group's spans: a note of the group would keep its tensors."""
     state = {"state": group.state.value}
     if group.key is None:
         return state
@@ -292,7 +292,7 @@ def _facts(group: Group) -> dict[str, Any]:
 
 
 class Copies:
-    """Copies of each batch to the host and back.
+    """Notes of the copies of each batch to the host and back.
 
     A batch is noted by its ``id``, because a reference would keep its bytes. A later batch with the
     same ``id`` replaces it at its own copy to the host, which comes first.
@@ -318,12 +318,12 @@ class Copies:
         self.pairs += [(source, note) for source in sources if source is not None]
 
     def name_of_wait(self, event: Event) -> str:
-        """Name of a wait for ``event``."""
+        """Name a wait for ``event``."""
         copy = self._before.get(id(event))
         return tl.WAITS_FOR_UNKNOWN if copy is None else f"waits for {copy[1].name}"
 
     def first_use(self, saved: Saved) -> Note | None:
-        """Copy that brought a tensor back; None if another tensor of the copy was used before."""
+        """Return the copy that reloaded a tensor; None if the copy had a use before."""
         reload = saved.batch.back.reloads[saved.index]
         if reload is None or reload.event is None:  # its source was still there
             return None
@@ -341,7 +341,7 @@ class Counters:
         self._num_on_demand = 0
 
     def read(self) -> dict[str, int]:
-        """Bytes by counter, as the host knows them now."""
+        """Read the bytes of each counter, as the host knows them now."""
         mover = self._offloader.engine.mover
         with mover.lock:
             host = sum([pool.in_use_bytes for pool in mover.tier.pools])
@@ -353,7 +353,7 @@ class Counters:
         return values
 
     def end_step(self) -> dict[str, int]:
-        """Facts of the step since the last call.
+        """Return facts of the step since the last call.
 
         A device knows its peak since the last reset of the peak. It is the peak of this step where
         it rose above all readings of the step.

@@ -1,4 +1,4 @@
-"""A trace of some steps of a manager.
+"""Trace of some steps of a manager.
 
     with Trace("out.json.gz", steps=range(2, 4)) as trace:
         train()
@@ -33,7 +33,7 @@ MAX_EVENTS = 500_000
 
 
 class Trace:
-    """Records steps of a manager into a file.
+    """Recording of steps of a manager into a file.
 
     In ``torch.distributed`` with several ranks, each rank writes its own file, named by
     :func:`part_of`, and sends nothing. :func:`merge_ranks` makes one file of them.

@@ -26,7 +26,7 @@ WAITS_FOR_OTHERS = "waits for other work"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work, a copy or a wait; ``args`` are plain values, such as ``bytes``."""
+    """Span of work, of a copy or of a wait; ``args`` are plain values, such as ``bytes``."""
 
     rank: int
     track: str
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of a flow: the span of this track at this time."""
+    """Point of a flow: the span of this track at this time."""
 
     track: str
     time_s: float
@@ -83,12 +83,12 @@ class Timeline:
         return sorted(self.metadata)
 
     def of(self, rank: int, track: str) -> list[Span]:
-        """Spans of a track, sorted by begin."""
+        """List the spans of a track, sorted by begin."""
         spans = [span for span in self.spans if (span.rank, span.track) == (rank, track)]
         return sorted(spans, key=lambda span: (span.begin_s, -span.end_s))
 
     def counter(self, rank: int, name: str) -> list[Sample]:
-        """Samples of a counter, sorted by time."""
+        """List the samples of a counter, sorted by time."""
         samples = [item for item in self.samples if (item.rank, item.counter) == (rank, name)]
         return sorted(samples, key=lambda item: item.time_s)
 

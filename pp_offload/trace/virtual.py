@@ -1,4 +1,4 @@
-"""Listener of the streams of a virtual device, which report each work with its exact times.
+"""Listener of a virtual device's streams, which report each piece of work with exact times.
 
 Events would be less exact: an event between two works has the end of the first as its time, though
 the host may launch the second later.
@@ -51,7 +51,7 @@ class VirtualStreams:
         self._works.append((begin_s, end_s))
 
     def _computed(self, ready_s: float, begin_s: float, end_s: float) -> None:
-        """Note a work of compute, and what it waited for before."""
+        """Note work of compute, and its wait before."""
         waits, self.waits = self.waits, []
         for name, lap in waits:
             begin: Any = lap.begin
