@@ -51,7 +51,7 @@ CONTAINERS = (ModuleDict, ModuleList, Sequential)
 
 
 class ActivationCheckpointing:
-    """Applies activation checkpointing to the layers of a model, in place.
+    """Activation checkpointing of the layers of a model, applied in place.
 
     Source: Modalities ``ActivationCheckpointing``.
     """
@@ -171,7 +171,7 @@ def apply_activation_checkpointing_fsdp1_inplace(
 def is_module_to_apply_activation_checkpointing(
     submodule: Module, activation_checkpointing_modules: list[type]
 ) -> bool:
-    """Whether ``submodule`` is of one of these classes.
+    """Whether ``submodule`` is an instance of one of these classes.
 
     Source: Modalities.
     """

@@ -299,7 +299,7 @@ class OffloadConfig:
 
 
 def _as_option(name: object, value: Any) -> Any:
-    """Convert a value of a file. A wrong value stays, for the record to refuse."""
+    """Convert a value of a file. A wrong value stays, and the record refuses it."""
     if isinstance(value, list):
         return tuple(value)
     if name == "plan" and isinstance(value, Mapping):
@@ -311,7 +311,7 @@ def _as_option(name: object, value: Any) -> Any:
 
 
 def _of_text(name: str, text: str) -> Any:
-    """Convert the text of a variable. A wrong value stays, for the record to refuse."""
+    """Convert the text of a variable. A wrong value stays, and the record refuses it."""
     if name == "tiers":
         return tuple([part.strip() for part in text.split(",")])
     if name == "verify":
@@ -325,7 +325,7 @@ def _of_text(name: str, text: str) -> Any:
 
 
 def _also(name: str, value: object) -> str:
-    """What else is expected of a count, for the end of a message."""
+    """Say which other values a count may have, for the end of a message."""
     auto = f", or {AUTO!r}" if name in AUTO_COUNTS else ""
     if not isinstance(value, str) or name in UNIT_OF_NAME:
         return auto
@@ -339,7 +339,7 @@ def add_tier_name(name: str) -> None:
 
 
 def _chains() -> list[tuple[str, ...]]:
-    """Each tier alone, or behind the host."""
+    """List each tier alone, and each tier behind the host."""
     return [*((name,) for name in TIERS), *(("host", name) for name in TIERS if name != "host")]
 
 

@@ -19,7 +19,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class OptionError(ConfigError, TypeError):
-    """Options were given that do not exist. Python's own error for that is a ``TypeError``."""
+    """An option does not exist. Python's own error for unknown arguments is a ``TypeError``."""
 
 
 class GroupStateError(OffloadError):
@@ -29,32 +29,32 @@ class GroupStateError(OffloadError):
 class SavedTensorModifiedError(OffloadError):
     """A saved tensor was changed in place before its bytes were safe.
 
-    Autograd raises a ``RuntimeError`` for the same program; so does this, and it names the group.
+    Autograd raises a ``RuntimeError`` for the same program; this error is one, and names the group.
     """
 
 
 class TierError(OffloadError):
-    """A tier could not bring back what it was given. Asked for again, it is tried again."""
+    """A tier could not bring back its bytes. The next use tries again."""
 
 
 class DiskTierError(TierError):
-    """The disk tier could not write or read; names the directory, the offset and the cause."""
+    """The disk tier could not write or read. Names the directory, the offset and the cause."""
 
 
 class VerifyError(OffloadError):
-    """With ``verify=True``: what came back is not what left."""
+    """Reloaded bytes differ from the offloaded bytes. Only ``verify=True`` compares them."""
 
 
 class RaceError(OffloadError):
-    """The simulated backend saw two conflicting accesses that nothing orders."""
+    """Two conflicting accesses on the simulated backend are not ordered by a wait."""
 
 
 class CaptureError(OffloadError):
-    """The simulated backend saw what CUDA forbids while a graph is captured."""
+    """The simulated backend was asked for what CUDA forbids while a graph is captured."""
 
 
 class NotWhileCapturingError(OffloadError, MemoryError):
-    """While a graph is captured, memory or a disk was asked for that no graph can use."""
+    """Memory or a disk was needed that a graph, which is being captured, cannot use."""
 
 
 class ClosedError(OffloadError):
@@ -62,4 +62,4 @@ class ClosedError(OffloadError):
 
 
 class ForkedError(OffloadError):
-    """A forked process asked for what belongs to the process it was forked from."""
+    """A forked process used an object of the process it was forked from."""

@@ -1,4 +1,4 @@
-"""Parameters of any model's layers on the host; the device has the layer that computes.
+"""Offload of parameters of any model's layers; the device has the layer that computes.
 
     offloaded = offload_layers(model, "model.layers", frozen_only=True)
     loss = model(**batch).loss                 # each layer is there while it computes
@@ -91,7 +91,7 @@ def offload_layers(
 
 
 def lists_of_layers(model: Module) -> list[str]:
-    """Names of the lists that a model most likely has its layers in.
+    """Return the names of the lists that most likely have the layers of a model.
 
     Those are the outermost :class:`torch.nn.ModuleList` of at least two layers, all of one class
     and with parameters: ``model.layers``, ``transformer.h``, or the blocks of an encoder and of a
@@ -135,7 +135,7 @@ def _backend(model: Module, device: torch.device | str | None, backend: Backend 
 
 
 def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Module]:
-    """The lists of layers by name."""
+    """Return the lists of layers by name."""
     expected = 'the name of a ModuleList, such as "model.layers", or several names'
     check_kind("layers", layers, (str, Collection), expected)
     patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -163,7 +163,7 @@ def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Modul
 
 
 def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
-    """Layers by name, each once, without what a checkpoint wrapped around them."""
+    """Return layers by name, each once, without the wrapper of a checkpoint."""
     layers: dict[str, Module] = {}
     for name, container in containers.items():
         for child, layer in container.named_children():

@@ -43,7 +43,7 @@ are as in a state dict, or as in ``named_modules()``.
 
 
 class OffloadModulesHandle:
-    """Removes the groups of :func:`offload_modules`.
+    """Handle of :func:`offload_modules`, which removes its groups.
 
     Args:
         hooks: Callbacks that take the groups off the modules.
@@ -282,7 +282,7 @@ class _GroupAround:
         module.forward = _Forward(self, module, vars(module).get("forward"))
 
     def take_off(self, module: Module) -> None:
-        """Restore the module. A forward that runs goes on as it began."""
+        """Restore the module. A running forward goes on as it began."""
         compiled = module._compiled_call_impl
         if isinstance(compiled, _Forward) and compiled.around is self:
             module._compiled_call_impl = compiled.own
@@ -299,7 +299,7 @@ class _GroupAround:
                 module.forward = forward.own
 
     def meet(self, module: Module, args: object) -> None:
-        """Note the module whose forward is about to run."""
+        """Note the module whose forward is about to run on this thread."""
         if not torch.compiler.is_compiling():
             _here.met[self] = module
 
@@ -356,7 +356,7 @@ _here = _OfThread()
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:
-    """Places without repeated modules.
+    """Drop repeated modules of places.
 
     Raises:
         ValueError: A module is a group already, or would be two.
@@ -379,7 +379,7 @@ def _once_each(places: Iterable[_Place]) -> list[_Place]:
 
 
 def _groups_around(module: Module) -> list[_GroupAround]:
-    """Groups of a module; of a copied module also those whose handle was removed."""
+    """List the groups of a module; for a copied module also groups whose handle was removed."""
     owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, _GroupAround)]
 

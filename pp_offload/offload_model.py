@@ -1,4 +1,4 @@
-"""A model whose parameters stay on the host; the device has the slice that computes, and the next.
+"""Model whose parameters stay on the host; the device has the slice that computes, and the next.
 
     model = OffloadModel(nn.Sequential(*layers), torch.device("cuda"), num_slices=8)
     optimizer = torch.optim.AdamW(model.parameters())  # on the host
@@ -40,9 +40,9 @@ from pp_offload.errors import OffloadError
 
 
 class OffloadModel(CacheFigures, nn.Module):
-    """Trains layers whose parameters, gradients and optimizer stay on the host.
+    """Model for training whose parameters, gradients and optimizer stay on the host.
 
-    The layers become its own, under their names: ``state_dict`` is that of ``model``, or of an
+    The layers become submodules under their names: ``state_dict`` is that of ``model``, or of an
     ``nn.ModuleList`` of the list. Their parameters are moved to the host, into pinned memory where
     the device can use that, and their buffers to the device, for good. Layers must not checkpoint
     themselves.
@@ -52,17 +52,17 @@ class OffloadModel(CacheFigures, nn.Module):
             cut into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, each of which
             is a slice: it takes what the one before returns, the elements of a tuple as arguments.
             So the model may have been cut by another tool.
-        device: Where it computes. Inputs have to be there.
-        offload_device: Where parameters and gradients are: the host.
-        num_slices: Into how many slices the layers are cut; about two of them are on the device at
-            a time. A list has as many slices as modules, whatever is given here.
+        device: Device that computes. Inputs have to be there.
+        offload_device: Device of parameters and gradients: the host.
+        num_slices: Number of slices that the layers are cut into; about two of them are on the
+            device at a time. A list has as many slices as modules, whatever is given here.
         checkpoint_activation: Run each slice again in backward, instead of keeping what it saves;
             its inputs wait on the host.
         num_microbatches: Parts of the batch that go through a slice one after another, while it is
             there: those of ``torch.chunk``, so that the last may be smaller, and there are fewer
             where the batch is too small for so many.
-        backend: Of ``device``; made when None.
-        config: How much may be in flight, and the tiers of what a checkpoint keeps.
+        backend: Backend of ``device``; made when None.
+        config: Bounds on bytes in flight, and the tiers of what a checkpoint keeps.
 
     Raises:
         ValueError: The model, its modules or parameters, a number or a device cannot be used.
@@ -113,7 +113,7 @@ class OffloadModel(CacheFigures, nn.Module):
         move_buffers(self, backend.device)
 
     def forward(self, *inputs: Any) -> Any:
-        """The output of the last layer.
+        """Compute all layers, and return the output of the last one.
 
         Args:
             inputs: What the first layer takes. With microbatches, tensors are cut along the first
@@ -155,7 +155,7 @@ class OffloadModel(CacheFigures, nn.Module):
         later_slices: Sequence[SliceLayers],
         inputs: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
-        """All microbatches through one slice, while the next of the others comes."""
+        """Compute all microbatches of one slice, while the next slice comes to the device."""
         following = (later.places.slice() for later in later_slices if later.places.parameters())
         slice_ = run.bring(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
@@ -169,7 +169,7 @@ class OffloadModel(CacheFigures, nn.Module):
         return self._recompute(partial(_compute_all, slice_, layers), *inputs)
 
     def _slice_layers(self) -> list[SliceLayers]:
-        """The slices, of the layers as they are now; an OffloadError if these are more or fewer."""
+        """Make slices of the current layers; an OffloadError if their number has changed."""
         layers = _layers_of(self)
         if len(layers) != (num := self._slices[-1].stop):
             raise OffloadError(
@@ -184,12 +184,12 @@ class OffloadModel(CacheFigures, nn.Module):
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers in order; one that has several names is there several times."""
+    """List the layers in order; a layer with several names is listed several times."""
     return [layer for layer in model._modules.values() if layer is not None]
 
 
 def _container(model: object) -> nn.Sequential | nn.ModuleList:
-    """The module that has the layers; for a list, whose modules are the slices, a ModuleList."""
+    """Return the module that has the layers; a ModuleList for a list, whose modules are slices."""
     if isinstance(model, list | tuple) and all(isinstance(module, nn.Module) for module in model):
         slices = nn.ModuleList(model)
         slices.training = all(module.training for module in model)
@@ -249,5 +249,5 @@ def _check_numbers(
 
 
 def _compute_all(slice_: OnDevice, layers: SliceLayers, *inputs: Any) -> Any:
-    """The output of a slice, under a checkpoint that computes it again in backward."""
+    """Compute a slice under a checkpoint, which computes the slice again in backward."""
     return slice_.compute(partial(layers, *inputs), saves=False)

@@ -229,7 +229,7 @@ class AttachedSchedule:
             raise
 
     def begin_step(self) -> None:
-        """Begin a step. ``schedule.step`` does so; a caller of single actions must."""
+        """Begin a step. ``schedule.step`` calls this; a caller of single actions has to."""
         manager = self.manager
         self._keep_modules()
         manager.reset()
@@ -245,7 +245,7 @@ def _rank_of(stages: list[Any]) -> int:
 
 
 def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
-    """Known facts of a schedule that the options of a plan have, too."""
+    """Collect the known facts of a schedule that the options of a plan have, too."""
     kind = type(schedule)
     facts = {
         "num_microbatches": getattr(schedule, "_n_microbatches", None),
@@ -324,7 +324,7 @@ def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
 
 
 def _actions(schedule: Any, stages: list[Any]) -> Iterator[tuple[str, int, int]]:
-    """Kind, virtual stage and microbatch of each action of this rank."""
+    """List kind, virtual stage and microbatch of each action of this rank."""
     local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
     for action in actions_of(schedule, stages[0].group_rank):
         if action.stage_index in local:
@@ -342,7 +342,7 @@ class Action(NamedTuple):
 
 
 def actions_of(schedule: Any, rank: int) -> Iterator[Action]:
-    """Actions of a rank in the order of the schedule's list; none if it has no list.
+    """Yield the actions of a rank in the schedule's order; none if it has no list.
 
     Overlapping actions come one by one.
     """

@@ -29,15 +29,15 @@ logger = logger_of(__name__)
 MIB = 2**20
 
 WARN_S = 10
-"""After so many seconds a rank that waits for others in vain says so."""
+"""Seconds after which a rank that waits for other ranks in vain logs a warning."""
 
 PATIENCE_S = 300
-"""And after so many it gives up, as stores do. Another rank may be writing a checkpoint."""
+"""Seconds after which a waiting rank gives up, as stores do. Another rank may be saving."""
 
 GIVEN_UP = 10**9
 
 _num_calls: Counter[str] = Counter()
-"""Of tables, by the ranks they are of."""
+"""Number of tables so far, by the ranks that take part."""
 
 LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 
@@ -49,7 +49,7 @@ NOTHING_YET = (
 
 
 def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool = False) -> str:
-    """Format what every rank of the group offloaded in its last complete step.
+    """Format the bytes that each rank of the group offloaded in its last complete step.
 
     Collective: every rank of ``process_group`` must call it. A rank without groups, or without a
     complete step, counts as zero.
@@ -75,7 +75,7 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
 
 
 def format_groups(groups: Mapping[str, GroupBytes]) -> str:
-    """Format what became of the bytes that groups saved, with sums, in MiB."""
+    """Format the bytes that groups saved, by what became of them, with sums, in MiB."""
     total = GroupBytes()
     for each in groups.values():
         total = total.plus(each)
