@@ -74,7 +74,7 @@ class OpPolicy:
 
 @dataclass
 class CheckpointCounts:
-    """What checkpoints did since they were applied."""
+    """Counts of checkpoints since they were applied."""
 
     forward_calls: int = 0
     """Checkpointed functions that a forward with gradients ran."""

@@ -58,7 +58,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank does, and the predicted cost of a step."""
+    """Plan of a rank, and the predicted cost of a step."""
 
     stages: tuple[tuple[PlannedGroup, ...], ...]
     """Groups in forward order, by virtual stage."""
@@ -114,7 +114,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What all ranks of a pipeline do."""
+    """Plan of all ranks of a pipeline."""
 
     made_for: str
     """Model, schedule and device, in words."""
@@ -137,7 +137,7 @@ class OffloadPlan:
     """
 
     def rank(self, number: int) -> RankPlan:
-        """What one rank does.
+        """Return the plan of one rank.
 
         Raises:
             ConfigError: The plan has fewer ranks.

@@ -16,7 +16,7 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """What was moved since the engine was made, and what it holds now."""
+    """Counts of an engine: bytes moved since it was made, and bytes that it holds now."""
 
     bytes_offloaded: int
     """Copied, or queued to be copied, from the device to the host or to disk."""
@@ -79,7 +79,7 @@ class OffloadStatistics:
     """Read, or queued to be read."""
 
     def since(self, before: OffloadStatistics) -> OffloadStatistics:
-        """What was done from ``before`` until now.
+        """Return the counts from ``before`` until now.
 
             before = manager.statistics()
             train_a_step()

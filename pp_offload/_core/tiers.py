@@ -260,7 +260,7 @@ OWN: dict[str, Callable[[OffloadConfig], Any]] = {}
 
 
 def add_tier(name: str, make: Callable[[OffloadConfig], Any]) -> None:
-    """From now on ``name`` may be in :attr:`OffloadConfig.tiers`, alone or behind the host."""
+    """Let :attr:`OffloadConfig.tiers` have ``name``, alone or behind the host."""
     OWN[name] = make
     add_tier_name(name)
 

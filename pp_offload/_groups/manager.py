@@ -396,7 +396,7 @@ class Manager:
         self.step.is_warmup = False
 
     def statistics(self) -> OffloadStatistics:
-        """What was moved and what is in use, exact at the call."""
+        """Bytes that were moved and that are in use, exact at the call."""
         return self.offloader.statistics()
 
     def verify(self) -> list[str]:
@@ -411,7 +411,7 @@ class Manager:
         return self.offloader.engine.check_freed()
 
     def switch(self, is_on: bool) -> None:
-        """From now on groups are offloaded, or stay on the device."""
+        """Switch offload on or off, from now on."""
         self.offloader.engine.is_enabled = is_on
         self.idle_groups.was_disabled |= not is_on
 

@@ -198,7 +198,7 @@ class Offloader:
 
     @_tears
     def statistics(self) -> OffloadStatistics:
-        """What was moved and what is in use, exact at the call."""
+        """Bytes that were moved and that are in use, exact at the call."""
         return collect(self.engine.mover)
 
 

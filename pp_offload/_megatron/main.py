@@ -204,12 +204,12 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
 
     @staticmethod
     def enter_replay() -> None:
-        """From now on a graph is launched: commits with ``delay_offload=True`` are delayed."""
+        """Begin the launch of a graph: commits with ``delay_offload=True`` are delayed."""
         the_manager().graphs.is_in_replay = True
 
     @staticmethod
     def exit_replay() -> None:
-        """From now on commits are done at once. Delayed ones wait for a flush or the next step."""
+        """End the launch of a graph. Delayed commits wait for a flush or the next step."""
         the_manager().graphs.is_in_replay = False
 
 

@@ -84,7 +84,7 @@ class SharedNames:
         return _handler(self.forward.chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """As :meth:`cur_forward_chunk`, whatever ``name`` is."""
+        """Return :meth:`cur_forward_chunk`, whatever ``name`` is."""
         return self.cur_forward_chunk()
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
@@ -117,7 +117,7 @@ class SharedNames:
 
     @property
     def group_bytes(self) -> dict[str, GroupBytes]:
-        """What became of the bytes that each group saved, by its name and of the same chunks."""
+        """Bytes that each group saved, by name and by what became of them, of the same chunks."""
         return dict(self.step.summary)
 
     @property
@@ -127,7 +127,7 @@ class SharedNames:
     # Switches
 
     def disable_offload(self) -> None:
-        """From now on nothing is offloaded, until :meth:`enable_offload`.
+        """Offload no group from now on, until :meth:`enable_offload`.
 
         A group that starts meanwhile is left to autograd, without hooks; its commit does nothing.
         Inside this manager's context tensors still pass through a hook, because offload may be

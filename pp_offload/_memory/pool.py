@@ -60,7 +60,7 @@ class _Lease:
 
 
 class PoolStatus(TypedDict):
-    """What a pool, or one of its queues, holds. Allocated tensors are handed out and not freed."""
+    """Contents of a pool, or of one of its queues. Allocated tensors are handed out, not freed."""
 
     num_pools: int  # pairs of shape and dtype that hold at least one tensor
     total_count: int

@@ -168,12 +168,12 @@ class SliceCache:
 
 
 class CacheFigures:
-    """What a program is told of the parameters that wait on the host."""
+    """Figures of the parameters that wait on the host."""
 
     _cache: SliceCache
 
     def statistics(self) -> OffloadStatistics:
-        """What was moved: parameters count as reloaded, gradients as offloaded.
+        """Bytes that were moved: parameters count as reloaded, gradients as offloaded.
 
         What the checkpoints of an ``OffloadModel`` move is not included.
         """

@@ -105,7 +105,7 @@ class AcceleratorBackend(Backend):
         return cast(TimedEvent, event)
 
     def memory_bytes(self) -> int | None:
-        """What the driver has free, within this process's share, and what PyTorch's allocator
+        """Bytes that the driver has free, within this process's share, and that PyTorch's allocator
         holds, less the gaps that it had between tensors.
         """
         module = torch.get_device_module(self.device)
@@ -119,7 +119,7 @@ class AcceleratorBackend(Backend):
         return max(0, int(nbytes - _of(stats, "inactive_split_bytes", "peak")))
 
     def allocated(self) -> Allocated | None:
-        """By PyTorch's allocator; None where the device has no statistics."""
+        """Bytes by PyTorch's allocator; None if the device has no statistics."""
         stats = self._stats()
         if not stats:
             return None
