@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from pp_offload._common.processes import current, logger_of
 from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
-from pp_offload._core.group import Group
+from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
@@ -156,14 +156,20 @@ class ActivationStash:
 
     @property
     def is_over(self) -> bool:
-        """Whether no forward has begun, or the last one's backward has, or its graph is gone.
-        Without this, a chunk would grow with graphs that are dropped.
+        """Whether no forward has begun, or a backward of it has, or its graph is gone.
+
+        Without this, a chunk would grow for ever, and a forward would share copies of tensors that
+        an optimizer has changed since. Groups whose tensors all stay are in no backward.
         """
         chunk = self._forward.chunk
-        if chunk is None or not chunk.groups:
-            return chunk is None
-        last = chunk.groups[-1]
-        return last.is_used or (last.counts.num_tensors > 0 and not last.is_alive)
+        if chunk is None or any(group.is_used for group in chunk.groups):
+            return True
+        for group in reversed(chunk.groups):
+            if group.state is GroupState.OPEN:
+                return False
+            if group.counts.num_tensors > 0:
+                return not group.is_alive
+        return bool(chunk.groups)
 
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved."""

@@ -1,4 +1,4 @@
-"""Buffers and modes of modules, for a forward that runs again and must change nothing.
+"""Buffers, modes and parameters of modules, for a forward that runs again and must change nothing.
 
 Batch norm counts, spectral norm iterates, a router moves its bias: a second run of such a forward
 would start from what the first run left, and change it again.
@@ -19,13 +19,21 @@ NOTE [ Other attributes ]
     first run keeps its present buffers in the second run, as under PyTorch's checkpoints. That run
     gets copies of them, so that they change once. A lazy module that the first run initializes is
     one of these.
+
+NOTE [ Exchanged parameters ]
+    ``torch.func.functional_call`` puts other tensors in the places of parameters for a forward, and
+    backward comes later. So a second run computes with the tensors of the first. They are held
+    weakly: those of a layer that waits on the host leave the device between the runs. What that
+    layer computes with has the ``__dict__`` of its parameter, and so is the same parameter. Wrapper
+    subclasses are left alone: FSDP exchanges its own for both runs.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +43,7 @@ from torch import Tensor
 from torch.nn import Module, RReLU
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from pp_offload._common.torch_private import is_traceable_wrapper_subclass
 from pp_offload._memory.storages import has_storage
 from pp_offload.errors import OffloadError
 
@@ -46,6 +55,40 @@ PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.Size}
 
 Buffers = Mapping[str, Tensor | None]
 """Of one module, by name."""
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """A parameter at the first run. See NOTE [ Exchanged parameters ]."""
+
+    name: str
+    """In its module."""
+
+    tensor: weakref.ref[Tensor]
+    """What stood there."""
+
+    attributes: dict[str, Any]
+    """The ``__dict__`` of that tensor."""
+
+    def restored(self, module: Module) -> Tensor | None:
+        """What a second run computes with; None where that stands there.
+
+        Raises:
+            OffloadError: The tensor of the first run is gone.
+        """
+        now, then = module._parameters.get(self.name), self.tensor()
+        if now is None or now is then or is_traceable_wrapper_subclass(now):
+            return None
+        if vars(now) is self.attributes:
+            return None
+        if then is None:
+            raise OffloadError(
+                f"parameter {self.name!r} of a {type(module).__name__} is another tensor than in "
+                "the forward of a checkpoint, which is gone, so backward cannot run the "
+                "checkpoint again; expected it to be alive until backward; keep the tensors that "
+                "torch.func.functional_call is given"
+            )
+        return then
 
 
 @dataclass(frozen=True)
@@ -62,6 +105,8 @@ class PartState:
 
     versions: Mapping[str, int]
     """Of the buffers that are no copies."""
+
+    parameters: Sequence[ParameterState] = ()
 
     def restored(self, copies: _Copies) -> Buffers:
         """Buffers for a second run.
@@ -102,17 +147,28 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the modules have buffers and modes of then; afterwards, the present ones."""
+        """Inside, the modules have what they had then; afterwards, the present ones."""
         modules = [part.module for part in self._parts]
         now = [(module.training, dict(module._buffers.items())) for module in modules]
         tables = [*(part.buffers for part in self._parts), *(buffers for _, buffers in now)]
         copies = _Copies(buffer for table in tables for buffer in table.values())
         then = [(part.is_training, part.restored(copies)) for part in self._parts]
+        parameters: list[tuple[dict[str, Any], str, Tensor]] = [
+            (part.module._parameters, state.name, tensor)
+            for part in self._parts
+            for state in part.parameters
+            if (tensor := state.restored(part.module)) is not None
+        ]
+        present = [(table, name, table[name]) for table, name, _ in parameters]
         try:
             for module, state in zip(modules, then, strict=True):
                 _put(module, *state)
+            for table, name, tensor in parameters:
+                table[name] = tensor
             yield
         finally:
+            for table, name, tensor in present:
+                table[name] = tensor
             for module, state in zip(modules, now, strict=True):
                 _put(module, *state)
 
@@ -150,9 +206,14 @@ def _state(part: Module, copies: _Copies) -> PartState:
         for name, buffer in buffers.items()
         if buffer is not None and _is_traced(buffer, name not in part._non_persistent_buffers_set)
     }
-    return PartState(
-        part, part.training, _attributes(part), copies.of_all(buffers, versions), versions
-    )
+    parameters = [
+        ParameterState(name, weakref.ref(tensor), vars(tensor))
+        for name, tensor in part._parameters.items()
+        if tensor is not None and not is_traceable_wrapper_subclass(tensor)
+    ]
+    attributes = _attributes(part)
+    buffers_then = copies.of_all(buffers, versions)
+    return PartState(part, part.training, attributes, buffers_then, versions, parameters)
 
 
 def _attributes(module: Module) -> Any:

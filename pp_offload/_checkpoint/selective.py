@@ -19,6 +19,11 @@ NOTE [ Written in place ]
     linear layer; the recomputation would then write into it a second time. The cells of ``nn.GRU``
     do so through ``unsafe_chunk``, whose parts have version counters of their own, so no counter
     shows it. Each operator that writes is looked at: an output that is written into is recomputed.
+
+NOTE [ Cached casts ]
+    The cache of autocast decides whether a weight is cast: not where an earlier call in the same
+    ``autocast`` did it. The recomputation finds another cache, so the n-th cast of the forward is
+    not its n-th. Where the cache is on, casts are recomputed, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -40,12 +45,16 @@ from pp_offload._common.torch_private import (
     OpOverload,
     SetExcludeDispatchKeyGuard,
     TorchDispatchMode,
+    is_any_autocast_enabled,
     tree_leaves,
     tree_map_only,
 )
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.subclasses import plain_tensors
 from pp_offload._memory.storages import has_storage
+
+CAST = torch.ops.aten._to_copy.default
+"""The operator with which autocast casts."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,8 @@ class KeptOutputs:
         self._stash = stash
         self._counts = counts
         self._preserve_rng_state = preserve_rng_state
-        self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in policy.kept}
+        kept = policy.kept - ({CAST} if _casts_may_be_cached() else frozenset())
+        self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in kept}
         self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[OpOverload, int]]]
         self._calls_in = WeakKeyDictionary()
 
@@ -251,6 +261,11 @@ class _Recomputation(TorchDispatchMode):
             )
         self._num_asked[op] += 1
         return calls[number]
+
+
+def _casts_may_be_cached() -> bool:
+    """Whether an autocast with a cache is active. See NOTE [ Cached casts ]."""
+    return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 
 def _random_state_behind(outputs: Any) -> Callable[[], None]:

@@ -101,6 +101,9 @@ try:
     is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
     """Whether a transform of ``torch.func`` is active, so operators stand for others."""
 
+    is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+    """Whether ``torch.autocast`` is active on this thread for any device."""
+
     _compiler = torch._C._dynamo.eval_frame  # in C++: its Python takes seconds to import
     _set_strategy = _compiler.set_code_exec_strategy
     _SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)

@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from pp_offload._common.torch_private import never_compiled
+from pp_offload._common.torch_private import never_compiled, tree_leaves
 from pp_offload._hooks.regions import is_in_backward, is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.layer_order import LayerOrder
@@ -64,6 +65,7 @@ class OffloadedLayers(CacheFigures):
         self._hooks: list[RemovableHandle] = []
         self._run: SlicedRun | None = None
         self._opener: Module | None = None
+        self._is_reentrant = False  # a layer of the present forward is in a reentrant checkpoint
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayers:
         """What layers of a copy of the model have in common; each of them joins when it runs."""
@@ -102,10 +104,13 @@ class OffloadedLayers(CacheFigures):
         self._cache.drop()  # weights may have been written; see NOTE [ Interrupted forwards ]
         if self._run is None or self._opener is module:
             self._opener, self._run = module, SlicedRun(self._cache)
+            self._is_reentrant = False
             self._order.begin()
 
     def _end(self, module: Module, args: object, output: object) -> None:
         if self._opener is module:
+            if self._is_reentrant:
+                _keep_with_graph(output, self._run)
             self._opener = self._run = None
             self._order.end()
             self._cache.settle()
@@ -160,6 +165,8 @@ class StreamedForward:
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output."""
+        if not torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))):
+            self._handle._is_reentrant = True
         return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
 
     def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
@@ -258,6 +265,21 @@ def install(
     for module in around:
         handle._hook(module)
     return handle
+
+
+def _keep_with_graph(output: object, run: SlicedRun | None) -> None:
+    """Keep a run as long as the graph of ``output``, so that its last layer is there in backward.
+
+    Saved parameters do so elsewhere; in the forward of a reentrant checkpoint nothing is saved.
+    """
+    nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+    if nodes:
+        metadata: Any = nodes[0].metadata
+        metadata["pp_offload: layers on the device"] = run
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def is_offloaded(layer: Module) -> bool:

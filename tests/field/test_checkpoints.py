@@ -1,9 +1,13 @@
-"""Groups, the context and checkpoints, one inside the other: F12, F28, F38, F39, F53, F69."""
+"""Groups, the context and checkpoints, one inside the other.
+
+Rows F12, F28, F38, F39, F53, F62, F63, F65, F66 and F69.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -13,9 +17,10 @@ import pytest
 import torch
 from conftest import BEFORE_2_13, make_backend, on_two_backends
 from helpers.kept import Raises
-from helpers.scenarios import begin, check_steps, hook_depth, make_inputs
+from helpers.scenarios import begin, check_steps, hook_depth, make_inputs, manager_on
 from helpers.sessions import gradients, group
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,22 +28,30 @@ from torch.utils.checkpoint import (
 )
 from toy import assert_idle, assert_no_hooks, same_bits
 
+import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
     OffloadActivations,
+    OffloadConfig,
+    OffloadError,
     PipelineOffloadManager,
+    checkpoint_function,
+    checkpoint_wrapper,
     fine_grained_offloading_group_start,
+    offload_layers,
     offload_modules,
+    patch,
     recompute_layers,
 )
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
+from pp_offload._common.torch_private import checkpoint_wrapper as torch_wrapper
 from pp_offload._hooks import regions
 from pp_offload._hooks.regions import is_in_backward, top_pack
-from pp_offload.backends import Backend
+from pp_offload.backends import Backend, CpuBackend
 from pp_offload.checkpointing import SelectiveOpACParams
 from pp_offload.testing import SimulatedBackend
 
@@ -47,6 +60,7 @@ Run = Callable[..., Tensor]
 """A checkpoint: takes the function and its arguments."""
 
 ADDMM, MM, TOPK = "ops.aten.addmm.default", "ops.aten.mm.default", "ops.aten.topk.default"
+CAST = "ops.aten._to_copy.default"
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -521,3 +535,317 @@ def test_an_error_in_a_checkpoint_takes_no_hook_away(
     del y
     assert_right(lambda x: x.sin().exp().sin().exp(), x)
     assert_idle(manager)
+
+
+# F62: a layer that waits on the host comes as often with a checkpoint around it as without
+
+WHOLE_LAYERS: dict[str, Run | Callable[[nn.Module], nn.Module]] = {
+    "torch": torchs(),
+    "torch, to the end": torchs(False),
+    "torch, reentrant": partial(checkpoint, use_reentrant=True),
+    "torch's wrapper": torch_wrapper,
+    "ours": pp_offload.checkpoint,
+    "ours, reentrant": partial(pp_offload.checkpoint, use_reentrant=True),
+    "our wrapper": checkpoint_wrapper,
+    "our wrapper, offloaded": partial(checkpoint_wrapper, offload_inputs=True, min_offload_size=1),
+}
+
+
+class Checkpointed(nn.Module):
+    """Calls a layer under a checkpoint."""
+
+    def __init__(self, layer: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.layer, self.run = layer, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.layer, x)
+
+
+class Stack(nn.Module):
+    """Six layers, each under a checkpoint."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
+        self.run: Run = WHOLE_LAYERS.get(way, plainly)
+        if "wrapper" in way:
+            layers, self.run = [WHOLE_LAYERS[way](layer) for layer in layers], plainly
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+@pytest.mark.field("F62")
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("num_resident", [1, 2, 4])
+@pytest.mark.parametrize("way", WHOLE_LAYERS)
+def test_a_checkpoint_brings_no_layer_more_often(
+    way: str, num_resident: int, is_frozen: bool
+) -> None:
+    """Two microbatches in flight, over two steps, with the same gradients."""
+
+    def train(way: str) -> tuple[int, list[Tensor]]:
+        backend = SimulatedBackend("late")
+        with backend.activate():
+            torch.manual_seed(1)
+            model = Stack(way).requires_grad_(not is_frozen)
+            handle = offload_layers(model, "layers", num_resident=num_resident, backend=backend)
+            leaves = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
+            for _ in range(2):
+                losses = [model(leaf).square().sum() for leaf in leaves]
+                while losses:
+                    losses.pop().backward()
+            assert handle.parameter_bytes_on_device == 0
+            assert handle.peak_parameter_bytes_on_device <= num_resident * 2 * (8 + 1) * 8 * 4
+            return handle.statistics().bytes_reloaded, gradients(*leaves, *model.parameters())
+
+    nbytes, results = train(way)
+    nbytes_without, results_without = train("none")
+    assert nbytes <= nbytes_without
+    assert same_bits(results, results_without)
+
+
+# F63: calls without end, of which the last of each forward saves only what stays
+
+
+def layer_and_scale() -> tuple[nn.Module, nn.Parameter]:
+    torch.manual_seed(1)
+    return nn.Linear(16, 16), nn.Parameter(torch.randn(1024))
+
+
+def steps_of_checkpoints(**options: Any) -> Iterator[Callable[[], None]]:
+    """The second call has a parameter as its input, which stays."""
+    layer, scale = layer_and_scale()
+    run = checkpoint_function(offload_inputs=True, backend=CpuBackend(), **options)
+
+    def step() -> None:
+        x = torch.randn(64, 16, requires_grad=True)
+        y = run(layer, x)
+        (y.sum() * run(torch.sin, scale).sum()).backward()
+
+    yield step
+
+
+def steps_of_wrapper() -> Iterator[Callable[[], None]]:
+    layer, scale = layer_and_scale()
+    backend = CpuBackend()
+    first = checkpoint_wrapper(layer, offload_inputs=True, backend=backend)
+    last = checkpoint_wrapper(nn.Tanh(), offload_inputs=True, backend=backend)
+
+    def step() -> None:
+        y = first(torch.randn(64, 16, requires_grad=True))
+        (y.sum() * last(scale).sum()).backward()
+
+    yield step
+
+
+def steps_of_context(limit: int | None) -> Iterator[Callable[[], None]]:
+    layer, scale = layer_and_scale()
+    config = OffloadConfig(device_limit_bytes=limit)
+    context = OffloadActivations(config=config, backend=CpuBackend())
+
+    def step() -> None:
+        x = torch.randn(64, 16, requires_grad=True)
+        with context:
+            y = torch.tanh(layer(x)).sum()
+        with context:
+            y = y * torch.sin(scale).sum()
+        y.backward()
+
+    yield step
+
+
+def steps_of_patch() -> Iterator[Callable[[], None]]:
+    layer, scale = layer_and_scale()
+
+    def step() -> None:
+        with torch.autograd.graph.save_on_cpu():
+            y = torch.tanh(layer(torch.randn(64, 16, requires_grad=True))).sum()
+        with torch.autograd.graph.save_on_cpu():
+            y = y * torch.sin(scale).sum()
+        y.backward()
+
+    with patch(OffloadConfig(), backend=CpuBackend()):
+        yield step
+
+
+def steps_of_groups() -> Iterator[Callable[[], None]]:
+    layer, scale = layer_and_scale()
+
+    def step() -> None:
+        begin()
+        y = group(torch.randn(64, 16, requires_grad=True), lambda x: torch.tanh(layer(x)))
+        (y.sum() * group(scale, torch.sin).sum()).backward()
+        manager.reset()
+
+    with manager_on(CpuBackend()) as manager:
+        yield step
+
+
+def steps_of_layers() -> Iterator[Callable[[], None]]:
+    model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))})
+    model.forward = lambda x: model["layers"](x)
+    with offload_layers(model, "layers", backend=CpuBackend()):
+        yield lambda: model(torch.randn(64, 16)).sum().backward()
+
+
+ENDLESS = {
+    "function": steps_of_checkpoints,
+    "function, reentrant": partial(steps_of_checkpoints, use_reentrant=True),
+    "wrapper": steps_of_wrapper,
+    "context": partial(steps_of_context, None),
+    "context, limit": partial(steps_of_context, 2**40),
+    "patch": steps_of_patch,
+    "groups": steps_of_groups,
+    "layers": steps_of_layers,
+}
+
+
+def count_objects() -> Counter[type]:
+    """Those of the package and of PyTorch, and the containers that they have."""
+    gc.collect()
+    kinds = Counter(map(type, gc.get_objects()))
+    mine = ("pp_offload", "torch", "builtins")
+    return Counter({k: n for k, n in kinds.items() if str(k.__module__).partition(".")[0] in mine})
+
+
+@pytest.mark.field("F63")
+@pytest.mark.parametrize("product", ENDLESS)
+def test_nothing_grows_with_each_call(product: str) -> None:
+    """After 2,000 calls, in steps of two, there are as many objects as after 100."""
+    steps = ENDLESS[product]()
+    step = next(steps)
+    for _ in range(50):
+        step()
+    before = count_objects()
+    for _ in range(950):
+        step()
+    grown = {kind: num for kind, num in (count_objects() - before).items() if num > 50}
+    steps.close()
+    assert not grown
+
+
+@pytest.mark.field("F63")
+@pytest.mark.parametrize("is_last_small", [False, True], ids=["old one last", "parameter last"])
+def test_a_fused_optimizer_step_while_an_old_graph_is_alive(is_last_small: bool) -> None:
+    """The optimizer counts no change, so the old graph's copy looks like one of the new values."""
+    scale = nn.Parameter(torch.ones(1024))
+
+    def gradients_with(run: Run) -> list[Tensor]:
+        torch.manual_seed(1)
+        weight = nn.Parameter(torch.randn(64, 16))
+        factor = nn.Parameter(torch.ones(16))
+        optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
+        results, old = [], []
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.grad = torch.ones_like(weight)
+            loss = run(lambda x: (x * factor).sin(), weight.detach()).sum()
+            old.append(run(lambda x: (x * factor).exp(), weight.detach()).sum())
+            if is_last_small:
+                run(torch.sin, scale)
+            results += torch.autograd.grad(loss, factor)
+            optimizer.step()
+        return results
+
+    run = checkpoint_function(offload_inputs=True, backend=CpuBackend())
+    assert same_bits(gradients_with(run), gradients_with(plainly))
+
+
+# F65: other tensors in the places of parameters, for a forward
+
+
+@pytest.mark.field("F65")
+@pytest.mark.parametrize("make", [torch.clone, nn.Parameter], ids=["tensors", "parameters"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("way", [way for way in CHECKPOINTS if way.startswith("ours")])
+def test_a_functional_call_computes_again_with_what_it_was_given(
+    way: str, is_frozen: bool, make: Callable[[Tensor], Tensor]
+) -> None:
+    """The model's own parameters stand there when backward comes."""
+
+    def run_with(run: Run) -> list[Tensor]:
+        torch.manual_seed(1)
+        block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        model = Checkpointed(block, run)
+        parameters = {
+            name: make(2 * p.detach()).requires_grad_(not is_frozen)
+            for name, p in model.named_parameters()
+        }
+        buffers = {name: buffer + 1 for name, buffer in model.named_buffers()}
+        x = torch.randn(6, 8, requires_grad=True)
+        y = functional_call(model, {**parameters, **buffers}, x)
+        own = {name: id(p) for name, p in model.named_parameters()}
+        y.square().sum().backward()
+        assert own == {name: id(p) for name, p in model.named_parameters()}
+        assert all(p.grad is None for p in model.parameters())
+        return [*gradients(x, *([] if is_frozen else parameters.values())), *buffers.values()]
+
+    assert same_bits(run_with(CHECKPOINTS[way]()), run_with(plainly))
+
+
+@pytest.mark.field("F65")
+def test_given_tensors_that_are_gone() -> None:
+    model = Checkpointed(nn.Linear(8, 8), Recompute())
+    x = torch.randn(6, 8, requires_grad=True)
+    y = functional_call(model, {"layer.weight": torch.ones(8, 8)}, x)
+    with pytest.raises(OffloadError, match="'weight' of a Linear is another .*keep the tensors"):
+        y.sum().backward()
+
+
+# F66: autocast, whose cache decides which casts run
+
+
+@pytest.mark.field("F66")
+@pytest.mark.parametrize("ops", [[ADDMM], [CAST], [CAST, ADDMM]], ids=lambda ops: "+".join(ops))
+@pytest.mark.parametrize("option", ["save_ops_keys", "offload_ops_keys"])
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold cache", "warm cache"])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["backward behind", "backward inside"])
+def test_by_operator_under_the_cache_of_autocast(
+    option: str, ops: list[str], num_forwards: int, is_warm: bool, is_inside: bool
+) -> None:
+    """Forwards in one ``autocast``, whose weights another forward may have cast before."""
+
+    def run_with(run: Run) -> list[Tensor]:
+        torch.manual_seed(1)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(num_forwards)]
+
+        def layers(x: Tensor) -> Tensor:
+            return torch.tanh(second(torch.tanh(first(x)).float()).float())
+
+        def backward() -> None:
+            for loss in losses:
+                loss.backward()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            warm = [first(torch.ones(4, 4)).float().sum()] if is_warm else []
+            losses = [run(layers, x).square().sum() for x in leaves] + warm
+            if is_inside:
+                backward()
+        if not is_inside:
+            backward()
+        return gradients(*leaves, *first.parameters(), *second.parameters())
+
+    run = recompute_for(CpuBackend(), **{option: ops})
+    assert same_bits(run_with(run), run_with(plainly))
+    assert run.counts.recomputed_calls == num_forwards
+
+
+@pytest.mark.field("F66")
+def test_without_a_cache_casts_are_kept() -> None:
+    run = recompute_for(CpuBackend(), save_ops_keys=[CAST])
+    for context in (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        torch.enable_grad(),
+    ):
+        before = run.counts.saved_outputs
+        with context:
+            y = run(lambda x: nn.Linear(4, 4)(x.double().float()), torch.ones(4, 4)).sum()
+        y.backward()
+        assert run.counts.saved_outputs > before
