@@ -730,7 +730,7 @@ def test_nothing_grows_with_each_call(product: str) -> None:
 
 
 @pytest.mark.field("F63")
-@pytest.mark.parametrize("is_last_small", [False, True], ids=["old one last", "parameter last"])
+@pytest.mark.parametrize("is_last_small", [False, True], ids=["input last", "parameter last"])
 def test_a_fused_optimizer_step_while_an_old_graph_is_alive(is_last_small: bool) -> None:
     """The optimizer counts no change, so the old graph's copy looks like one of the new values."""
     scale = nn.Parameter(torch.ones(1024))
@@ -744,8 +744,8 @@ def test_a_fused_optimizer_step_while_an_old_graph_is_alive(is_last_small: bool)
         for _ in range(3):
             optimizer.zero_grad()
             weight.grad = torch.ones_like(weight)
-            loss = run(lambda x: (x * factor).sin(), weight.detach()).sum()
             old.append(run(lambda x: (x * factor).exp(), weight.detach()).sum())
+            loss = run(lambda x: (x * factor).sin(), weight.detach()).sum()
             if is_last_small:
                 run(torch.sin, scale)
             results += torch.autograd.grad(loss, factor)
