@@ -234,7 +234,10 @@ def test_the_two_smallest_sizes_name_their_units() -> None:
         ("2kB", 2000),
         ("2KB", 2000),
         ("3TiB", 3 * 2**40),
-        *((text, None) for text in ("", "GiB", "8G", "8Gb", "8gib", "-1", "1e9", "0.3B", "1_0")),
+        ("8G", 2**33),
+        ("8gib", 2**33),
+        ("7gb", 7 * 10**9),
+        *((text, None) for text in ("", "GiB", "8Gb", "8gB", "-1", "1e9", "0.3B", "1_0")),
     ],
 )
 def test_sizes_are_read_and_what_is_none_is_not_guessed(text: str, nbytes: int | None) -> None:

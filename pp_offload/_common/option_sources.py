@@ -18,7 +18,15 @@ UNITS = {
     "KB": 1000,
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
-"""Bytes of each unit. Not ``G``, which some take for 1000 cubed, nor ``Gb``, which is bits."""
+"""Bytes of each unit."""
+
+_LETTERS = {prefix: 1024**power for power, prefix in enumerate("KMGT", 1)}
+_TYPED = {
+    typed: nbytes
+    for unit, nbytes in (UNITS | _LETTERS).items()
+    for typed in (unit, unit.lower(), unit.upper())
+}
+"""Units as users type them: ``G`` is GiB, as in schedulers and containers. ``Gb``, bits, is none."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -37,7 +45,7 @@ def parse_limit(text: str) -> int | None:
 
 def _exact_bytes(text: str) -> Fraction | None:
     match = _SIZE.fullmatch(text)
-    unit = None if match is None else UNITS.get(match[2] or "B")
+    unit = None if match is None else _TYPED.get(match[2] or "B")
     return None if match is None or unit is None else Fraction(match[1]) * unit
 
 
