@@ -35,9 +35,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from every_choice import best_followed, choices, each_number, num_groups
-from small import limits, planned
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.plans.every_choice import best_followed, choices, each_number, num_groups
+from helpers.plans.small import limits, planned
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose

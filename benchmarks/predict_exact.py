@@ -1,10 +1,10 @@
 """How exact ``predict`` is: beside the engine itself on virtual devices, on random pipelines.
 
-Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does. Of seven,
-one is as it is drawn, one has about half of its layers recomputed, one has backwards in two parts,
-one is V-shaped, one has too little host memory, one an optimizer, and one of any of the first four
-kinds a disk. The engine runs the pipeline, all bytes and counts of each rank have to be equal, and
-times are compared.
+Each seed draws modules, groups, options, a schedule and a machine, as the tests of plans do. Of
+seven, one is as it is drawn, one has about half of its layers recomputed, one has backwards in two
+parts, one is V-shaped, one has too little host memory, one an optimizer, and one of any of the
+first four kinds a disk. The engine runs the pipeline, all bytes and counts of each rank have to be
+equal, and times are compared.
 
     nice python benchmarks/predict_exact.py --pipelines 10000 --processes 2
 
@@ -28,8 +28,8 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from beside_engine import (
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.plans.beside_engine import (
     ran,
     ran_split,
     ran_v_shaped,

@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import emulated
 import pytest
 import torch
 import torch.distributed as dist
-from optional import skips_what_needs_more
-from quick import mark_slow
+from helpers.optional import skips_what_needs_more
+from helpers.quick import mark_slow
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._checkpoint import shared
@@ -23,6 +24,9 @@ try:
     from pp_offload.testing import SimulatedBackend
 except ImportError:
     SimulatedBackend = None
+
+if TYPE_CHECKING:
+    from helpers.virtual_training import Training
 
 # Tests run side by side, and compute little: threads of their own would wait for each other.
 torch.set_num_threads(1)
@@ -39,7 +43,7 @@ if torch.cuda.is_available():  # kernels whose backward gives the same bits each
 try:
     from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:
-    pass  # see optional.py
+    pass  # see helpers/optional.py
 else:
     settings.register_profile(
         "anywhere",
@@ -179,6 +183,34 @@ def vectors_move(monkeypatch: pytest.MonkeyPatch) -> None:
     any shape move.
     """
     monkeypatch.setattr("pp_offload._core.tensors.MAX_STATISTICS", 0)
+
+
+@pytest.fixture
+def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose plans are tested are small, and the floor would leave nothing to choose."""
+    monkeypatch.setattr("pp_offload._groups.auto_bounds.LEAST_IN_FLIGHT_BYTES", 1)
+
+
+@pytest.fixture
+def small_bounds(small_floor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other bounds than those that an engine chooses by itself are tried, for which there are
+    tests of their own.
+    """
+    from pp_offload.plan import chooser
+
+    monkeypatch.setattr(chooser, "BOUNDS", chooser.BOUNDS[:1])
+
+
+@pytest.fixture
+def training(request: pytest.FixtureRequest) -> Iterator[Training]:
+    """See ``helpers.virtual_training.with_limit``."""
+    from helpers.virtual_training import Training
+
+    from pp_offload._memory.budget import as_another_process
+
+    training = Training(**request.param)
+    with as_another_process(), use_backend(training.backend, config=training.config):
+        yield training
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
+from helpers.backward_orders import (
+    Program,
+    first_in_first_out,
+    forward,
+    gradients,
+    last_in_first_out,
+    one_by_one,
+)
+from helpers.toy import assert_no_hooks, batches, make_model, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from toy import assert_no_hooks, batches, make_model, same_bits
 
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import NoOpManager, OffloadActivations
@@ -45,42 +52,6 @@ def pair(offload: OffloadActivations) -> list[nn.Module]:
     model = make_model(groups=(), device=str(device_of(offload)))
     offload.keep_module(model)
     return [model, make_model(groups=(), device=str(device_of(offload)))]
-
-
-def gradients(model: nn.Module, leaves: list[Tensor]) -> list[Tensor]:
-    found = [t.grad.clone() for t in (*leaves, *model.parameters()) if t.grad is not None]
-    model.zero_grad()
-    return found
-
-
-Program = Callable[[nn.Module, list[Tensor], OffloadActivations | None], list[Tensor]]
-
-
-def forward(
-    model: Callable[[Tensor], Tensor], x: Tensor, offload: OffloadActivations | None
-) -> Tensor:
-    with offload or nullcontext():
-        return model(x).square().mean()
-
-
-def one_by_one(model, leaves, offload):
-    for x in leaves:
-        forward(model, x, offload).backward()
-    return gradients(model, leaves)
-
-
-def first_in_first_out(model, leaves, offload):
-    losses = [forward(model, x, offload) for x in leaves]
-    for loss in losses:
-        loss.backward()
-    return gradients(model, leaves)
-
-
-def last_in_first_out(model, leaves, offload):
-    losses = [forward(model, x, offload) for x in leaves]
-    while losses:
-        losses.pop().backward()
-    return gradients(model, leaves)
 
 
 def together(model, leaves, offload):

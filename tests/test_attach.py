@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import BEFORE_2_13
+from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -16,7 +17,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
     ConfigError,

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
-from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import (
     AcceleratorBackend,

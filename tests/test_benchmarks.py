@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run
+from helpers.processes import run
 
 ROOT = Path(__file__).parent.parent
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test_pipelining import run_ranks
+from helpers.ranks import WORKERS, run_ranks
 
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
+WORKER = WORKERS / "checkpoint_worker.py"
 WAYS = ("full, offload", "all, offload")
 CASES = [
     *(f"{sharding}:{way}" for sharding in ("fsdp1", "fsdp2") for way in WAYS),

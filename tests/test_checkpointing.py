@@ -13,10 +13,10 @@ from functools import partial
 
 import pytest
 import torch
-from checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, params, results
 from conftest import BACKENDS, make_backend
+from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, params, results
+from helpers.toy import assert_no_hooks, make_model, same_bits
 from torch import Tensor, nn
-from toy import assert_no_hooks, make_model, same_bits
 
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute

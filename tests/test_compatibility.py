@@ -11,7 +11,7 @@ import inspect
 from typing import Any
 
 import pytest
-from test_docs import PAGES, script
+from helpers.docs import PAGES, script
 
 compatibility = script("compatibility")
 PEERS = tuple(compatibility.peers(compatibility.SOURCE.read_text()))

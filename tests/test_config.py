@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_docs import PAGES
+from helpers.docs import PAGES
 from torch import nn
 
 from pp_offload import (

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from products import PRODUCTS
-from test_pipelining import run_ranks
+from helpers.products import PRODUCTS
+from helpers.ranks import WORKERS, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -32,7 +32,7 @@ COMPILED = [
 ]
 """Parts of each layer are compiled, and what is offloaded is around them."""
 
-WORKER = Path(__file__).with_name("data_parallel_worker.py")
+WORKER = WORKERS / "data_parallel_worker.py"
 OF_PYTORCH = {"ddp, unused:reentrant, offload"}
 """Errors without offload as well: DDP looks for what is unused before the layers run again."""
 

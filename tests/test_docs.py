@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -18,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.cli import good
-from test_layers import FILES, RANK
+from helpers.docs import DOCS, PAGES, PATHS, ROOT, script
+from helpers.sources import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,15 +28,6 @@ import pp_offload
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.simulate import DEVICES
-
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-
-PATHS = {
-    path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/"): path
-    for path in (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
-}
-PAGES = {name: path.read_text() for name, path in PATHS.items()}
 
 EXAMPLES = {
     "README": 1,
@@ -65,15 +56,6 @@ def blocks(page: str) -> list[str]:
 def section(page: str, heading: str) -> str:
     """What is under a heading of the second level."""
     return PAGES[page].split(f"\n## {heading}\n")[1].split("\n## ")[0]
-
-
-def script(name: str) -> ModuleType:
-    """A script of docs/, imported."""
-    sys.path.insert(0, str(DOCS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(DOCS))
 
 
 class Layer(nn.Module):
@@ -193,7 +175,7 @@ def test_one_call_and_one_module_run(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    from tiny_llama import make_data, make_llama
+    from helpers.tiny_llama import make_data, make_llama
 
     names: dict[str, Any] = {
         "model": make_llama(),
@@ -302,7 +284,7 @@ def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    from tiny_llama import make_data, make_llama
+    from helpers.tiny_llama import make_data, make_llama
 
     batch = {name: one.unsqueeze(0) for name, one in make_data(1)[0].items()}
     names: dict[str, Any] = {
@@ -327,7 +309,7 @@ def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toy import batches, make_model, run_step
+    from helpers.toy import batches, make_model, run_step
 
     from pp_offload.trace import Timeline, read, write
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from processes import run
+from helpers.processes import run
 
 TESTS = Path(__file__).parent
 

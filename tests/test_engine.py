@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy import batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step, same_bits
 
 from pp_offload import PipelineOffloadManager
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.toy import make_model
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from toy import make_model
 
 from pp_offload import (
     ActivationCheckpointing,

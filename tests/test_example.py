@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from processes import Run, run
+from helpers.examples import ONE_AFTER_ANOTHER, TRAIN_GPT, run_command, train
 
 from pp_offload.trace import read
-
-ROOT = Path(__file__).parent.parent
-SCRIPT = str(ROOT / "examples" / "train_gpt.py")
-SMALL = "--steps 4 --microbatches 4 --layers 4 --width 32 --context 32 --min-numel 1".split()
-
-
-def run_command(command: list[str]) -> Run:
-    """With this checkout's package, and no launcher's variables; the ranks end with it."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in launcher}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    with TemporaryDirectory() as folder:
-        return run(command, Path(folder), env)
-
-
-def train(out: Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
-    """The figures and the output of a short run."""
-    command = [sys.executable, *launcher, SCRIPT, *SMALL, *flags, "--json", str(out)]
-    done = run_command(command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text()), done.stdout
 
 
 def check(figures: dict[str, Any], output: str) -> None:
@@ -67,7 +44,6 @@ def test_offload_changes_memory_and_no_bit(schedule: str, mark: str, tmp_path: P
 ORDER = """0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3
 1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
 """
-
 
 SCHEDULES = "gpipe 1f1b interleaved1f1b loopedbfs interleavedzerobubble zbv dualpipev csv".split()
 
@@ -155,32 +131,11 @@ WRONG = {
     "--mark markers --groups mlp_norm": "mark only attn and mlp",
 }
 
-ONE_AFTER_ANOTHER = """
-import json, os, runpy, sys
-from contextlib import redirect_stderr
-from io import StringIO
-
-script, *lines = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(script))
-found = {}
-for line in lines:
-    sys.argv = [script, *line.split()]
-    code, said = 0, StringIO()
-    with redirect_stderr(said):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as exit:
-            code = exit.code
-    found[line] = code, said.getvalue()
-print(json.dumps(found))
-"""
-"""Runs a script with each line of flags; prints their statuses, and what is said on stderr."""
-
 
 def test_wrong_flags_are_explained() -> None:
-    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *WRONG])
+    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, TRAIN_GPT, *WRONG])
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert list(found) == list(WRONG)
-    for flags, (code, said) in found.items():
-        assert code == 2 and WRONG[flags] in said, f"{flags}: {code}, {said}"
+    outcomes = json.loads(done.stdout)
+    assert list(outcomes) == list(WRONG)
+    for flags, (code, errors) in outcomes.items():
+        assert code == 2 and WRONG[flags] in errors, f"{flags}: {code}, {errors}"

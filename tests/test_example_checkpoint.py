@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from test_example import ROOT, run_command
+from helpers.examples import EXAMPLES, run_command
 
-SCRIPT = str(ROOT / "examples" / "checkpoint_and_offload.py")
+SCRIPT = str(EXAMPLES / "checkpoint_and_offload.py")
 SMALL = "--steps 2 --layers 4 --width 32 --context 32 --batch 4".split()
 
 

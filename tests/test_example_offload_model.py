@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_example import ROOT, run_command
+from helpers.examples import EXAMPLES, run_command
 
-SCRIPT = str(ROOT / "examples" / "offload_model.py")
+SCRIPT = str(EXAMPLES / "offload_model.py")
 SMALL = "--steps 3 --layers 6 --width 32 --context 16 --batch 4 --slices 4".split()
 
 

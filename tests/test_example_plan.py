@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_example import ROOT, run_command
+from helpers.examples import EXAMPLES, TRAIN_GPT, run_command
 
 from pp_offload.plan import OffloadPlan
 
-SCRIPT = str(ROOT / "examples" / "plan_llama.py")
+SCRIPT = str(EXAMPLES / "plan_llama.py")
 QUICK = ["--quick", "--microbatches", "6"]
 
 
@@ -47,7 +47,7 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
     """Under the limit, bit for bit equal, and each rank sends what was planned, to the byte."""
     flags = "--steps 2 --microbatches 6 --plan auto --device-budget-mib 18 --json".split()
     out = tmp_path / "figures.json"
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags, str(out)]
+    command = [sys.executable, TRAIN_GPT, *flags, str(out)]
     done = run_command(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
@@ -61,7 +61,7 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
 
 def test_a_budget_that_cannot_be_met() -> None:
     flags = "--plan auto --device-budget-mib 1".split()
-    done = run_command([sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags])
+    done = run_command([sys.executable, TRAIN_GPT, *flags])
     assert done.returncode != 0
     assert done.stderr.count("--plan auto: limit_bytes is 1048576 (1.00 MiB), expected at") == 1
     assert "without:" not in done.stderr, "nothing is trained before that"

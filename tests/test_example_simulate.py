@@ -9,11 +9,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from test_example import ONE_AFTER_ANOTHER, ROOT, run_command
+from helpers.examples import EXAMPLES, ONE_AFTER_ANOTHER, run_command
 
 from pp_offload.trace import read
 
-SCRIPT = str(ROOT / "examples" / "simulate_llama.py")
+SCRIPT = str(EXAMPLES / "simulate_llama.py")
 FIELDS = "seconds busy_s stalled_s waited_s waits_most_for num_in_flight".split()
 FIELDS += "peak_bytes host_peak_bytes bytes_offloaded on_demand_reloads offload_s".split()
 
@@ -65,7 +65,7 @@ class Terminal(StringIO):
 
 
 def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     bar = importlib.import_module("simulate_llama").bar
     monkeypatch.setattr(sys, "stderr", Terminal())
     show = bar("a run")

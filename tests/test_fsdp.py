@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_pipelining import run_ranks
+from helpers.ranks import WORKERS, run_ranks
 
-WORKER = Path(__file__).with_name("fsdp_worker.py")
+WORKER = WORKERS / "fsdp_worker.py"
 
 CASES = {
     2: [

@@ -8,36 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
-
-import pp_offload
-
-ROOT = Path(pp_offload.__file__).parent
-
-ROWS = [
-    ("errors", "_common", "config"),
-    ("_hooks",),
-    ("backends",),
-    ("_memory",),
-    ("_core",),
-    ("_groups",),
-    ("_activations", "_checkpoint", "_slices", "_megatron"),
-    ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
-    (
-        "testing",
-        "simulate",
-        "plan",
-        "integrations",
-        "trace",
-        "fine_grained_activation_offload",
-        "compat",
-    ),
-    ("",),
-    ("__main__", "cli"),
-]
-"""Folders, and the files beside them: lowest first, within a row too."""
+from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 
 MOST_LINES = {
     "_activations": 752,
@@ -59,8 +32,6 @@ MOST_LINES = {
     "trace": 1746,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
-
-RANK = {room: rank for rank, room in enumerate(room for row in ROWS for room in row)}
 
 FACADES = {"fine_grained_activation_offload", "compat.megatron", "activations", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
@@ -98,15 +69,6 @@ ONE_JOB = [
 NAMES_CUDA = {"_megatron.cuda_graph", "_megatron.graph_state"}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
-
-
-FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
-
-
 def imported(name: str) -> Iterator[str]:
     """Modules of ours that ``name`` imports anywhere, also inside functions."""
     for node in ast.walk(TREES[name]):
@@ -121,12 +83,6 @@ def imported(name: str) -> Iterator[str]:
         for module in found:
             if module.split(".")[0] == "pp_offload":
                 yield module.removeprefix("pp_offload").removeprefix(".")
-
-
-def dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
 
 
 def calls(tree: ast.AST) -> Iterator[str]:

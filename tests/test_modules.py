@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,

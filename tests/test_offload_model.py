@@ -8,10 +8,10 @@ from collections.abc import Callable
 from itertools import pairwise, product
 
 import pytest
-import sliced
 import torch
 from conftest import BACKENDS, make_backend
-from sliced import (
+from helpers import sliced
+from helpers.sliced import (
     ROWS,
     WIDTH,
     Offload,
@@ -30,10 +30,10 @@ from sliced import (
     state,
     train,
 )
+from helpers.toy import moved, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.fx.passes.split_module import split_module
-from toy import moved, same_bits
 
 from pp_offload import OffloadActivations, OffloadConfig, OffloadError, OffloadModel
 from pp_offload.backends import CpuBackend

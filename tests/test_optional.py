@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional import OPTIONAL
+from helpers.optional import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
 

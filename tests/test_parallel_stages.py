@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_pipelining import run_ranks
+from helpers.ranks import WORKERS, run_ranks
 
-WORKER = Path(__file__).with_name("parallel_stage_worker.py")
+WORKER = WORKERS / "parallel_stage_worker.py"
 CASES = {
     2: ["ddp:1f1b", "fsdp2:1f1b", "blocks:1f1b", "blocks:interleaved1f1b"],
     4: [

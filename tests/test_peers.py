@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
-from toy import make_model, same_bits
 
 from pp_offload import (
     ActivationCheckpointing,

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import processes
 import pytest
-from processes import run, start, watch
+from helpers import processes
+from helpers.processes import run, start, watch
 
 HANGS = "import threading; threading.Event().wait()"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from quick import chosen, tuples
+from helpers.quick import chosen, tuples
 
 pytest_plugins = ["pytester"]
 
@@ -29,7 +29,7 @@ def test_every_tuple_is_in_one_of_those_chosen(sizes: tuple[int, ...], size: int
 def test_the_others_are_slow_or_exhaustive(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
-        from quick import mark_slow
+        from helpers.quick import mark_slow
 
         def pytest_collection_modifyitems(items):
             mark_slow(items)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from helpers.toy import repeated
 from torch import Tensor
-from toy import repeated
 
 
 def runs(values: Iterable[float]) -> list[list[Tensor]]:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import BEFORE_2_13, make_backend
-from test_pipelining import ALL, V_SHAPED, run_ranks
+from helpers.ranks import run_ranks
+from helpers.schedules import ALL, V_SHAPED
+from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 from torch import Tensor, nn
-from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import (
     ActivationCheckpointing,

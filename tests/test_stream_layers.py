@@ -10,12 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from test_example import ROOT, run_command
+from helpers.examples import EXAMPLES, run_command
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-EXAMPLES = ROOT / "examples"
 SMALL = "--steps 3 --layers 4 --width 32 --context 16 --batch 2".split()
 
 

@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the programs; prints the smallest that fails, if one does, and then gives 1."""
     options = parsed(arguments)
     # In front, and in the environment of no process but those that are spawned from this one.
-    sys.path[:0] = [str(TESTS), str(TESTS / "fuzz")]
+    sys.path.insert(0, str(TESTS))
     try:
-        campaign = importlib.import_module("campaign")
+        campaign = importlib.import_module("helpers.fuzz.campaign")
     except ModuleNotFoundError as missing:
         sys.stderr.write(f"the fuzzer needs {missing.name}: pip install -e '.[test]'\n")
         return 2

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from toy import same_bits
 
 from pp_offload import OffloadActivations
 from pp_offload._activations.met_modules import MetModules

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from toy import assert_no_hooks, same_bits
 
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.exclusions import exclude, forget_excluded, is_excluded

@@ -8,10 +8,10 @@ from collections import deque
 import pytest
 import torch
 from conftest import make_backend
-from test_activations import Program, first_in_first_out, last_in_first_out, one_by_one
-from test_device import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.backward_orders import Program, first_in_first_out, last_in_first_out, one_by_one
+from helpers.toy import batches, make_model, same_bits
+from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor
-from toy import batches, make_model, same_bits
 
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import OffloadActivations

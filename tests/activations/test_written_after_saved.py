@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from pp_offload import OffloadActivations, checkpoint, use_backend
 

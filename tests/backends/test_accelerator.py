@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import HANG_S
+from helpers.processes import HANG_S
 
 from pp_offload.backends import AcceleratorBackend, accelerator
 

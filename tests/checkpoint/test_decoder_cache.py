@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import FULL
+from helpers.checkpointed import FULL
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from pp_offload import ActivationCheckpointing, FullACParams
 from pp_offload._checkpoint.recompute import Recompute
@@ -17,7 +17,7 @@ from pp_offload._checkpoint.recompute import Recompute
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tiny_llama import make_data, make_llama
+from helpers.tiny_llama import make_data, make_llama
 from transformers import DynamicCache
 
 MESSAGE = r"LlamaDecoderLayer .* DynamicCache .* model\.config\.use_cache = False"

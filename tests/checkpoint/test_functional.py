@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import MM
+from helpers.checkpointed import MM
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from toy import same_bits
 
 from pp_offload import OffloadConfig, checkpoint, checkpoint_function
 from pp_offload.backends import CpuBackend

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
+from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     CheckpointWrapper,
 )
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadConfig, OffloadHiddenStates, checkpoint_wrapper
 from pp_offload.backends import CpuBackend

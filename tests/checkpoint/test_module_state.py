@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import apply
 from conftest import ACCELERATORS, make_backend
+from helpers.checkpointed import apply
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from pp_offload import (
     OffloadModel,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
-from toy import same_bits
 
 from pp_offload import checkpoint
 from pp_offload._checkpoint.modules_of import MOST_ENTRIES, modules_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import assert_idle, assert_no_hooks, batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from toy import assert_idle, assert_no_hooks, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules

@@ -9,9 +9,9 @@ import pickle
 import pytest
 import torch
 from conftest import on_two_backends
+from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from toy import make_model, same_bits
 
 from pp_offload import checkpoint_wrapper, recompute_layers
 from pp_offload.backends import Backend, CpuBackend

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_layers import TREES, dotted
+from helpers.sources import TREES, dotted
 from torch import nn
 
 from pp_offload._common import torch_private

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import processes
 import pytest
-from injected import Injected, files, interrupt_at, num_lines
-from processes import HANG_S
+from helpers import processes
+from helpers.injected import Injected, files, interrupt_at, num_lines
+from helpers.processes import HANG_S
 
 from pp_offload._common import workers as module
 from pp_offload._common.workers import Workers

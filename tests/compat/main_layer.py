@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn import functional
-from toy import same_bits
 
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 

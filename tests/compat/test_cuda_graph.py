@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy import make_model, same_bits
+from helpers.toy import make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, fine_grained_offloading_backward_record, use_backend

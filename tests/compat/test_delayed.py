@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy import assert_idle, same_bits
+from helpers.toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

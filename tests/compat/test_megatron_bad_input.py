@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import same_bits
 from main_face import chunk_of, face
 from main_layer import Model, batches, step
-from toy import same_bits
 
 from pp_offload import CpuBackend, OffloadError, use_backend
 from pp_offload.compat.megatron import (

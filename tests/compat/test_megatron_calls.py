@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.toy import assert_idle, same_bits
 from main_layer import GROUPS, Model, assert_steps_equal, batches, exp_in_a_group, step
 from torch import Tensor
-from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
 from pp_offload._core.in_flight import InFlight

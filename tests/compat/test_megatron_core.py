@@ -7,11 +7,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-import test_reference_api as introduced
-from test_pipelining import run_ranks
-from test_reference_api import kind_of, parameters
+from helpers import reference
+from helpers.ranks import WORKERS, run_ranks
+from helpers.reference import kind_of, parameters
 
-WORKER = Path(__file__).parents[1] / "megatron_worker.py"
+WORKER = WORKERS / "megatron_worker.py"
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 GROUPS = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 NO_PIPELINING = "forward_backward_no_pipelining"
@@ -51,7 +51,7 @@ def test_its_own_schedules(world: int, expected: dict[str, str], tmp_path: Path)
 @needs_megatron
 @pytest.mark.slow
 def test_its_module_has_the_names_as_they_were_introduced() -> None:
-    """Version 0.16; what ``test_reference_api.py`` says of the reference is what is there."""
+    """Version 0.16; what ``helpers.reference`` says of the reference is what is there."""
     from importlib import import_module
     from importlib.metadata import version
 
@@ -60,9 +60,9 @@ def test_its_module_has_the_names_as_they_were_introduced() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = import_module(MODULE)
-    for name, taken in introduced.FUNCTIONS.items():
+    for name, taken in reference.FUNCTIONS.items():
         assert parameters(getattr(theirs, name)) == taken, name
-    for owner, methods in introduced.CLASSES.items():
+    for owner, methods in reference.CLASSES.items():
         for name, (kind, taken) in methods.items():
             cls = getattr(theirs, owner)
             member = inspect.getattr_static(cls, name)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import same_bits
 from main_layer import Model, batches, exp_in_a_group, step
 from torch import Tensor
-from toy import same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import megatron_main as main
 import pytest
-from test_reference_api import is_ours, kind_of, parameters
+from helpers.reference import is_ours, kind_of, parameters
 
 import pp_offload
 from pp_offload import CpuBackend, use_backend
@@ -69,7 +69,7 @@ def test_what_is_said_to_differ_is_a_name() -> None:
 
 def test_the_documentation_has_the_table() -> None:
     text = DOCS.read_text()
-    assert main.table() in text, "python tests/megatron_main.py prints the table"
+    assert main.table() in text, "python tests/compat/megatron_main.py prints the table"
 
 
 def test_the_documented_line_puts_it_in_their_place(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.toy import same_bits
 from main_face import chunk_of, face
 from main_layer import Model, batches, exp_in_a_group, step
 from torch import Tensor
-from toy import same_bits
 
 from pp_offload import CpuBackend, OffloadConfig, use_backend
 from pp_offload import PipelineOffloadManager as IntroducedManager

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import (
     CpuBackend,

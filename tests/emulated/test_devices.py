@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from products import PRODUCTS, Product
+from helpers.products import PRODUCTS, Product
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from emulated.helpers import DELAYS, some
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 
 from emulated.helpers import DELAYS, compute
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_example import train
+from helpers.examples import train
 
 pytestmark = pytest.mark.emulated
 

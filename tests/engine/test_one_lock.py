@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import make_backend
-from toy import AwayBackend, assert_idle, batches, make_model, run_step, same_bits
+from helpers.toy import AwayBackend, assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._common.workers import Piece, Workers, is_worker

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import AcceleratorBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from toy import batches, make_model, run_step
+from helpers.toy import batches, make_model, run_step
 
 from pp_offload import OffloadConfig, OffloadStatistics, use_backend
 from pp_offload._core.statistics import COUNTERS

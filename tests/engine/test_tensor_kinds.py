@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.sessions import begin_step, drawn, gradients, group
+from helpers.toy import assert_idle, same_bits
 from torch import Tensor, nn
-from toy import assert_idle, same_bits
 
 from pp_offload import PipelineOffloadManager
 

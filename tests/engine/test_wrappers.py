@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
 from conftest import on_two_backends
+from helpers.toy import assert_idle, batches, same_bits
+from helpers.wrapped import WRAPPERS, KeepsSaved, begin, in_group, leaves
 from torch import Tensor
-from toy import assert_idle, batches, same_bits
-from wrapped import WRAPPERS, KeepsSaved, begin, in_group, leaves
 
 from pp_offload import PipelineOffloadManager
 

@@ -25,10 +25,10 @@ from helpers.scenarios import (
     schedule,
 )
 from helpers.sessions import gradients, group
+from helpers.toy import assert_idle, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
-from toy import assert_idle, same_bits
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager
 from pp_offload.backends import Backend

@@ -9,8 +9,8 @@ import pytest
 from conftest import on_two_backends
 from helpers.scenarios import begin, check_steps, make_inputs, ordered
 from helpers.sessions import gradients, unseen
+from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor
-from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

@@ -19,6 +19,7 @@ from conftest import BEFORE_2_13, make_backend, on_two_backends
 from helpers.kept import Raises
 from helpers.scenarios import begin, check_steps, hook_depth, make_inputs, manager_on
 from helpers.sessions import gradients, group
+from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import (
@@ -26,7 +27,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from toy import assert_idle, assert_no_hooks, same_bits
 
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -13,8 +13,8 @@ import torch
 from conftest import ACCELERATORS, skip_on_emulated
 from helpers.scenarios import Chain, begin, check_steps, make_inputs
 from helpers.sessions import gradients, group
+from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
-from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

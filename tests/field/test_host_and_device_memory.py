@@ -14,19 +14,16 @@ import torch
 from conftest import on_two_backends
 from helpers.scenarios import begin, check_steps, make_inputs, manager_on, part
 from helpers.sessions import gradients, group, settle
+from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.virtual_training import Training, with_limit
 from host_memory import measure_footprint
 from shape_zoo import Shape, shape_zoo
-from test_auto_plan import Training, training, with_limit
 from torch import Tensor, nn
-from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import ConfigError, OffloadConfig, PipelineOffloadManager
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.host_pool import HostPool
 from pp_offload.backends import Allocated, Backend
-
-__all__ = ["training"]
-
 
 # Host memory
 

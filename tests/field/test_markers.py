@@ -11,10 +11,10 @@ import torch
 from conftest import on_two_backends
 from helpers.scenarios import Chain, begin, check_steps, hook_depth, make_inputs, part
 from helpers.sessions import gradients, group
+from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

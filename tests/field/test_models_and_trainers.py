@@ -13,11 +13,11 @@ import torch
 from conftest import on_two_backends, skip_on_emulated
 from helpers.scenarios import begin
 from helpers.sessions import gradients
+from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, configure, offload_modules
 from pp_offload.backends import Backend
@@ -205,7 +205,7 @@ CHECKPOINTS: dict[str, dict[str, Any] | None] = {
 
 
 def build(lora: bool, checkpoint: str, is_tied: bool) -> Any:
-    from tiny_llama import make_llama
+    from helpers.tiny_llama import make_llama
 
     model = make_llama(is_tied=is_tied, lora={} if lora else None)
     if checkpoint == "wrapped":  # with LoRA, adapters are inside
@@ -226,7 +226,7 @@ def test_a_trainer_has_the_same_gradients(
 ) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
-    from tiny_llama import CHECKPOINTING, assert_nothing_left, make_trainer, plain, train
+    from helpers.tiny_llama import CHECKPOINTING, assert_nothing_left, make_trainer, plain, train
 
     skip_on_emulated(backend, "accelerate knows no such device, and trains on the CPU")
     kwargs, make = CHECKPOINTS[checkpoint], partial(build, lora, checkpoint, is_tied)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ACCELERATORS, ON_THE_HOST, make_backend
+from helpers.processes import HANG_S
 from helpers.scenarios import (
     Chain,
     begin,
@@ -25,11 +26,10 @@ from helpers.scenarios import (
     side_stream,
 )
 from helpers.sessions import gradients, group, settle
-from processes import HANG_S
+from helpers.toy import assert_idle, same_bits
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_work
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
-from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

@@ -7,12 +7,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-import processes
 import pytest
+from helpers import processes
 from helpers.scenarios import begin, manager_on
 from helpers.sessions import gradients
+from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 from torch import Tensor
-from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload._memory.disk_file import NUM_THREADS
 from pp_offload.backends import CpuBackend
@@ -22,7 +22,7 @@ import os, sys, threading, traceback
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
-from toy import batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import CpuBackend, ForkedError, OffloadConfig, PipelineOffloadManager
 from pp_offload.testing import SimulatedBackend

@@ -12,8 +12,8 @@ import torch
 from conftest import make_backend, on_two_backends
 from helpers.scenarios import begin, check_steps, make_inputs, manager_on, ordered
 from helpers.sessions import gradients, group, settle
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

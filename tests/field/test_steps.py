@@ -28,9 +28,9 @@ from helpers.scenarios import (
     schedule,
 )
 from helpers.sessions import gradients, group
+from helpers.toy import assert_idle, assert_no_hooks, make_model, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from toy import assert_idle, assert_no_hooks, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.injected import Injected, chosen, folders, interrupt_at, points_in
 from helpers.scenarios import begin, hook_depth
 from helpers.sessions import group
-from injected import Injected, chosen, folders, interrupt_at, points_in
-from threaded import (
+from helpers.threaded import (
     KINDS,
     TABLE,
     Lockstep,
@@ -31,8 +31,8 @@ from threaded import (
     on_threads,
     plain,
 )
+from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
-from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

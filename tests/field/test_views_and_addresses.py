@@ -14,14 +14,14 @@ import torch.distributed as dist
 from conftest import on_two_backends
 from helpers.scenarios import begin, check_steps, make_inputs, manager_on
 from helpers.sessions import gradients, group
+from helpers.toy import assert_idle, same_bits
+from helpers.wrapped import WRAPPERS, leaves
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.dlpack import from_dlpack, to_dlpack
-from toy import assert_idle, same_bits
-from wrapped import WRAPPERS, leaves
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

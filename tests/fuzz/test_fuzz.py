@@ -7,11 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import campaign
 import fuzzer
 import pytest
-from campaign import Failure, explore
-from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Region, Step, script
+from helpers.fuzz import campaign
+from helpers.fuzz.campaign import Failure, explore
+from helpers.fuzz.programs import (
+    Commit,
+    Compute,
+    Enter,
+    Exit,
+    Forward,
+    Options,
+    Program,
+    Region,
+    Step,
+    script,
+)
 
 NUM_PROGRAMS = 50
 ROOT = Path(__file__).parents[2]
@@ -44,7 +55,7 @@ def test_a_program_is_printed_as_code_that_runs(tmp_path: Path) -> None:
     assert names["program"] == program
     file = tmp_path / "program.py"
     file.write_text(script(SMALL))
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/fuzz")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     subprocess.run([sys.executable, file], check=True, env={**os.environ, "PYTHONPATH": paths})
 
 

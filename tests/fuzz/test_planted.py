@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import engines
 import pytest
-from campaign import explore
 from conftest import make_backend
+from helpers.fuzz import engines
+from helpers.fuzz.campaign import explore
+from helpers.fuzz.run import check
 from planted.faults import DEVICE
-from run import check
 
 LARGEST = 16
 """The most records that the smallest program may have."""

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 from conftest import make_backend, on_two_backends
-from processes import HANG_S
+from helpers.processes import HANG_S
+from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
-from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend, on_two_backends
+from helpers.toy import same_bits
 from torch import Tensor
 from torch.nn import Parameter
-from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import BEFORE_2_13, TWO_BACKENDS, make_backend
+from helpers.toy import assert_idle, batches, make_model, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from toy import assert_idle, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend

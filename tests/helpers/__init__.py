@@ -1,1 +1,1 @@
-"""Helpers of tests that use public names only."""
+"""What several folders of tests share."""

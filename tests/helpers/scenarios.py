@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import ACCELERATORS
 from torch import Tensor, nn
-from toy import assert_idle, same_bits
 
 from helpers.sessions import gradients, group
+from helpers.toy import assert_idle, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import Backend

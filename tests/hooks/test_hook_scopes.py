@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
-from processes import HANG_S
+from helpers.processes import HANG_S
+from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from injected import leaves_a_with
+from helpers.injected import leaves_a_with
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from toy import same_bits
 
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import assert_no_hooks, same_bits
 from torch import nn
-from toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend

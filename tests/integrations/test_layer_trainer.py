@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from toy import assert_no_hooks, repeated, same_bits
+from helpers.toy import assert_no_hooks, repeated, same_bits
 
 from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tiny_llama import CHECKPOINTING, imports_frozen, make_llama, make_trainer, plain, train
+from helpers.tiny_llama import CHECKPOINTING, imports_frozen, make_llama, make_trainer, plain, train
 from transformers import Trainer, TrainingArguments
 
 __all__ = ["imports_frozen"]

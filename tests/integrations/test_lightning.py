@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import assert_no_hooks, same_bits
+from helpers.toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend

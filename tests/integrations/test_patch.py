@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import assert_no_hooks
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -23,7 +24,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from toy import assert_no_hooks
 
 from pp_offload import OffloadConfig, errors, patch
 from pp_offload._common.torch_private import CachingTorchDispatchMode
@@ -273,7 +273,7 @@ def test_the_flag_of_transformers_offloads(reentrant: bool) -> None:
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
         pytest.skip("transformers has the flag from 5.17 on, by this name from 5.23 on")
-    from tiny_llama import make_data, make_llama
+    from helpers.tiny_llama import make_data, make_llama
 
     def run(offload: bool) -> list[Tensor]:
         model = make_llama(attention_dropout=0.0)
@@ -319,7 +319,7 @@ def test_the_flag_of_accelerate_offloads() -> None:
 
 def test_the_flag_of_trl_makes_a_context_of_ours() -> None:
     trl = pytest.importorskip("trl")
-    from tiny_llama import make_llama
+    from helpers.tiny_llama import make_llama
     from trl.trainer import sft_trainer
 
     from pp_offload import OffloadActivations

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor
-from toy import assert_no_hooks, same_bits
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from conftest import BACKENDS, TWO_BACKENDS, make_backend
-from streamed import MODELS, batch, make, make_lora, pair, train
+from helpers.streamed import MODELS, batch, make, make_lora, pair, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_example import run_command
-from test_pipelining import ROOT, run_ranks
+from helpers.examples import EXAMPLES, run_command
+from helpers.ranks import run_ranks
 from torch import nn
 
 from pp_offload import OffloadConfig
@@ -42,7 +42,7 @@ def test_its_llama_is_equal_bit_for_bit(world: int, cases: list[str], tmp_path: 
 
 @pytest.mark.slow
 def test_the_example_runs() -> None:
-    script = str(ROOT / "examples" / "train_torchtitan.py")
+    script = str(EXAMPLES / "train_torchtitan.py")
     done = run_command([sys.executable, script, "--steps", "2"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all losses and final parameters: equal bit for bit" in done.stdout

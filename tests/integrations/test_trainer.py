@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toy import same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from toy import same_bits
 
 from pp_offload import (
     ActivationOffloadingMixin,
@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import transformers
-from tiny_llama import (
+from helpers.tiny_llama import (
     CHECKPOINTING,
     LENGTH,
     assert_nothing_left,

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tiny_llama import imports_frozen, make_llama, make_trainer
+from helpers.tiny_llama import imports_frozen, make_llama, make_trainer
 
 __all__ = ["imports_frozen"]
 

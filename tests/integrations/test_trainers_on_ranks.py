@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_pipelining import run_ranks
+from helpers.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ranks import run_cases
+from helpers.ranks import run_cases
 from train_torchtitan import compare, parse_arguments
 
 os.environ["LOCAL_RANK"] = "0"  # torchtitan asks for it; there is one CPU

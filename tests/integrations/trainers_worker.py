@@ -11,7 +11,7 @@ from typing import Any
 import accelerate_loop
 import lightning_model
 import torch
-from ranks import run_cases
+from helpers.ranks import run_cases
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 

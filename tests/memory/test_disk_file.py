@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from helpers.processes import Run, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError

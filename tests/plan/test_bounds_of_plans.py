@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from every_choice import all_choices
-from small import limits, planned
-from test_choose import MOST_LONGER, check_follows, chosen
-from test_plan_table import chooser_of
+from helpers.plans.chosen import MOST_LONGER, check_follows, chooser_of, chosen
+from helpers.plans.every_choice import all_choices
+from helpers.plans.small import limits, planned
 
-from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
     InfeasibleError,
     chooser,
 )
 from pp_offload.plan.trade_off import least_limit
-
-
-@pytest.fixture
-def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models below are small."""
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
 @pytest.mark.parametrize(

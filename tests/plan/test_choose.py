@@ -4,66 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from every_choice import all_choices
-from ordered_parts import ordered_parts
-from random_pipelines import Drawn
-from small import limits, planned, with_disk, with_host_memory
+from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
+from helpers.plans.every_choice import all_choices
+from helpers.plans.ordered_parts import ordered_parts
+from helpers.plans.random_pipelines import Drawn
+from helpers.plans.small import limits, planned, with_disk, with_host_memory
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
-from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
     InfeasibleError,
-    OffloadPlan,
     RankTapes,
     choose,
-    chooser,
     predict,
 )
-from pp_offload.plan.chooser import NUM_PROVEN
-from pp_offload.simulate import run_pipeline
 
-MOST_LONGER = 1.03
-"""So many times as long as by the best of all choices; see benchmarks/results/plan_search.txt."""
-
-
-@pytest.fixture(autouse=True)
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small, and the floor would leave nothing to choose. No other bounds than
-    those that an engine chooses by itself are tried, for which there are tests of their own.
-    """
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
-    monkeypatch.setattr(chooser, "BOUNDS", chooser.BOUNDS[:1])
-
-
-def slow(*seeds: int) -> list[Any]:
-    """Pipelines with more ranks and layers."""
-    return [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
-
-
-def chosen(drawn: Drawn, tapes: list[RankTapes], limit: int) -> OffloadPlan | None:
-    how = {"config": drawn.config, "peers": drawn.peers}
-    try:
-        return choose(drawn.order, tapes, drawn.hardware, limit, **how)
-    except InfeasibleError as failure:
-        assert failure.least_bytes > limit
-        return None
-
-
-def check_follows(drawn: Drawn, plan: OffloadPlan) -> None:
-    """What the plan says is what the engine itself does."""
-    how = drawn.order, drawn.work, drawn.hardware
-    options: dict[str, Any] = {"config": replace(drawn.config, plan=plan), "peers": drawn.peers}
-    runs = [run_pipeline(*how, **options, num_steps=num) for num in (1, NUM_PROVEN)]
-    for number, rank in enumerate(plan.ranks):
-        each = [step.ranks[number] for step in runs]
-        assert rank.peak_bytes == max(one.peak_bytes for one in each) <= plan.limit_bytes
-        assert rank.host_peak_bytes == each[-1].host_peak_bytes
-        assert {one.bounds for one in each} == {rank.bounds}
-    assert plan.seconds == pytest.approx(runs[-1].seconds, rel=1e-9)
-    assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
+pytestmark = pytest.mark.usefixtures("small_bounds")
 
 
 def num_followed(drawn: Drawn, tapes: list[RankTapes], num: int) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from every_choice import every_number_and_choice
-from small import limits, planned
-from test_choose import MOST_LONGER, check_follows, chosen, slow, small_bounds
+from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
+from helpers.plans.every_choice import every_number_and_choice
+from helpers.plans.small import limits, planned
 
 from pp_offload import OffloadError
 from pp_offload.plan import RankTapes, record
 from pp_offload.simulate import run_pipeline
 
-_ = small_bounds  # a fixture, for each test here
+pytestmark = pytest.mark.usefixtures("small_bounds")
 
 
 @pytest.mark.parametrize("seed", [8, 35, *slow(2, 5, 12, 20, 46, 51, 78)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside_engine import OPTIMIZERS, compare, ran_with_optimizer
+from helpers.plans.beside_engine import OPTIMIZERS, compare, ran_with_optimizer
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 

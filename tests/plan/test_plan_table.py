@@ -5,20 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from random_pipelines import Drawn
-from small import limits, planned, with_host_memory
-from test_choose import small_bounds
+from helpers.plans.chosen import chooser_of
+from helpers.plans.small import limits, planned, with_host_memory
 
 from pp_offload._common.option_sources import size_said
-from pp_offload.plan import Chooser, OffloadPlan, RankTapes
+from pp_offload.plan import Chooser, OffloadPlan
 from pp_offload.plan.table import table
 
-_ = small_bounds  # a fixture, for each test here
-
-
-def chooser_of(drawn: Drawn, tapes: list[RankTapes], **bounds: int) -> Chooser:
-    config = replace(drawn.config, **bounds)
-    return Chooser(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)
+pytestmark = pytest.mark.usefixtures("small_bounds")
 
 
 def shown(chooser: Chooser, plan: OffloadPlan) -> str:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from beside_engine import (
+from helpers.plans.beside_engine import (
     Found,
     compare,
     ran,
@@ -19,8 +19,8 @@ from beside_engine import (
     ran_with_budget,
     ran_with_recomputed,
 )
-from ordered_parts import ordered_parts
-from random_pipelines import draw_pipeline
+from helpers.plans.ordered_parts import ordered_parts
+from helpers.plans.random_pipelines import draw_pipeline
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,

@@ -6,8 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from beside_engine import Found, compare, drawn_of_any_kind, ran_with_disk, run_and_recorded
-from random_pipelines import draw_pipeline
+from helpers.plans.beside_engine import (
+    Found,
+    compare,
+    drawn_of_any_kind,
+    ran_with_disk,
+    run_and_recorded,
+)
+from helpers.plans.random_pipelines import draw_pipeline
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import predict, record

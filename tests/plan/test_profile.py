@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.virtual_models import KIND, Stage
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
 )
-from virtual_models import KIND, Stage
 
 from pp_offload import OffloadConfig, recompute_layers, use_backend
 from pp_offload.plan import Profile, profile, profile_table, record

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from small import planned
-from test_choose import slow
+from helpers.plans.chosen import slow
+from helpers.plans.small import planned
 
-from pp_offload._groups import auto_bounds
 from pp_offload.plan import Chooser, InfeasibleError, front
 from pp_offload.plan.trade_off import front_table, peak_of
 
-
-@pytest.fixture(autouse=True)
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small, and the floor would leave nothing to choose."""
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small_floor")
 
 
 def chooser_of(seed: int, layers: str | None = None) -> Chooser:

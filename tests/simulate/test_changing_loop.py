@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_auto_plan import NUM_LAYERS, Training
-from test_device import ROWS, SAVED_BYTES, WIDTH, hardware
+from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, hardware
+from helpers.virtual_training import NUM_LAYERS, Training
 
 from pp_offload import use_backend
 from pp_offload._memory.budget import as_another_process

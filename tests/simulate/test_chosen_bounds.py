@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_layers import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from draw import programs
-from engines import forget_failed_backward, offload
+from helpers.fuzz.draw import programs
+from helpers.fuzz.engines import forget_failed_backward, offload
+from helpers.fuzz.programs import Commit, Compute, Enter, Exit, Forward, Program, Step
+from helpers.fuzz.run import Machine
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from programs import Commit, Compute, Enter, Exit, Forward, Program, Step
-from run import Machine
 from steps import no_garbage
 from torch.utils._mode_utils import no_dispatch
 
@@ -67,10 +67,12 @@ def forget_unseen(device: torch.device) -> None:
 def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> Moved:
     with (
         no_garbage(),  # or a peak would depend on when the collector runs
-        patch("engines.make_backend", lambda *kind: backend),
-        patch("engines.REMATERIALIZE", "none"),  # without data no two bits can be compared
-        patch("engines.assert_no_hooks", lambda: None),  # it computes, on the CPU
-        patch("engines.forget_failed_backward", forget_unseen),
+        patch("helpers.fuzz.engines.make_backend", lambda *kind: backend),
+        patch(
+            "helpers.fuzz.engines.REMATERIALIZE", "none"
+        ),  # without data no two bits can be compared
+        patch("helpers.fuzz.engines.assert_no_hooks", lambda: None),  # it computes, on the CPU
+        patch("helpers.fuzz.engines.forget_failed_backward", forget_unseen),
         patch("pp_offload.simulate.memory.ROUNDING_BYTES", 1),
         offload(program) as engine,
     ):

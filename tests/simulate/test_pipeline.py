@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.schedules import order
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -30,7 +31,6 @@ from pp_offload.simulate import (
     DEVICES,
     Modules,
     PeerLink,
-    PipelineOrder,
     PipelineStep,
     Times,
     VirtualBackend,
@@ -41,12 +41,6 @@ from pp_offload.simulate import pipeline as pipelines
 EVEN = replace(DEVICES["H100"], launch_s=0)
 INSTANT = PeerLink(bytes_per_s=1e30, latency_s=0)
 UNIFORM = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)
-
-
-def order(schedule: Any, num_ranks: int, num_stages: int, num_microbatches: int) -> PipelineOrder:
-    return PipelineOrder(
-        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
-    )
 
 
 GPIPE = order(ScheduleGPipe, 2, 2, 2)

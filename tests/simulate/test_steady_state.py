@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from helpers.virtual_models import Stage
 from torch import Tensor
-from virtual_models import Stage
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from test_device import FLOPS, NUM, SAVED_BYTES, step_s
-from toy import batches, make_model, run_step
+from helpers.toy import batches, make_model, run_step
+from helpers.virtual_layers import FLOPS, NUM, SAVED_BYTES, step_s
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend

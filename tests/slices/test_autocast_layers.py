@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
-from sliced import WIDTH, input_for
+from helpers.sliced import WIDTH, input_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import make_backend
-from sliced import state
+from helpers.sliced import state
+from helpers.toy import same_bits
 from torch import Tensor, nn
-from toy import same_bits
 
 from pp_offload import offload_layers
 

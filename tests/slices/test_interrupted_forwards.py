@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
+from helpers.injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
 from helpers.scenarios import hook_depth
-from injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
-from sliced import input_for, state
+from helpers.sliced import input_for, state
+from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
-from toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadModel, offload_layers
 from pp_offload.backends import Backend

@@ -8,9 +8,9 @@ import io
 import pytest
 import torch
 from conftest import on_two_backends
-from sliced import Offload, as_slices, both_ways, state, trained
+from helpers.sliced import Offload, as_slices, both_ways, state, trained
+from helpers.toy import moved, same_bits
 from torch import Tensor, nn
-from toy import moved, same_bits
 
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend

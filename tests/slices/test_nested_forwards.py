@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.toy import moved, same_bits
 from torch import Tensor, nn
-from toy import moved, same_bits
 
 from pp_offload import offload_layers
 from pp_offload.testing import SimulatedBackend

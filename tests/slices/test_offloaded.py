@@ -11,11 +11,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-import sliced
 import torch
 from conftest import BACKENDS, NO_SPARSE, make_backend, on_two_backends, skip_on_emulated
-from quick import chosen
-from sliced import (
+from helpers import sliced
+from helpers.quick import chosen
+from helpers.sliced import (
     MODELS,
     ORDERS,
     REPEATED,
@@ -40,9 +40,9 @@ from sliced import (
     together,
     train,
 )
+from helpers.toy import assert_no_hooks, autograd_lets_go, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from toy import assert_no_hooks, autograd_lets_go, same_bits
 
 from pp_offload import OffloadConfig, OffloadError, SavedTensorModifiedError, VerifyError
 from pp_offload.backends import Backend

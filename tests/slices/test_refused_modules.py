@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import on_two_backends
-from sliced import WIDTH, Offload, as_layers, both_ways, input_for, same_training
+from helpers.sliced import WIDTH, Offload, as_layers, both_ways, input_for, same_training
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 

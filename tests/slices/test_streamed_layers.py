@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from sliced import WIDTH, input_for, same_training, state
+from helpers.sliced import WIDTH, input_for, same_training, state
+from helpers.toy import assert_no_hooks, moved, same_bits
 from torch import Tensor, nn
-from toy import assert_no_hooks, moved, same_bits
 
 from pp_offload import (
     OffloadedLayers,

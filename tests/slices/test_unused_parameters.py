@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend, skip_on_emulated
-from sliced import as_layers, as_slices, run_again
+from helpers.sliced import as_layers, as_slices, run_again
+from helpers.toy import moved, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from toy import moved, same_bits
 
 from pp_offload.backends import Backend
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
+from helpers.toy import assert_idle
 from torch import Tensor, nn
-from toy import assert_idle
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import make_model
+from helpers.toy import make_model
 
 from pp_offload import CpuBackend, OffloadConfig, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

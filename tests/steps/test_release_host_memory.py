@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from toy import batches, make_model, moved, run_step
+from helpers.toy import batches, make_model, moved, run_step
 
 from pp_offload import (
     FineGrainedActivationOffloadingInterface,

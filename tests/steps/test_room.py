@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import make_backend
-from toy import batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.testing import SimulatedBackend

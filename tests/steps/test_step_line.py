@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_auto_plan import Training, with_limit
-from test_auto_plan import training as training  # a fixture
-from test_device import SAVED_BYTES
+from helpers.virtual_layers import SAVED_BYTES
+from helpers.virtual_training import Training, with_limit
 
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._groups.step_line import GIB, DeviceFigures, StepTime, step_line

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import on_two_backends
-from toy import batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step, same_bits
 
 from pp_offload import PipelineOffloadManager
 from pp_offload._groups import plan as plans

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
+from helpers.captures import manager_of, step
 from helpers.scenarios import Chain
+from helpers.threaded import settled
+from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
-from test_captures import manager_of, step
-from threaded import settled
 from torch.profiler import ProfilerActivity, profile
-from toy import AwayBackend, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend

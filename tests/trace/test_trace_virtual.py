@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.schedules import order
 from helpers.traces import check_file
-from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
-from test_pipeline import order
+from helpers.virtual_layers import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 

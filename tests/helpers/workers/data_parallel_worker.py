@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fsdp_worker import BF16, Leaving, draw
-from pipeline_worker import Stage
-from products import PRODUCTS, Product
-from ranks import run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.products import PRODUCTS, Product
+from helpers.ranks import run_cases
+from helpers.workers.fsdp_worker import BF16, Leaving, draw
+from helpers.workers.pipeline_worker import Stage
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.testing import SimulatedBackend

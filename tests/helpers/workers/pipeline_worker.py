@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from helpers.ranks import run_cases
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload._core.observer import Observer
 from pp_offload._groups.offloader import Offloader

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.scenarios import make_inputs
-from processes import HANG_S
-from toy import AwayBackend, assert_idle
 
+from helpers.processes import HANG_S
+from helpers.scenarios import make_inputs
+from helpers.toy import AwayBackend, assert_idle
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._activations.stash import ActivationStash

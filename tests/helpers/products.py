@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from checkpointed import apply
 from torch import Tensor, nn
 
+from helpers.checkpointed import apply
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers.kept import GivesSaved, ReadsTwice
 from torch import Tensor
+
+from helpers.kept import GivesSaved, ReadsTwice
 
 WIDTH = 4
 """Of inputs and weights."""

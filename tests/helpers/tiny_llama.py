@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from toy import assert_no_hooks, repeated
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from helpers.toy import assert_no_hooks, repeated
 from pp_offload.backends import Backend
 from pp_offload.integrations.huggingface import ActivationOffloadingMixin
 

@@ -13,10 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from engines import Plain, offload
-from helpers.sessions import as_bytes
-from kinds import CHANGES, COMPUTES, SHAPES, WIDTH
-from programs import (
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint as torchs
+
+from helpers.fuzz.engines import Plain, offload
+from helpers.fuzz.kinds import CHANGES, COMPUTES, SHAPES, WIDTH
+from helpers.fuzz.programs import (
     Backward,
     Call,
     Change,
@@ -34,10 +37,7 @@ from programs import (
     Step,
     Touch,
 )
-from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.utils.checkpoint import checkpoint as torchs
-
+from helpers.sessions import as_bytes
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError, checkpoint
 
 AT_END = 10**6

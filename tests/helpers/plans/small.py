@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from random_pipelines import Drawn, draw_pipeline
-
+from helpers.plans.random_pipelines import Drawn, draw_pipeline
 from pp_offload.plan import RankTapes, predict, record
 
 

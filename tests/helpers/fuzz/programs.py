@@ -199,9 +199,9 @@ class Program(Record):
 def script(program: Program) -> str:
     """A file that runs the program."""
     return (
-        '"""Run it in the checkout with PYTHONPATH=.:tests:tests/fuzz"""\n\n'
-        "from programs import *\n"
-        "from run import check\n\n"
+        '"""Run it in the checkout with PYTHONPATH=.:tests"""\n\n'
+        "from helpers.fuzz.programs import *\n"
+        "from helpers.fuzz.run import check\n\n"
         f"program = {program!r}\n"
         "check(program)\n"
     )

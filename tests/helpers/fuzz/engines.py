@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import torch
 from conftest import make_backend
-from helpers.sessions import assert_no_hooks, in_use
-from programs import Options, Program
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
+from helpers.fuzz.programs import Options, Program
+from helpers.sessions import assert_no_hooks, in_use
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,

@@ -15,8 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ordered_parts import ordered_parts
-from random_pipelines import Drawn, draw_pipeline, some_recomputed
 from torch import nn
 from torch.distributed.pipelining import (
     ScheduleDualPipeV,
@@ -24,6 +22,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from helpers.plans.ordered_parts import ordered_parts
+from helpers.plans.random_pipelines import Drawn, draw_pipeline, some_recomputed
 from pp_offload import PipelineOffloadManager
 from pp_offload._core.mover import Counts
 from pp_offload.plan import predict, record

@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import make_backend, skip_on_emulated
 from torch import Tensor, nn
-from toy import moved, same_bits
 
+from helpers.toy import moved, same_bits
 from pp_offload import OffloadModel, offload_layers
 from pp_offload._slices.cache import CacheFigures
 from pp_offload.backends import Backend

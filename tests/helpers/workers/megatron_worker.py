@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu_for_cuda import after_megatron, before_megatron
-from ranks import run_cases
 from torch import Tensor
 
 import pp_offload.compat.megatron
+from helpers.cpu_for_cuda import after_megatron, before_megatron
+from helpers.ranks import run_cases
 
 sys.modules["megatron.core.pipeline_parallel.fine_grained_activation_offload"] = (
     pp_offload.compat.megatron

@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_worker import draw
-from pipeline_worker import Block, Stage
-from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -25,6 +22,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from helpers.ranks import run_cases
+from helpers.workers.fsdp_worker import draw
+from helpers.workers.pipeline_worker import Block, Stage
 from pp_offload import OffloadConfig, use_backend
 from pp_offload.backends import CpuBackend
 from pp_offload.pipelining import attach

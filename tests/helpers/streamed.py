@@ -11,10 +11,10 @@ import torch
 import transformers
 from conftest import make_backend
 from peft import LoraConfig, get_peft_model
-from sliced import adamw
 from torch import Tensor, nn
-from toy import moved
 
+from helpers.sliced import adamw
+from helpers.toy import moved
 from pp_offload import OffloadedLayers, offload_layers
 
 VOCABULARY, LENGTH = 32, 8

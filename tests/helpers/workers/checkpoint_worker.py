@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpointed import BY_OP, WAYS, apply
-from pipeline_worker import WIDTH, Block, Stage
-from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage
 
+from helpers.checkpointed import BY_OP, WAYS, apply
+from helpers.ranks import run_cases
+from helpers.workers.pipeline_worker import WIDTH, Block, Stage
 from pp_offload import OffloadActivations
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.checkpointing import (

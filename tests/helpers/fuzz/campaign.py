@@ -19,10 +19,11 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from draw import programs as drawn_programs
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from programs import Program, script
-from run import Report, check
+
+from helpers.fuzz.draw import programs as drawn_programs
+from helpers.fuzz.programs import Program, script
+from helpers.fuzz.run import Report, check
 
 CHUNK = 250
 """Programs that one process runs before it says how it went."""

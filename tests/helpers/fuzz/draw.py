@@ -10,8 +10,9 @@ from itertools import chain
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from kinds import CHANGES, COMPUTES
-from programs import (
+
+from helpers.fuzz.kinds import CHANGES, COMPUTES
+from helpers.fuzz.programs import (
     Backward,
     Body,
     Call,
@@ -31,7 +32,7 @@ from programs import (
     Step,
     Touch,
 )
-from run import CHECKPOINTS, HOWS
+from helpers.fuzz.run import CHECKPOINTS, HOWS
 
 BACKENDS = ["late", "random", "eager", "cpu", "cpu threads"]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from random_pipelines import Drawn
-
+from helpers.plans.random_pipelines import Drawn
 from pp_offload.config import AUTO, OffloadConfig, without_plan
 from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser, predict
 from pp_offload.plan.chooser import NUM_PROVEN

@@ -1,10 +1,10 @@
 """The names of Megatron-LM's main, written by hand from its module and its call sites.
 
 What a user or another module of Megatron may call; names with an underscore are left out. A method
-is ``name: (kind, parameters)``, as in ``test_reference_api.py``. docs/megatron.md has the table
+is ``name: (kind, parameters)``, as in ``helpers.reference``. docs/megatron.md has the table
 that this makes:
 
-    python tests/megatron_main.py
+    python tests/compat/megatron_main.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Random pipelines, and what their plans are compared with."""

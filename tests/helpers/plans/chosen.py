@@ -1,0 +1,49 @@
+"""Plans chosen for a limit, and whether the engine then does what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.plans.random_pipelines import Drawn
+from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, RankTapes, choose
+from pp_offload.plan.chooser import NUM_PROVEN
+from pp_offload.simulate import run_pipeline
+
+MOST_LONGER = 1.03
+"""So many times as long as by the best of all choices; see benchmarks/results/plan_search.txt."""
+
+
+def slow(*seeds: int) -> list[Any]:
+    """Pipelines with more ranks and layers."""
+    return [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
+
+
+def chosen(drawn: Drawn, tapes: list[RankTapes], limit: int) -> OffloadPlan | None:
+    how = {"config": drawn.config, "peers": drawn.peers}
+    try:
+        return choose(drawn.order, tapes, drawn.hardware, limit, **how)
+    except InfeasibleError as failure:
+        assert failure.least_bytes > limit
+        return None
+
+
+def check_follows(drawn: Drawn, plan: OffloadPlan) -> None:
+    """What the plan says is what the engine itself does."""
+    how = drawn.order, drawn.work, drawn.hardware
+    options: dict[str, Any] = {"config": replace(drawn.config, plan=plan), "peers": drawn.peers}
+    runs = [run_pipeline(*how, **options, num_steps=num) for num in (1, NUM_PROVEN)]
+    for number, rank in enumerate(plan.ranks):
+        each = [step.ranks[number] for step in runs]
+        assert rank.peak_bytes == max(one.peak_bytes for one in each) <= plan.limit_bytes
+        assert rank.host_peak_bytes == each[-1].host_peak_bytes
+        assert {one.bounds for one in each} == {rank.bounds}
+    assert plan.seconds == pytest.approx(runs[-1].seconds, rel=1e-9)
+    assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
+
+
+def chooser_of(drawn: Drawn, tapes: list[RankTapes], **bounds: int) -> Chooser:
+    config = replace(drawn.config, **bounds)
+    return Chooser(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)

@@ -1,0 +1,98 @@
+"""Ranks that a test starts, each a process that is given cases and writes what came of them.
+
+The program of a rank ends with
+
+    if __name__ == "__main__":
+        run_cases(compare)
+
+The first argument is the folder for ``RANK.pkl``, the others are the cases.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from helpers.processes import start, watch
+
+ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT), str(ROOT / "examples")]
+"""Where workers find this package, and the table of schedules."""
+
+WORKERS = Path(__file__).with_name("workers")
+
+RANK = os.environ.get("RANK", "0")
+"""As it was at the start: some libraries write it."""
+
+
+def run_ranks(
+    world: int, cases: list[str], out: Path, worker: Path = WORKERS / "pipeline_worker.py"
+) -> list[dict[str, dict[str, Any]]]:
+    """Run the worker on ``world`` processes; what each rank found, by case."""
+    # The ranks meet at a store of this process: a port that was free may be taken by the time that
+    # a rank would listen on it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTHONPATH": os.pathsep.join([*PATHS, *sys.path]),
+    }
+    logs = [out / f"{rank}.txt" for rank in range(world)]
+    ranks = [
+        start(
+            [sys.executable, str(worker), str(out), *cases],
+            {**os.environ, **shared, "RANK": str(rank)},
+            log,
+            log.with_suffix(".err"),
+        )
+        for rank, log in enumerate(logs)
+    ]
+    is_well = watch(ranks, logs)  # a worker writes a line for each case
+    errors = "\n".join(log.with_suffix(".err").read_text() for log in logs)
+    assert is_well, f"no rank came to its next case:\n{errors}"
+    assert all(process.returncode == 0 for process in ranks), errors
+    return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world)]
+
+
+def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> NoReturn:
+    """Compare the cases named, write what came of them, and :func:`leave`.
+
+    Args:
+        compare: One case.
+        has_group: Whether it needs a process group; else it makes one itself.
+    """
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    if has_group:
+        dist.init_process_group("gloo")
+    found = {}
+    for case in cases:
+        print(case, flush=True)  # a sign of life
+        found[case] = compare(case)
+    Path(out, f"{RANK}.pkl").write_bytes(pickle.dumps(found))
+    if has_group:
+        dist.destroy_process_group()
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this process, not its interpreter, as ranks must whose models FSDP2 has sharded.
+
+    PyTorch's caches keep the group of such a model for ever, and so Gloo's threads. A thread drops
+    the tensor of its last collective whenever it is given time; if the interpreter is ending by
+    then, the process aborts: "terminate called without an active exception"
+    (pytorch/pytorch#190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Programs of the ranks that tests start."""
