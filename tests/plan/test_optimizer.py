@@ -12,19 +12,15 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from pp_offload import OffloadConfig
-from pp_offload._groups import auto_bounds
 from pp_offload.plan import OffloadPlan, choose, predict, record
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
+
+pytestmark = pytest.mark.usefixtures("small_floor")
 
 KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 WIDTH = 512
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 DEVICE = DEVICES["H100"]
-
-
-@pytest.fixture(autouse=True)
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:

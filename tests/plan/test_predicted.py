@@ -38,11 +38,7 @@ from pp_offload.plan.engine import SharedNumbers
 from pp_offload.plan.tape import Lost
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
-
-@pytest.fixture(autouse=True)
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small, and the floor would leave nothing to choose."""
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small_floor")
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:

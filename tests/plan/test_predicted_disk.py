@@ -15,14 +15,9 @@ from helpers.plans.beside_engine import (
 )
 from helpers.plans.random_pipelines import draw_pipeline
 
-from pp_offload._groups import auto_bounds
 from pp_offload.plan import predict, record
 
-
-@pytest.fixture(autouse=True)
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models are small, and the floor would leave nothing to choose."""
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small_floor")
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
