@@ -26,7 +26,7 @@ _TYPED = {
     for unit, nbytes in (UNITS | _LETTERS).items()
     for typed in (unit, unit.lower(), unit.upper())
 }
-"""Units as users type them: ``G`` is GiB, as in schedulers and containers. ``Gb``, bits, is none."""
+"""Units as users type them. ``G`` is GiB, as in schedulers and containers; ``Gb`` would be bits."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
