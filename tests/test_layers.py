@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 757,
     "_checkpoint": 1647,
     "_common": 1329,
-    "_core": 4588,
+    "_core": 4597,
     "_groups": 3512,
     "_hooks": 314,
     "_megatron": 1416,
@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1332,
     "plan": 3837,
-    "simulate": 2971,
+    "simulate": 2972,
     "testing": 971,
     "trace": 1746,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from pp_offload._common.checks import check_kind
+from pp_offload._common.option_sources import size_said
 from pp_offload._core.mover import Mover
 
 COUNTERS = (
@@ -108,6 +109,14 @@ class OffloadStatistics:
         """
         numbers = {prefix + field.name: getattr(self, field.name) for field in fields(self)}
         return {name: number for name, number in numbers.items() if number is not None}
+
+    def table(self) -> str:
+        """Format the counts that are not 0: a line each, with bytes in a fitting unit."""
+        lines = []
+        for name, number in self.as_dict().items():
+            text = size_said(int(number)) if "bytes" in name else f"{number:g}"
+            lines += [f"{name.replace('_', ' '):<24}{text:>14}"] * bool(number)
+        return "\n".join(lines)
 
 
 def collect(mover: Mover) -> OffloadStatistics:

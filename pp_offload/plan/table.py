@@ -22,8 +22,8 @@ HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay", "
 NOTE = """\
 The first peak is that without offload, all else is with it. stalled: ms of a step in which compute
 stands still for copies. recompute: layers that backward computes anew; only groups of the others
-leave or stay. Of those that leave, the last of each name of the first backward stays nevertheless
-from the second step on, for there is no time for it to come back."""
+leave or stay. From the second step on, the last group of each name in the chunk whose backward is
+first stays, too: it could not be back in time."""
 
 
 def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = None) -> str:

@@ -31,7 +31,8 @@ HEAD_OF_STEP = ("busy", "stalled", "waited", "most for")
 
 NOTE = """\
 The first peak and the first step are those without offload, all else is with it. busy, stalled and
-waited: ms in which compute worked, stood still for copies, and for messages of other ranks."""
+waited: ms in which compute worked, stood still for copies, and for messages of other ranks; most
+for: the rank that it waited for longest."""
 
 
 @dataclass(frozen=True)

@@ -73,3 +73,13 @@ def test_a_logger_gets_plain_numbers() -> None:
     assert numbered(1).as_dict()["bytes_offloaded"] == 1
     unknown = replace(numbered(1), stalled_ms=None).as_dict()
     assert set(NAMES) - set(unknown) == {"stalled_ms"}
+
+
+def test_a_table_has_what_is_not_zero() -> None:
+    none = OffloadStatistics(**dict.fromkeys(NAMES, 0))
+    statistics = replace(none, bytes_offloaded=3 * 2**29, taken_back=2, stalled_ms=1.25)
+    assert [line.rsplit(maxsplit=2) for line in statistics.table().splitlines()] == [
+        ["bytes offloaded", "1.50", "GiB"],
+        ["taken", "back", "2"],
+        ["stalled", "ms", "1.25"],
+    ]
