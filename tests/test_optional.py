@@ -53,6 +53,13 @@ def test_another_checksum_serves_without_xxhash() -> None:
     assert "zlib.crc32" in found.stdout
 
 
+def test_the_smoke_suite_alone_is_collected_without_what_is_optional() -> None:
+    """By itself: what other files have imported does not hide what it needs."""
+    found = run("import pytest; sys.exit(pytest.main(['--co', '-rs', 'tests/test_smoke.py']))")
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    assert "test_smoke.py::test_every_schedule" in found.stdout
+
+
 @pytest.mark.slow
 def test_tests_for_a_gpu_are_collected_without_what_is_optional() -> None:
     """And so are those of the smoke suite, all of them."""
