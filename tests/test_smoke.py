@@ -25,11 +25,9 @@ from pp_offload import (
     OffloadConfig,
     OffloadModel,
     SelectiveLayerACParams,
-    SelectiveOpACParams,
     use_backend,
 )
 from pp_offload.backends import Backend
-from pp_offload.errors import ConfigError
 
 pytestmark = pytest.mark.smoke
 
@@ -129,10 +127,6 @@ def test_checkpoints(device: Backend, kind: str) -> None:
     expected = losses_and_gradients(layers())
     model = nn.ModuleDict({"layers": layers()})
     variant, params = CHECKPOINTS[kind]
-    if variant == OP and BEFORE_2_13:
-        with pytest.raises(ConfigError, match=r"need torch 2\.13 or later; found torch 2\."):
-            SelectiveOpACParams(**params)
-        return
     recompute = ActivationCheckpointing.apply_activation_checkpointing_(
         variant, "layers", model, params, backend=device
     )
