@@ -160,17 +160,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_slow(items, is_sparse=bool(delays))  # with delays, a missing wait is seen in any case
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[object]:
-    """Skip a test of checkpoints by operator where torch is too old for them."""
-    try:
-        return (yield)
-    except Exception as failure:  # that of a test that expected another one quotes it
-        if not BEFORE_2_13 or "checkpoints by operator need torch 2.13" not in str(failure):
-            raise
-        pytest.skip("checkpoints by operator need torch 2.13")
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each backend in turn."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BEFORE_2_13, make_backend, on_two_backends
+from conftest import make_backend, on_two_backends
 from helpers.kept import Raises
 from helpers.scenarios import begin, check_steps, hook_depth, make_inputs, manager_on
 from helpers.sessions import gradients, group
@@ -96,13 +96,11 @@ CHECKPOINTS: dict[str, Callable[..., Run]] = {
     "ours": ours,
     "ours, reentrant": lambda stops=True: Recompute(use_reentrant=True),
     "ours, offloaded": ours_offloaded,
-}
-
-if not BEFORE_2_13:
-    CHECKPOINTS["ours, selective"] = partial(
+    "ours, selective": partial(
         ours,
         policy=OpPolicy(frozenset([torch.ops.aten.tanh.default, torch.ops.aten.addmm.default])),
-    )
+    ),
+}
 
 
 # F28: groups or the context around checkpoints, inside them, or both
