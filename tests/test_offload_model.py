@@ -92,8 +92,8 @@ def test_inside_other_hooks(backend, offload: Offload) -> None:
                 return model(x)
 
         results = [
-            train(one, one_by_one, backend.device, call=to_call)
-            for one, to_call in ((plain, plain), (model, call))
+            train(network, one_by_one, backend.device, call=to_call)
+            for network, to_call in ((plain, plain), (model, call))
         ]
         assert same_bits(*results)
         gc.collect()
@@ -113,7 +113,7 @@ def test_forward_and_backward_have_two_slices_on_the_device(backend) -> None:
     """While a layer computes, the slice that comes next is on its way."""
     with backend.activate():
         model = OffloadModel(slices_of(), backend.device, backend=backend, num_slices=3)
-        one = 2 * 16 * 16 * 4
+        layer_bytes = 2 * 16 * 16 * 4
         seen: list[int] = []
         for layer in model.children():
             layer.register_forward_hook(lambda *_: seen.append(model.parameter_bytes_on_device))
@@ -122,16 +122,16 @@ def test_forward_and_backward_have_two_slices_on_the_device(backend) -> None:
             )
         x = torch.randn(4, 16).to(backend.device).requires_grad_()
         y = model(x)
-        assert seen == [2 * one] * 4 + [one] * 2
-        assert model.parameter_bytes_on_device == one, "the last stays, for it comes first"
+        assert seen == [2 * layer_bytes] * 4 + [layer_bytes] * 2
+        assert model.parameter_bytes_on_device == layer_bytes, "the last stays, for it comes first"
         del seen[:]
         y.sum().backward()
-        assert seen == [2 * one] * 4 + [one] * 2
+        assert seen == [2 * layer_bytes] * 4 + [layer_bytes] * 2
         assert model.parameter_bytes_on_device == 0
-        assert model.peak_parameter_bytes_on_device == 2 * one
+        assert model.peak_parameter_bytes_on_device == 2 * layer_bytes
         moved = model.statistics()
-        assert moved.bytes_reloaded == 3 * one + 2 * one
-        assert moved.bytes_offloaded == 3 * one
+        assert moved.bytes_reloaded == 3 * layer_bytes + 2 * layer_bytes
+        assert moved.bytes_offloaded == 3 * layer_bytes
         assert moved.bytes_in_flight == 0
 
 
@@ -139,11 +139,11 @@ def test_backward_brings_only_what_it_asks_for(backend) -> None:
     """Inputs want no gradient, so the first weight is not saved; the frozen slice only is read."""
     with backend.activate():
         model = OffloadModel(slices_of(), backend.device, backend=backend, num_slices=6)
-        one = 16 * 16 * 4
+        layer_bytes = 16 * 16 * 4
         list(model.parameters())[3].requires_grad_(False)
         model(torch.randn(4, 16).to(backend.device)).sum().backward()
-        assert model.statistics().bytes_reloaded == 6 * one + 4 * one
-        assert model.statistics().bytes_offloaded == 5 * one
+        assert model.statistics().bytes_reloaded == 6 * layer_bytes + 4 * layer_bytes
+        assert model.statistics().bytes_offloaded == 5 * layer_bytes
 
 
 @pytest.mark.parametrize("order", ["late", "eager", "random"])
@@ -154,7 +154,7 @@ def test_device_memory_is_arithmetic(order: str) -> None:
     weight, activation = width * width * 4, rows * width * 4
     with backend.activate():
         model = OffloadModel(slices_of(width, depth), "cpu", backend=backend, num_slices=6)
-        one = 2 * weight
+        layer_bytes = 2 * weight
         gc.collect()
         assert backend.device_bytes == 0, "all is on the host"
         for _ in range(3):
@@ -162,14 +162,14 @@ def test_device_memory_is_arithmetic(order: str) -> None:
             backend.take_device_peak()
             y = model(x)
             # In the slice before the last: x, and what each layer so far has given.
-            assert backend.take_device_peak() == 2 * one + (1 + depth - 2) * activation
-            assert backend.device_bytes == one + (1 + depth) * activation
+            assert backend.take_device_peak() == 2 * layer_bytes + (1 + depth - 2) * activation
+            assert backend.device_bytes == layer_bytes + (1 + depth) * activation
             gradient = torch.ones_like(y)
             y.backward(gradient)
             # In the first layer of the last slice: x, what the layers before have given, y; the
             # gradients of y and of both layers' inputs; the gradients of both weights.
             inside = 1 + (depth - 2) + 1 + 1 + 2
-            assert backend.take_device_peak() == 3 * one + inside * activation
+            assert backend.take_device_peak() == 3 * layer_bytes + inside * activation
             assert backend.device_bytes == 4 * activation, "x, y, and their gradients"
             del x, y, gradient
             assert backend.device_bytes == 0
@@ -189,19 +189,19 @@ def test_device_memory_when_run_again_is_arithmetic() -> None:
             checkpoint_activation=True,
             config=OffloadConfig(prefetch_bytes=activation),
         )
-        one = 2 * weight
+        layer_bytes = 2 * weight
         for _ in range(3):
             x = torch.randn(rows, width, requires_grad=True)
             backend.take_device_peak()
             y = model(x)
             # x; what goes into a slice, and what its layers give.
-            assert backend.take_device_peak() == 2 * one + (1 + 3) * activation
-            assert backend.device_bytes == one + 2 * activation, "x and y"
+            assert backend.take_device_peak() == 2 * layer_bytes + (1 + 3) * activation
+            assert backend.device_bytes == layer_bytes + 2 * activation, "x and y"
             gradient = torch.ones_like(y)
             y.backward(gradient)
             # In the first layer of the last slice: x and y; the inputs of this slice and of the one
             # before; the gradients of y and of both layers' inputs; the gradients of both weights.
-            assert backend.take_device_peak() == 3 * one + (2 + 2 + 3) * activation
+            assert backend.take_device_peak() == 3 * layer_bytes + (2 + 2 + 3) * activation
             del x, y, gradient
             assert backend.device_bytes == 0
     backend.check()
@@ -223,22 +223,22 @@ def test_state_is_that_of_the_plain_model(backend, tmp_path) -> None:
 def test_layers_may_change_between_steps(backend) -> None:
     with backend.activate():
         plain, model, _ = plain_and_offloaded(mlp(), as_slices, backend)
-        for step, one in product(range(4), (plain, model)):
+        for step, network in product(range(4), (plain, model)):
             torch.manual_seed(step)
             if step == 1:
-                one.requires_grad_(False)
-                setattr(one.get_submodule("2"), "0", nn.Linear(WIDTH, WIDTH))
-                one.get_submodule("2").to(backend.device if one is plain else "cpu")
+                network.requires_grad_(False)
+                setattr(network.get_submodule("2"), "0", nn.Linear(WIDTH, WIDTH))
+                network.get_submodule("2").to(backend.device if network is plain else "cpu")
             if step == 2:
-                one.requires_grad_(True)
-                one.add_module("4", nn.Identity())
+                network.requires_grad_(True)
+                network.add_module("4", nn.Identity())
             if step == 3:
-                one.double()
-            one.zero_grad()
+                network.double()
+            network.zero_grad()
             dtype = torch.float64 if step == 3 else torch.float32
             (x,) = inputs_for(backend.device, step=step, dtype=dtype)
-            one(x).sum().backward()
-            if one is model:
+            network(x).sum().backward()
+            if network is model:
                 assert same_bits(state(model), state(plain)), step
 
 
@@ -315,7 +315,7 @@ def test_a_list_of_modules_is_the_slices(
         torch.manual_seed(1)
         plain = Residual()
         shards = sharded(copy.deepcopy(plain), 3)
-        assert len(shards) == 3 and all(list(one.parameters()) for one in shards)
+        assert len(shards) == 3 and all(list(shard.parameters()) for shard in shards)
         plain.to(backend.device)
         model, _ = offload(shards, backend, num_slices=7, num_microbatches=num_microbatches)
         call = in_parts(plain, num_microbatches)
@@ -325,7 +325,7 @@ def test_a_list_of_modules_is_the_slices(
         )
         assert list(model.children()) == shards
         assert list(model.state_dict()) == list(nn.ModuleList(shards).state_dict())
-        expected = [sum(p.nbytes for p in one.parameters()) for one in shards]
+        expected = [sum(p.nbytes for p in shard.parameters()) for shard in shards]
         assert model.peak_parameter_bytes_on_device == max(map(sum, pairwise(expected)))
 
 
@@ -367,26 +367,28 @@ def test_parameters_stay_the_same_objects(backend) -> None:
         told: list[str] = []
         weight.role = "shared"
         weight.register_hook(lambda gradient: told.append("hook"))
-        handle = weight.register_post_accumulate_grad_hook(lambda one: told.append("accumulated"))
+        handle = weight.register_post_accumulate_grad_hook(
+            lambda parameter: told.append("accumulated")
+        )
         (x,) = [torch.ones(2, WIDTH, device=backend.device)]
         model(x).sum().backward()
         expected = [p.grad.cpu() for p in before]
-        one = OffloadModel(model, backend.device, backend=backend)
-        assert all(a is b for a, b in zip(one.parameters(), before, strict=True))
-        assert one.get_parameter("5.0.weight") is weight and weight.role == "shared"
+        wrapped = OffloadModel(model, backend.device, backend=backend)
+        assert all(a is b for a, b in zip(wrapped.parameters(), before, strict=True))
+        assert wrapped.get_parameter("5.0.weight") is weight and weight.role == "shared"
         assert weight.is_leaf and weight.requires_grad and isinstance(weight, nn.Parameter)
         assert same_bits([p.grad for p in before], expected)
         optimizer.zero_grad()
         told.clear()
-        one(x).sum().backward()
+        wrapped(x).sum().backward()
         assert told == ["hook", "accumulated"]
         assert same_bits([p.grad for p in before], expected)
         handle.remove()
-        one(x).sum().backward()
+        wrapped(x).sum().backward()
         assert told == ["hook", "accumulated", "hook"]
-        values = state(one)
+        values = state(wrapped)
         optimizer.step()
-        assert not same_bits(state(one), values)
+        assert not same_bits(state(wrapped), values)
 
 
 @pytest.mark.parametrize(

@@ -40,32 +40,34 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_package_is_imported_without_what_is_optional() -> None:
-    found = run("import pp_offload.plan, pp_offload.simulate, pp_offload.testing, pp_offload.trace")
-    assert found.returncode == 0, found.stderr
+    process = run(
+        "import pp_offload.plan, pp_offload.simulate, pp_offload.testing, pp_offload.trace"
+    )
+    assert process.returncode == 0, process.stderr
 
 
 def test_another_checksum_serves_without_xxhash() -> None:
     code = "from pp_offload._memory import checksum as c; import numpy, zlib\n"
     code += "assert c.checksum(numpy.arange(9)) == zlib.crc32(numpy.arange(9).data)\n"
     code += "print(c.checksum_version())"
-    found = run(code)
-    assert found.returncode == 0, found.stderr
-    assert "zlib.crc32" in found.stdout
+    process = run(code)
+    assert process.returncode == 0, process.stderr
+    assert "zlib.crc32" in process.stdout
 
 
 @pytest.mark.parametrize("path", ["test_smoke.py", "core/test_order.py", "field/test_steps.py"])
 def test_a_file_alone_is_collected_without_what_is_optional(path: str) -> None:
     """By itself: what other files have imported does not hide what it needs."""
-    found = run(f"import pytest; sys.exit(pytest.main(['--co', '-rs', 'tests/{path}']))")
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    assert f"{path}::test_" in found.stdout
+    process = run(f"import pytest; sys.exit(pytest.main(['--co', '-rs', 'tests/{path}']))")
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    assert f"{path}::test_" in process.stdout
 
 
 @pytest.mark.slow
 def test_tests_for_a_gpu_are_collected_without_what_is_optional() -> None:
     """And so are those of the smoke suite, all of them."""
     code = "import pytest; sys.exit(pytest.main(['--co', '-m', 'gpu or smoke', '-rs']))"
-    found = run(code)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    assert "test_smoke.py::test_every_schedule" in found.stdout
-    assert "error" not in found.stdout.splitlines()[-1], found.stdout[-3000:]
+    process = run(code)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    assert "test_smoke.py::test_every_schedule" in process.stdout
+    assert "error" not in process.stdout.splitlines()[-1], process.stdout[-3000:]

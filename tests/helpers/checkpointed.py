@@ -113,23 +113,23 @@ Losses = list[tuple[Tensor, Tensor]]
 
 
 def one_by_one(model: nn.Module, inputs: list[Any]) -> Losses:
-    return [_backward(*_forward(model, one)) for one in inputs]
+    return [_backward(*_forward(model, x)) for x in inputs]
 
 
 def first_in_first_out(model: nn.Module, inputs: list[Any]) -> Losses:
-    losses = [_forward(model, one) for one in inputs]
-    return [_backward(*one) for one in losses]
+    losses = [_forward(model, x) for x in inputs]
+    return [_backward(*pair) for pair in losses]
 
 
 def last_in_first_out(model: nn.Module, inputs: list[Any]) -> Losses:
-    losses = [_forward(model, one) for one in inputs]
-    return [_backward(*one) for one in reversed(losses)]
+    losses = [_forward(model, x) for x in inputs]
+    return [_backward(*pair) for pair in reversed(losses)]
 
 
 def dropped(model: nn.Module, inputs: list[Any]) -> Losses:
-    losses = [_forward(model, one) for one in inputs]
+    losses = [_forward(model, x) for x in inputs]
     del losses[1]
-    return [_backward(*one) for one in losses]
+    return [_backward(*pair) for pair in losses]
 
 
 ORDERS: list[Callable[[nn.Module, list[Any]], Losses]] = [
@@ -161,11 +161,11 @@ def results(
     generator = torch.Generator().manual_seed(step)
     draw = [[torch.randn(6, 8, generator=generator).to(device) for _ in range(3)] for _ in "abc"]
     torch.manual_seed(50 + step)
-    found = [tensor for pair in order(model, draw) for tensor in pair]
-    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    found += [buffer.clone() for buffer in model.buffers()]
+    tensors = [tensor for pair in order(model, draw) for tensor in pair]
+    tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    tensors += [buffer.clone() for buffer in model.buffers()]
     model.zero_grad()
-    return found
+    return tensors
 
 
 def params(**values: Any) -> types.SimpleNamespace:

@@ -40,13 +40,13 @@ SAVED_BYTES = ROWS * WIDTH * 2
 
 def hardware(copies_to_compute: float) -> Hardware:
     """One on which a layer's copy takes so many times its forward."""
-    one = DEVICES["H100"]
-    forward_s = FLOPS / (one.matmul_flops * one.matmul_fraction)
-    return replace(one, link_bytes_per_s=SAVED_BYTES / (forward_s * copies_to_compute))
+    machine = DEVICES["H100"]
+    forward_s = FLOPS / (machine.matmul_flops * machine.matmul_fraction)
+    return replace(machine, link_bytes_per_s=SAVED_BYTES / (forward_s * copies_to_compute))
 
 
 def step_s(
-    one: Hardware,
+    machine: Hardware,
     *,
     offload: bool,
     in_flight: int,
@@ -57,14 +57,14 @@ def step_s(
     """Seconds of a step in the steady state of microbatches in turn, and the peak of bytes.
 
     Args:
-        one: The device.
+        machine: The device.
         offload: Whether groups leave.
         in_flight: Forwards before the first backward.
         window: Layers that may be under way, in each direction.
         is_blocking: Whether the host waits for each operator.
         tiers: Where saved tensors go.
     """
-    backend = VirtualBackend(one, is_blocking=is_blocking)
+    backend = VirtualBackend(machine, is_blocking=is_blocking)
     nbytes = window * SAVED_BYTES
     config = OffloadConfig(
         device_limit_bytes=None, max_in_flight_bytes=nbytes, prefetch_bytes=nbytes, tiers=tiers

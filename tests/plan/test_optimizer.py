@@ -24,8 +24,8 @@ DEVICE = DEVICES["H100"]
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
-    found = compare(range(6), ran_with_optimizer)
-    assert sum(one.tapes[0].update.state_bytes > 0 for one in found) > 2
+    predictions = compare(range(6), ran_with_optimizer)
+    assert sum(prediction.tapes[0].update.state_bytes > 0 for prediction in predictions) > 2
 
 
 def pipeline(name: str | None) -> tuple[PipelineOrder, Modules]:
@@ -50,11 +50,11 @@ def pipeline(name: str | None) -> tuple[PipelineOrder, Modules]:
 )
 def test_its_state_is_there_from_the_first_step_on(name: str, of_a_parameter: int) -> None:
     order, work = pipeline(name)
-    mine = [one.nbytes for one in work.stages[0].parameters()]
+    mine = [parameter.nbytes for parameter in work.stages[0].parameters()]
     both = record(order, work, DEVICE, CONFIG)
     tapes = both[0]
     assert tapes.update.state_bytes == of_a_parameter * sum(mine)
-    assert sum(one.nbytes for one in tapes.update.later) == 0
+    assert sum(tensor.nbytes for tensor in tapes.update.later) == 0
     steps = [predict(order, both, DEVICE, num_steps=num) for num in (1, 2)]
     assert steps[1].ranks[0].peak_bytes >= steps[0].ranks[0].peak_bytes
     is_longer = steps[1].seconds > steps[0].seconds * (1 + 1e-9)
@@ -72,9 +72,9 @@ def test_a_plan_is_below_its_limit_with_it() -> None:
     most = max(rank.peak_bytes for rank in none.ranks)
     plan = choose(order, tapes, DEVICE, most - 1, config=CONFIG)
     step = run_pipeline(order, work, DEVICE, config=replace(CONFIG, plan=plan), num_steps=3)
-    state = [one.update.state_bytes for one in tapes]
-    for rank, one, nbytes in zip(plan.ranks, step.ranks, state, strict=True):
-        assert rank.peak_bytes == one.peak_bytes < most
+    state = [tape.update.state_bytes for tape in tapes]
+    for rank, cost, nbytes in zip(plan.ranks, step.ranks, state, strict=True):
+        assert rank.peak_bytes == cost.peak_bytes < most
         assert rank.optimizer_bytes == nbytes > 0
     assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
     assert OffloadPlan.from_dict(plan.to_dict()) == plan

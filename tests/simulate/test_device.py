@@ -20,7 +20,7 @@ COUNTED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak")
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_what_moves_is_what_moves_with_data(in_flight: int) -> None:
-    found = []
+    counts = []
     for backend in (make_backend("late"), VirtualBackend(DEVICES["H100"])):
         config = OffloadConfig(
             device_limit_bytes=None, min_offloaded_tensor_size=1, max_in_flight_bytes=0
@@ -31,18 +31,18 @@ def test_what_moves_is_what_moves_with_data(in_flight: int) -> None:
                 inputs = [x.to(backend.device) for x in batches(5, 64, step)]
                 run_step(model, inputs, in_flight=in_flight)
             statistics = manager.statistics()
-            found.append({name: getattr(statistics, name) for name in COUNTED})
-    assert found[0] == found[1]
-    assert found[0]["bytes_offloaded"] > 0
+            counts.append({name: getattr(statistics, name) for name in COUNTED})
+    assert counts[0] == counts[1]
+    assert counts[0]["bytes_offloaded"] > 0
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_link_that_is_fast_enough_costs_nothing_and_saves_memory(in_flight: int) -> None:
     """One stage needs its copies in a forward's time; microbatches in turn have a step's."""
-    one = hardware(0.8 if in_flight == 1 else 2.0)
-    none_s, none_bytes = step_s(one, offload=False, in_flight=in_flight)
+    machine = hardware(0.8 if in_flight == 1 else 2.0)
+    none_s, none_bytes = step_s(machine, offload=False, in_flight=in_flight)
     window = 6 if in_flight == 1 else 12
-    ours_s, ours_bytes = step_s(one, offload=True, in_flight=in_flight, window=window)
+    ours_s, ours_bytes = step_s(machine, offload=True, in_flight=in_flight, window=window)
     assert none_s == pytest.approx(NUM * 3 * FLOPS / (990e12 * 0.6), rel=0.05)
     assert ours_s / none_s < 1.03
     assert ours_bytes < none_bytes
@@ -50,11 +50,11 @@ def test_a_link_that_is_fast_enough_costs_nothing_and_saves_memory(in_flight: in
 
 def test_a_link_that_is_too_slow_takes_its_own_time() -> None:
     """Each layer's bytes leave once in a step, and nothing else can be as slow."""
-    one = hardware(6.0)
-    link_s = NUM * SAVED_BYTES / one.link_bytes_per_s
-    ours_s, _ = step_s(one, offload=True, in_flight=3, window=NUM)
+    machine = hardware(6.0)
+    link_s = NUM * SAVED_BYTES / machine.link_bytes_per_s
+    ours_s, _ = step_s(machine, offload=True, in_flight=3, window=NUM)
     assert link_s <= ours_s <= 1.1 * link_s
-    assert step_s(one, offload=True, in_flight=3, window=6)[0] > ours_s, "a small window stalls"
+    assert step_s(machine, offload=True, in_flight=3, window=6)[0] > ours_s, "a small window stalls"
 
 
 def test_a_copy_that_has_ended_meanwhile_is_not_waited_for() -> None:
@@ -69,21 +69,21 @@ def test_a_copy_that_has_ended_meanwhile_is_not_waited_for() -> None:
 
 def test_a_host_that_waits_for_operators_has_the_lower_peak() -> None:
     """What was copied is free as soon as the host sees it; one that is ahead sees it late."""
-    one = hardware(0.8)
-    ahead_s, ahead_bytes = step_s(one, offload=True, in_flight=3)
-    waits_s, waits_bytes = step_s(one, offload=True, in_flight=3, is_blocking=True)
+    machine = hardware(0.8)
+    ahead_s, ahead_bytes = step_s(machine, offload=True, in_flight=3)
+    waits_s, waits_bytes = step_s(machine, offload=True, in_flight=3, is_blocking=True)
     assert waits_bytes < ahead_bytes
     assert waits_s > ahead_s, "each launch is on its way"
-    further = replace(one, num_queued_launches=10**9, launch_s=0)
+    further = replace(machine, num_queued_launches=10**9, launch_s=0)
     assert step_s(further, offload=True, in_flight=3)[1] >= ahead_bytes
 
 
 def test_both_directions_take_what_they_reach_together() -> None:
     """As many bytes go each way in a step."""
-    one = hardware(2.0)
-    alone_s = NUM * SAVED_BYTES / one.link_bytes_per_s
-    free_s, _ = step_s(one, offload=True, in_flight=3, window=NUM)
-    one_way = replace(one, both_links_bytes_per_s=one.link_bytes_per_s)
+    machine = hardware(2.0)
+    alone_s = NUM * SAVED_BYTES / machine.link_bytes_per_s
+    free_s, _ = step_s(machine, offload=True, in_flight=3, window=NUM)
+    one_way = replace(machine, both_links_bytes_per_s=machine.link_bytes_per_s)
     shared_s, _ = step_s(one_way, offload=True, in_flight=3, window=NUM)
     assert free_s < 2 * alone_s <= shared_s * (1 + 1e-9)
     assert shared_s < 1.1 * 2 * alone_s

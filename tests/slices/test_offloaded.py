@@ -48,8 +48,8 @@ from pp_offload import OffloadConfig, OffloadError, SavedTensorModifiedError, Ve
 from pp_offload.backends import Backend
 
 
-def name(one: Any) -> str:
-    return getattr(one, "__name__", str(one))
+def name(case: Any) -> str:
+    return getattr(case, "__name__", str(case))
 
 
 def cases() -> Iterator[Any]:
@@ -93,9 +93,11 @@ def test_equal_bit_for_bit(kind: str, make: Any, offload: Offload, order: Any) -
 @pytest.mark.parametrize("make", REPEATED, ids=name)
 def test_sums_in_another_order_are_close(make: Any) -> None:
     with pair(make, "late") as (plain, model):
-        results = [train(one, together, torch.device("cpu"), steps=1) for one in (model, plain)]
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
+        results = [
+            train(result, together, torch.device("cpu"), steps=1) for result in (model, plain)
+        ]
+        for result, other in zip(*results, strict=True):
+            torch.testing.assert_close(result, other)
 
 
 @pytest.mark.covering(2)
@@ -119,12 +121,12 @@ def test_gradients_of_gradients_of_inputs_alone(backend: Backend, offload: Offlo
     with backend.activate():
         plain, model, figures = plain_and_offloaded(mlp(), offload, backend)
         results = []
-        for one in (plain, model):
+        for network in (plain, model):
             x = input_for(backend)
-            (slope,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+            (slope,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
             slope.square().sum().backward()
-            results.append([x.grad.cpu(), *state(one)])
-            one.zero_grad()
+            results.append([x.grad.cpu(), *state(network)])
+            network.zero_grad()
         assert same_bits(*results)
         with pytest.raises(OffloadError, match="create_graph=True came to parameters of"):
             torch.autograd.backward(model(input_for(backend)).sum(), create_graph=True)
@@ -140,11 +142,11 @@ def test_inside_a_checkpoint(backend: Backend, offload: Offload, use_reentrant: 
     with backend.activate():
         plain, model, _ = plain_and_offloaded(norms(), offload, backend)
         results = []
-        for one in (plain, model):
+        for network in (plain, model):
             torch.manual_seed(2)
             x = input_for(backend)
-            checkpoint(one, x, use_reentrant=use_reentrant).sum().backward()
-            results.append([x.grad.cpu(), *state(one)])
+            checkpoint(network, x, use_reentrant=use_reentrant).sum().backward()
+            results.append([x.grad.cpu(), *state(network)])
         assert same_bits(*results)
 
 
@@ -153,15 +155,16 @@ def test_autocast(backend: Backend, offload: Offload) -> None:
     with backend.activate():
         plain, model, _ = plain_and_offloaded(mlp(), offload, backend)
 
-        def under(one: nn.Module) -> Callable[[Tensor], Tensor]:
+        def under(network: nn.Module) -> Callable[[Tensor], Tensor]:
             def call(x: Tensor) -> Tensor:
                 with torch.autocast(backend.device.type, dtype=torch.bfloat16):
-                    return one(x)
+                    return network(x)
 
             return call
 
         results = [
-            train(one, one_by_one, backend.device, call=under(one)) for one in (model, plain)
+            train(network, one_by_one, backend.device, call=under(network))
+            for network in (model, plain)
         ]
         assert same_bits(*results) and results[0][0].dtype == torch.bfloat16
 
@@ -209,8 +212,8 @@ def test_a_parameter_changed_before_backward_is_an_error(
         with pytest.raises(error, match=message):
             loss.backward()
         with torch.no_grad():
-            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-                one.copy_(other)
+            for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
+                parameter.copy_(other)
         model.zero_grad()
         assert same_training(plain, model, backend)
 
@@ -312,11 +315,11 @@ def test_an_optimizer_inside_backward(backend: Backend, offload: Offload) -> Non
 
     with backend.activate():
         plain, model, _ = plain_and_offloaded(sliced.across(), offload, backend)
-        for one in (plain, model):
-            for parameter in one.parameters():
+        for network in (plain, model):
+            for parameter in network.parameters():
                 parameter.register_post_accumulate_grad_hook(update)
             for step in range(3):
-                one(input_for(backend, step)).sum().backward()
+                network(input_for(backend, step)).sum().backward()
         assert same_bits(state(model), state(plain))
 
 
@@ -328,10 +331,10 @@ def test_loaded_state_is_computed_with(backend: Backend, offload: Offload, assig
         plain, model, _ = plain_and_offloaded(mlp(), offload, backend)
         x = input_for(backend)
         model(x)
-        values = [torch.randn_like(one, device="cpu") for one in model.state_dict().values()]
-        for one in (plain, model):
-            state_dict = dict(zip(one.state_dict(), values, strict=True))
-            one.load_state_dict(state_dict, assign=assign and one is model)
+        values = [torch.randn_like(value, device="cpu") for value in model.state_dict().values()]
+        for network in (plain, model):
+            state_dict = dict(zip(network.state_dict(), values, strict=True))
+            network.load_state_dict(state_dict, assign=assign and network is model)
         assert torch.equal(model(x), plain(x))
         for parameter in (*model.parameters(), *plain.parameters()):
             parameter.data.mul_(0.5)
@@ -375,11 +378,11 @@ def test_a_parameter_has_its_attributes_in_a_forward(
         layers = nn.Sequential(*(Scales() for _ in range(3)))
         plain, model, _ = plain_and_offloaded(layers, offload, backend)
         results = []
-        for one in (plain, model):
-            for parameter in one.parameters():
+        for network in (plain, model):
+            for parameter in network.parameters():
                 parameter.__dict__.clear()  # a move or a copy has lost some
-            results.append([one(input_for(backend)).detach().cpu() for _ in range(2)])
-            assert [vars(p) for p in one.parameters()] == [{"scale": 4.0}, {"calls": 2}] * 3
+            results.append([network(input_for(backend)).detach().cpu() for _ in range(2)])
+            assert [vars(p) for p in network.parameters()] == [{"scale": 4.0}, {"calls": 2}] * 3
         assert same_bits(*results)
 
 
@@ -423,7 +426,7 @@ def test_evaluation_takes_the_way_of_the_plain_model(
     with backend.activate(), torch.no_grad():
         layers = nn.Sequential(*(make() for _ in range(3)))
         plain, model, _ = plain_and_offloaded(layers, offload, backend)
-        outputs = [one.eval()(input_for(backend)).cpu() for one in (plain, model)]
+        outputs = [network.eval()(input_for(backend)).cpu() for network in (plain, model)]
         assert same_bits(outputs[:1], outputs[1:])
         assert same_bits(state(model), state(plain))
         assert all((p.grad is not None) == (make is Learns) for p in model.parameters())
@@ -494,10 +497,10 @@ def test_a_gradient_that_is_kept_stays_as_it_is(backend: Backend, offload: Offlo
         models = plain_and_offloaded(mlp(), offload, backend)[:2]
         kept: list[list[Tensor]] = [[], []]
         for step in range(3):
-            for one, gradients in zip(models, kept, strict=True):
-                one(input_for(backend, step)).square().sum().backward()
-                gradients.append(next(one.parameters()).grad[1:].t())
-                one.zero_grad(set_to_none=True)
+            for network, gradients in zip(models, kept, strict=True):
+                network(input_for(backend, step)).square().sum().backward()
+                gradients.append(next(network.parameters()).grad[1:].t())
+                network.zero_grad(set_to_none=True)
         assert same_bits([gradient.cpu() for gradient in kept[0]], kept[1])
 
 
@@ -510,8 +513,8 @@ def test_anomalies_are_those_of_the_plain_model(backend: Backend) -> None:
             (model(x).sum() * float("nan")).backward()
             model.zero_grad()
             with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
-                for one in (model, plain):
-                    one(x).square().sum().backward()
+                for network in (model, plain):
+                    network(x).square().sum().backward()
             assert same_bits(state(model), state(plain))
             model.zero_grad()
             plain.zero_grad()
@@ -527,8 +530,8 @@ def test_gradients_over_the_budget_are_in_ordinary_memory(caplog: Any) -> None:
         placed = figures.statistics()
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
         assert placed.host_bytes_reserved >= placed.host_bytes_in_use == parameter_bytes
-        for one in (plain, model):
-            one(torch.ones(2, 128)).sum().backward()
+        for network in (plain, model):
+            network(torch.ones(2, 128)).sum().backward()
         assert same_bits(state(model), state(plain))
         (message,) = [r.message for r in caplog.records if "gradients for which" in r.message]
         assert "ordinary memory" in message and message.endswith("raise host_budget_bytes")

@@ -87,9 +87,9 @@ class Heard:
         self.events.append((what, None if tensor is None else tensor.detach().cpu().clone()))
 
 
-def same_events(one: Events, other: Events) -> bool:
-    kinds = [[(what, tensor is None) for what, tensor in events] for events in (one, other)]
-    tensors = [[tensor for _, tensor in events if tensor is not None] for events in (one, other)]
+def same_events(first: Events, other: Events) -> bool:
+    kinds = [[(what, tensor is None) for what, tensor in events] for events in (first, other)]
+    tensors = [[tensor for _, tensor in events if tensor is not None] for events in (first, other)]
     return kinds[0] == kinds[1] and same_bits(*tensors)
 
 
@@ -133,25 +133,27 @@ def towards_some(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
 def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward: Backward) -> None:
     """Each as often, with the same values; and who has no gradient has none."""
     results = []
-    for one in (plain_of(kind), kind):
+    for way in (plain_of(kind), kind):
         backend = make_backend(device)
         with backend.activate():
-            model = of_kind(one, layers(), backend)
+            model = of_kind(way, layers(), backend)
             heard = [Heard(parameter) for parameter in model.parameters()]
-            found: list[Tensor | None] = []
+            grads: list[Tensor | None] = []
             for step, experts in enumerate([(0, 0), (1, 2), (1, 1), (2, 0)]):
                 x = inputs(step, experts, backend.device)
-                gradients = backward(model, computed(one, model, x).square().sum())
-                found += gradients if isinstance(gradients, list) else []
-            found += [parameter.grad for parameter in model.parameters()]
-            on_host = [None if one is None else one.detach().cpu() for one in found]
-            results.append(([one.events for one in heard], on_host))
+                gradients = backward(model, computed(way, model, x).square().sum())
+                grads += gradients if isinstance(gradients, list) else []
+            grads += [parameter.grad for parameter in model.parameters()]
+            on_host = [None if gradient is None else gradient.detach().cpu() for gradient in grads]
+            results.append(([listener.events for listener in heard], on_host))
             for parameter in model.parameters():
                 parameter.grad = None  # a gradient with a graph refers to its parameter
-    (plain_heard, plain), (model_heard, found) = results
+    (plain_heard, plain), (model_heard, grads) = results
     assert all(map(same_events, model_heard, plain_heard))
-    assert same_events([("", one) for one in found], [("", one) for one in plain])
-    assert any(one is None for one in found), "nobody used the spare ones"
+    assert same_events(
+        [("", gradient) for gradient in grads], [("", gradient) for gradient in plain]
+    )
+    assert any(gradient is None for gradient in grads), "nobody used the spare ones"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,15 +161,15 @@ def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward
 def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str, kind: str) -> None:
     """What led to the slice's other parameters is still there for the backward."""
     results = []
-    for one in (plain_of(kind), kind):
+    for way in (plain_of(kind), kind):
         backend = make_backend(device)
         if kind == "checkpointed":
             skip_on_emulated(backend, "the layer runs again on another thread: see docs/limits.md")
         with backend.activate():
             torch.manual_seed(0)
-            model = of_kind(one, nn.Sequential(AsksInForward(), AsksInForward()), backend)
+            model = of_kind(way, nn.Sequential(AsksInForward(), AsksInForward()), backend)
             for step in range(2):
-                computed(one, model, inputs(step, (0, 0), backend.device)).sum().backward()
+                computed(way, model, inputs(step, (0, 0), backend.device)).sum().backward()
             results.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
     assert len(results[0]) == 4 and same_bits(*results)
 
