@@ -4,12 +4,14 @@ What a user or another module of Megatron may call; names with an underscore are
 is ``name: (kind, parameters)``, as in ``helpers.reference``. docs/megatron.md has the table
 that this makes:
 
-    python tests/compat/megatron_main.py
+    PYTHONPATH=tests python tests/compat/megatron_main.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+
+from helpers import reference
 
 Methods = Mapping[str, tuple[str, list[str]]]
 
@@ -35,162 +37,90 @@ FUNCTIONS: Mapping[str, list[str]] = {
     "fine_grained_offloading_group_flush_delayed_groups": [],
 }
 
-POOL: Methods = {
-    "__init__": ("method", ["self", "device='cuda'", "pin_memory=False"]),
-    "allocate": ("method", ["self", "shape", "dtype=torch.float32"]),
-    "free": ("method", ["self", "tensor"]),
-    "get_pool_status": ("method", ["self", "shape=None", "dtype=None"]),
-    "reset": ("method", ["self"]),
-    "clear": ("method", ["self"]),
-}
+
+def method(*parameters: str) -> tuple[str, list[str]]:
+    return "method", ["self", *parameters]
+
+
+def changed(name: str, **others: tuple[str, list[str]] | None) -> Methods:
+    """The methods of a class as it was introduced, with those that main has changed; None: gone."""
+    methods = {**reference.CLASSES[name], **others}
+    return {name: kind for name, kind in methods.items() if kind is not None}
+
+
+OPTIONS = ["delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"]
+NAMED = ("name", "forced_released_tensors")
 
 CLASSES: Mapping[str, Methods] = {
-    "OffloadTensorPool": POOL,
-    "OffloadTensorGroup": {
-        "__init__": ("method", ["self", "name"]),
-        "push_tensor": ("method", ["self", "tag", "tensor"]),
-        "pop_tensor": ("method", ["self", "tag"]),
-        "record_offload_event": ("method", ["self", "stream"]),
-        "wait_offload_event": ("method", ["self", "stream"]),
-        "record_reload_event": ("method", ["self", "stream"]),
-        "wait_reload_event": ("method", ["self", "stream"]),
-        "update_offload_info": ("method", ["self", "tensor"]),
-        "set_duplicate_storage_info": ("method", ["self", "tensor_count", "duplicate_bytes"]),
-    },
-    "PipelineOffloadManager": {
-        "__init__": ("method", ["self"]),
-        "get_instance": ("class", []),
-        "reset_instance": ("class", []),
-        "d2h_stream": ("property", ["self"]),
-        "h2d_stream": ("property", ["self"]),
-        "cuda_graph_stream": ("property", ["self"]),
-        "cuda_graph_event": ("property", ["self"]),
-        "cpu_tensor_pool": ("property", ["self"]),
-        "push_offload_groups": (
-            "method",
-            ["self", "group_hook", "name", "forced_released_tensors"],
+    "OffloadTensorPool": changed(
+        "GPUTensorPool", _get_pool_key=None, _calculate_memory_size=None, __del__=None
+    ),
+    "OffloadTensorGroup": changed(
+        "OffloadTensorGroup", set_duplicate_storage_info=method("tensor_count", "duplicate_bytes")
+    ),
+    "PipelineOffloadManager": changed(
+        "PipelineOffloadManager",
+        cuda_graph_stream=("property", ["self"]),
+        cuda_graph_event=("property", ["self"]),
+        push_offload_groups=method("group_hook", *NAMED),
+        reset=method(GROUP),
+        post_warmup_callback=method(GROUP),
+        init_model_chunk_offload_handler=method(
+            "pp_rank",
+            "vp_size",
+            "vp_stage",
+            "min_offloaded_tensor_size=1048576",
+            f"{OPTIONS[0]}=0",
+            f"{OPTIONS[1]}=1.0",
+            "max_inflight_offloads=None",
         ),
-        "flush_delayed_groups": ("method", ["self"]),
-        "reset": ("method", ["self", GROUP]),
-        "offload_summary_bytes": ("property", ["self"]),
-        "offload_summary_total_bytes": ("property", ["self"]),
-        "flush": ("method", ["self"]),
-        "disable_offload": ("method", ["self"]),
-        "enable_offload": ("method", ["self"]),
-        "post_warmup_callback": ("method", ["self", GROUP]),
-        "push": ("method", ["self", "handler"]),
-        "pop_backward_chunk": ("method", ["self", "name=None"]),
-        "front_backward_chunk": ("method", ["self", "name=None"]),
-        "init_model_chunk_offload_handler": (
-            "method",
-            [
-                "self",
-                "pp_rank",
-                "vp_size",
-                "vp_stage",
-                "min_offloaded_tensor_size=1048576",
-                "delta_offload_bytes_across_pp_ranks=0",
-                "activation_offload_fraction=1.0",
-                "max_inflight_offloads=None",
-            ],
+        mark_not_offloadable=None,
+        mark_not_offload=method("tensor"),
+    ),
+    "ChunkOffloadHandler": changed(
+        "ChunkOffloadHandler",
+        __init__=method(
+            "min_offloaded_tensor_size", "cpu_tensor_pool", "max_inflight_offloads=None"
         ),
-        "pop_forward_chunk": ("method", ["self", "name=None"]),
-        "cur_forward_chunk": ("method", ["self"]),
-        "cur_backward_chunk": ("method", ["self"]),
-        "mark_not_offload": ("method", ["self", "tensor"]),
-        "__enter__": ("method", ["self"]),
-        "__exit__": ("method", ["self", "*args"]),
-        "on_save_for_backward": ("method", ["self", "tensor"]),
-        "on_get_saved_tensor": ("method", ["self", "saved_state"]),
-    },
-    "ChunkOffloadHandler": {
-        "__init__": (
-            "method",
-            [
-                "self",
-                "min_offloaded_tensor_size",
-                "cpu_tensor_pool",
-                "max_inflight_offloads=None",
-            ],
-        ),
-        "offload": ("method", ["self", "src_tensor", "pin_memory=True", "use_cpu_pool=True"]),
-        "reload": ("method", ["self", "state", "non_blocking=None"]),
-        "reset": ("method", ["self"]),
-        "find_group_with_name": ("method", ["self", "groups", "name", "start_index=0"]),
-        "is_empty_chunk": ("method", ["self", "name=None"]),
-        "finish_all_groups": ("method", ["self", "name=None"]),
-        "find_next_group": ("method", ["self", "name=None"]),
-        "tensor_push": ("method", ["self", "tensor"]),
-        "tensor_pop": ("method", ["self", "tensor_tag"]),
-        "tensor_need_offloading_checker": ("method", ["self", "tensor"]),
-        "bulk_offload_group": ("method", ["self", "group_to_offload"]),
-        "get_max_deduplicated_groups": ("method", ["self"]),
-        "bulk_reload_group": ("method", ["self"]),
-        "pre_reload_last_layer": ("method", ["self"]),
-        "should_bulk_offload": ("method", ["self", "group"]),
-        "bulk_offload": ("method", ["self", "name", "forced_released_tensors"]),
-        "on_group_commit_forward": ("method", ["self", "name", "forced_released_tensors"]),
-        "bulk_reload": ("method", ["self"]),
-        "on_group_commit_backward": ("method", ["self", "name"]),
-        "on_group_start_forward": ("method", ["self", "name"]),
-        "on_group_start_backward": ("method", ["self"]),
-    },
-    "FineGrainedOffloadingGroupCommitFunction": {
-        "forward": (
-            "static",
-            [
-                "ctx",
-                "tensor",
-                "cur_forward_chunk",
-                "name",
-                "forced_released_tensors",
-                "delay_offload",
-            ],
-        ),
-        "backward": ("static", ["ctx", "*grad_output"]),
-    },
-    "FineGrainedOffloadingGroupStartFunction": {
-        "forward": ("static", ["ctx", "tensor", "cpu_offload_handler", "name"]),
-        "backward": ("static", ["ctx", "grad_output"]),
-    },
-    "FineGrainedOffloadingBackwardRecordFunction": {
-        "forward": ("static", ["ctx", "tensor"]),
-        "backward": ("static", ["ctx", "grad_output"]),
-    },
-    "FineGrainedActivationOffloadingInterface": {
-        "__init__": ("method", ["self", "offload", "tensor", "name"]),
-        "__enter__": ("method", ["self"]),
-        "__exit__": ("method", ["self", "*args"]),
-        "cuda_graph_stream": ("static", []),
-        "cuda_graph_event": ("static", []),
-        "init_chunk_handler": (
+        find_group_with_name=method("groups", "name", "start_index=0"),
+        bulk_offload_group=method("group_to_offload"),
+        should_bulk_offload=method("group"),
+        bulk_offload=method(*NAMED),
+        on_group_commit_forward=method(*NAMED),
+    ),
+    "FineGrainedOffloadingGroupCommitFunction": changed("FineGrainedOffloadingGroupCommitFunction"),
+    "FineGrainedOffloadingGroupStartFunction": changed("FineGrainedOffloadingGroupStartFunction"),
+    "FineGrainedOffloadingBackwardRecordFunction": changed(
+        "FineGrainedOffloadingBackwardRecordFunction", forward=("static", ["ctx", "tensor"])
+    ),
+    "FineGrainedActivationOffloadingInterface": changed(
+        "FineGrainedActivationOffloadingInterface",
+        cuda_graph_stream=("static", []),
+        cuda_graph_event=("static", []),
+        init_chunk_handler=(
             "static",
             [
                 "pp_rank",
                 "vp_size",
                 "vp_stage",
                 "min_offloaded_tensor_size",
-                "delta_offload_bytes_across_pp_ranks",
-                "activation_offload_fraction",
+                *OPTIONS,
                 "max_inflight_offloads=None",
             ],
         ),
-        "get_context": ("static", ["flag"]),
-        "group_offload": (
-            "method",
-            ["self", "tensor", "forced_released_tensors=None", "delay_offload=False"],
-        ),
-        "mark_not_offload": ("static", ["tensor"]),
-        "forward_record": ("static", []),
-        "backward_record": ("static", ["tensor"]),
-        "reset": ("static", [GROUP]),
-        "reset_instance": ("static", []),
-        "flush_delayed_groups": ("static", []),
-        "disable_offload": ("static", []),
-        "enable_offload": ("static", []),
-        "enter_replay": ("static", []),
-        "exit_replay": ("static", []),
-    },
+        group_commit=None,
+        group_offload=method("tensor", "forced_released_tensors=None", "delay_offload=False"),
+        mark_not_offloadable=None,
+        mark_not_offload=("static", ["tensor"]),
+        forward_record=("static", []),
+        backward_record=("static", ["tensor"]),
+        reset=("static", [GROUP]),
+        flush_delayed_groups=("static", []),
+        disable_offload=("static", []),
+        enable_offload=("static", []),
+        enter_replay=("static", []),
+        exit_replay=("static", []),
+    ),
 }
 
 NOT_HERE: Mapping[str, str] = {

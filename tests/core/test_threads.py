@@ -6,11 +6,9 @@ The simulated device follows one thread, so these run on the host with copies in
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +22,7 @@ from helpers.sessions import (
     assert_same,
     begin_microbatch,
     begin_step,
+    frequent_switches,
     gradients,
     session,
 )
@@ -64,17 +63,6 @@ def at_once(work: list[Callable[[], Any]]) -> list[Any]:
     for failure in failures:
         raise failure
     return results
-
-
-@contextmanager
-def frequent_switches() -> Iterator[None]:
-    """Threads take turns so often that few lines run without another thread in between."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def microbatch(net: Net, x: Tensor, is_on: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.injected import Injected, chosen, folders, interrupt_at, points_in
 from helpers.scenarios import begin, hook_depth
-from helpers.sessions import group
+from helpers.sessions import frequent_switches, group
 from helpers.threaded import (
     KINDS,
     TABLE,
@@ -24,7 +24,6 @@ from helpers.threaded import (
     Net,
     assert_all_idle,
     block,
-    frequent_switches,
     gradients,
     input_of,
     manager_of,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -180,3 +181,14 @@ def gradients(*tensors: Tensor) -> list[Tensor]:
     for tensor in tensors:
         tensor.grad = None
     return results
+
+
+@contextmanager
+def frequent_switches() -> Iterator[None]:
+    """Threads take turns so often that few lines run without another thread in between."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -83,17 +83,6 @@ def _where(threads: Sequence[threading.Thread]) -> str:
 
 
 @contextmanager
-def frequent_switches() -> Iterator[None]:
-    """Threads take turns so often that few lines run without another thread in between."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-@contextmanager
 def manager_of(
     kind: str, directory: Path, *, window_bytes: int | None = None
 ) -> Iterator[PipelineOffloadManager]:
