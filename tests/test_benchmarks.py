@@ -102,13 +102,6 @@ def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     assert all(outcome.startswith("ended") for outcome in outcomes.values())
 
 
-def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("predict_exact.py", tmp_path)
-    assert figures["num_compared"] == 7 and figures["failed"] == {}
-    assert 0 < figures["num_offloading"] < 7, "or what is equal may be nothing, or all alike"
-    assert figures["num_unequal"] == 0 and figures["worst_time_gap"] <= 1e-9
-
-
 def test_rematerialize_writes_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     figures = run_quick("rematerialize.py", tmp_path)
