@@ -38,7 +38,7 @@ from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
+from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload.pipelining import attach
 from pp_offload.plan import OffloadPlan
 from pp_offload.trace import Trace, merge_ranks, part_of, read
@@ -184,8 +184,9 @@ def train(
             times.append((time.perf_counter() - start) * 1e3)
             if step + 1 < options.steps:
                 optimizer.zero_grad()
-            if offload and step == 0:
-                print_summary()
+        table = summary_table() if offload else ""  # collective
+        if table and dist.get_rank() == 0:
+            print(table, flush=True)
         run.resident_peak_bytes = resident_peak_bytes()
         # Forward and backward once more, not timed, under an observer that is too slow to leave on.
         # A plan counts gradients, which are made in a step then.
@@ -209,8 +210,7 @@ def traced(options: argparse.Namespace, offload: bool) -> Any:
     """Records two steps, with offload: the last of those that are timed."""
     if options.trace is None or not offload:
         return nullcontext()
-    last = options.steps  # of the resets the first step takes two, for print_summary() calls one
-    return Trace(options.trace, steps=range(max(0, last - 1), last + 1))
+    return Trace(options.trace, steps=range(max(0, options.steps - 2), options.steps))
 
 
 def offload_config(options: argparse.Namespace, plan: OffloadPlan | None = None) -> OffloadConfig:
@@ -274,13 +274,6 @@ def forward_backward(schedule: Any, data: Bytes, step: int, options: argparse.Na
         return_outputs=False,
     )
     return torch.stack(losses).mean().detach().cpu() if losses else torch.zeros(())
-
-
-def print_summary() -> None:
-    """The table over all ranks; the first step is closed here instead of at the next."""
-    manager = PipelineOffloadManager.get_instance()
-    manager.reset()
-    print_offload_summary_table(manager.offload_summary_bytes)
 
 
 def progress(steps: range, label: str) -> Any:
@@ -417,6 +410,8 @@ def work(options: argparse.Namespace) -> int:
         if found is None:
             return 0
         print("\n" + format_figures(found), flush=True)
+        if without is not None and options.device == "cpu":
+            print("a step is longer: on a CPU the cores that compute also copy", flush=True)
         if plan is not None:
             print("\n" + beside_the_plan(found, plan), flush=True)
         if options.json:

@@ -96,7 +96,8 @@ def test_a_trace_of_both_ranks(tmp_path: Path) -> None:
     timeline = read(out)
     assert timeline.ranks == [0, 1]
     for rank in timeline.ranks:
-        assert [one.name for one in timeline.of(rank, "steps")] == ["step 3", "step 4"]
+        steps = [each.name for each in timeline.of(rank, "steps")]
+        assert steps == ["step 2", "step 3"]
         names = Counter(one.name for one in timeline.of(rank, "compute"))
         for group in ("attn", "mlp"):
             assert names[f"{group} (forward)"] == names[f"{group} (backward)"] == 2 * 4 * 2
