@@ -47,8 +47,8 @@ def figure(values: list[float]) -> Figure:
     return {"min": min(values), "median": statistics.median(values)}
 
 
-def beyond(one: Figure, other: Figure) -> Figure:
-    return {kind: one[kind] - other[kind] for kind in one}
+def beyond(first: Figure, second: Figure) -> Figure:
+    return {kind: first[kind] - second[kind] for kind in first}
 
 
 def elapsed_ns(function: Callable[[], object]) -> int:
@@ -129,9 +129,9 @@ def begin_us(model: nn.Module, rounds: int, *, changes: bool) -> Figure:
 def attach_us(rounds: int, *, changes: bool) -> Figure:
     """What 1,000 parameters add to the begin of a step."""
     large = nn.Sequential(*(Block() for _ in range(NUM_PARAMETERS // PER_BLOCK)))
-    found = begin_us(large, rounds, changes=changes)
+    figures = begin_us(large, rounds, changes=changes)
     small = begin_us(nn.Linear(4, 4), rounds, changes=changes)
-    return beyond(found, small)
+    return beyond(figures, small)
 
 
 def measure(rounds: int, num_groups: int) -> dict[str, Any]:
@@ -154,11 +154,11 @@ def measure(rounds: int, num_groups: int) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> str:
     lines = [f"{'':44}{'least':>10}{'median':>10}"]
-    for name, found in figures.items():
-        by_chunks = {"": found} if "min" in found else found
-        for chunks, one in by_chunks.items():
+    for name, by_size in figures.items():
+        by_chunks = {"": by_size} if "min" in by_size else by_size
+        for chunks, times in by_chunks.items():
             title = f"{name}, {chunks} chunks" if chunks else name
-            lines.append(f"{title:44}{one['min']:10.3f}{one['median']:10.3f}")
+            lines.append(f"{title:44}{times['min']:10.3f}{times['median']:10.3f}")
     return "\n".join(lines)
 
 

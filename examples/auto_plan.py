@@ -31,14 +31,14 @@ CPU = replace(
 
 def shared_plan(options: argparse.Namespace, config: OffloadConfig) -> OffloadPlan:
     """The plan of the first rank, or why there is none. Collective."""
-    found: list[OffloadPlan | str | None] = [None]
+    plans: list[OffloadPlan | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [make_plan(options, config)]
+            plans = [make_plan(options, config)]
         except ValueError as failure:  # a limit that is too low, or a schedule with split backwards
-            found = [str(failure)]
-    dist.broadcast_object_list(found)
-    plan = found[0]
+            plans = [str(failure)]
+    dist.broadcast_object_list(plans)
+    plan = plans[0]
     if isinstance(plan, OffloadPlan):
         return plan
     raise SystemExit(f"--plan auto: {plan}" if dist.get_rank() == 0 else 1)

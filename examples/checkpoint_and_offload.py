@@ -196,9 +196,9 @@ def main() -> int:
     expected: list[Tensor] = []
     is_equal = True
     for way in WAYS:
-        runs[way], found = train(way, options)
-        expected = expected or found
-        is_equal &= all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        runs[way], results = train(way, options)
+        expected = expected or results
+        is_equal &= all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
     print(format_runs(runs))
     verdict = "equal bit for bit" if is_equal else "DIFFERENT"
     print(f"all losses and final parameters: {verdict}")

@@ -155,10 +155,10 @@ def main() -> int:
     with_offload = None if options.no_offload else train(options, offload=True)
     print(format_figures(without, with_offload))
     if options.json:
-        found = {"without": without, "with": with_offload}
+        runs = {"without": without, "with": with_offload}
         figures = {
             name: {k: v for k, v in asdict(run).items() if k != "parameters"}
-            for name, run in found.items()
+            for name, run in runs.items()
             if run is not None
         }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

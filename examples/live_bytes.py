@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._device_type = device_type
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -45,15 +45,15 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
-        key, known = storage._cdata, self._known
-        if key in known and known[key]() is storage:
+        key, followed = storage._cdata, self._followed
+        if key in followed and followed[key]() is storage:
             return
 
         def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
             self.live -= nbytes
-            if known.get(key) is ref:
-                del known[key]
+            if followed.get(key) is ref:
+                del followed[key]
 
-        known[key] = weakref.ref(storage, forget)
+        followed[key] = weakref.ref(storage, forget)
         self.live += nbytes
         self.peak = max(self.peak, self.live)

@@ -48,8 +48,8 @@ def linear(num_in: int, num_out: int) -> nn.Linear:
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """By positions, half against half."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat((-right, left), dim=-1) * sines
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
 class Attention(nn.Module):
@@ -68,7 +68,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (self.heads(part(y)) for part in (self.q, self.k, self.v))
-        q, k = (rotated(one, cosines, sines) for one in (q, k))
+        q, k = (rotated(x, cosines, sines) for x in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(x.shape))
 

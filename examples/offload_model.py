@@ -157,11 +157,11 @@ def main() -> int:
     options = parse_arguments()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    found = {way: train(way, options) for way in WAYS}
-    runs = {way: run for way, (run, _) in found.items()}
-    results = [results for _, results in found.values()]
+    trained = {way: train(way, options) for way in WAYS}
+    runs = {way: run for way, (run, _) in trained.items()}
+    results = [results for _, results in trained.values()]
     if options.device == "cuda":  # where optimizers on the host and on the device round differently
-        what, results = "the first losses", [one[:1] for one in results]
+        what, results = "the first losses", [each[:1] for each in results]
     else:
         what = "all losses and final parameters"
     equal = same_bits(results)

@@ -54,7 +54,7 @@ def make_llama(options: argparse.Namespace) -> Any:
     return get_peft_model(model, lora)
 
 
-def is_same(one: Trained, other: Trained) -> bool:
+def is_same(first: Trained, second: Trained) -> bool:
     """Whether losses and final parameters are equal bit for bit."""
-    same = [torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True)]
-    return one.losses == other.losses and all(same)
+    same = [torch.equal(a, b) for a, b in zip(first.parameters, second.parameters, strict=True)]
+    return first.losses == second.losses and all(same)

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--context", type=int, default=64, help="tokens per sequence")
     add("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    if min(getattr(options, one) for one in ("steps", "batch", "layers", "context")) < 1:
+    if min(getattr(options, name) for name in ("steps", "batch", "layers", "context")) < 1:
         parser.error("every number must be at least 1")
     if not 1 <= options.resident <= options.layers:
         parser.error(f"--resident must be from 1 to --layers, which is {options.layers}")
@@ -71,8 +71,8 @@ def train(options: argparse.Namespace, *, stream: bool) -> Run:
     """One run."""
     model = make_model(options)
     layers = "model.layers" if options.full else "base_model.model.model.layers"
-    found = model.get_submodule(layers).parameters()
-    waiting = sum(p.nbytes for p in found if options.full or not p.requires_grad)
+    parameters = model.get_submodule(layers).parameters()
+    waiting = sum(p.nbytes for p in parameters if options.full or not p.requires_grad)
     if stream:
         offloaded = offload_layers(
             model,

@@ -35,6 +35,7 @@ from gpt import GPTConfig, Stage, loss_fn
 from live_bytes import LiveBytes
 from picture_flag import check_picture
 from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
+from tables import format_table
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -46,6 +47,16 @@ from pp_offload.trace.picture import draw
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # of mallopt
+
+BYTES = (
+    "device_bytes_peak",
+    "parameter_bytes",
+    "offloaded_bytes",
+    "host_peak_bytes",
+    "disk_peak_bytes",
+    "resident_peak_bytes",
+)
+"""Figures of a :class:`Run` that the comparison has for each rank."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -285,58 +296,45 @@ def progress(steps: range, label: str) -> Any:
     return tqdm(steps, desc=label, disable=dist.get_rank() != 0, mininterval=0.5)
 
 
-def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
+def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
     """On this rank. Compared as integers: 0.0 is not -0.0, and a NaN is itself."""
-    bits = [[tensor.view(torch.int32) for tensor in tensors] for tensors in (left, right)]
-    return len(left) == len(right) and all(map(torch.equal, *bits))
+    bits = [[tensor.view(torch.int32) for tensor in tensors] for tensors in (first, second)]
+    return len(first) == len(second) and all(map(torch.equal, *bits))
 
 
 def figures(without: Run | None, with_offload: Run, loss_rank: int) -> dict[str, Any] | None:
     """The figures of all ranks, on rank 0; None on the others. Collective."""
-    mine: dict[str, Any] = {
-        "on": asdict_numbers(with_offload),
-        "off": None if without is None else asdict_numbers(without),
-        "equal": without is not None
-        and same_bits(without.losses, with_offload.losses)
-        and same_bits(without.parameters, with_offload.parameters),
-    }
+    runs = {"on": with_offload} | ({"off": without} if without else {})
+    mine: dict[str, Any] = {suffix: asdict_numbers(run) for suffix, run in runs.items()}
+    mine["equal"] = without is not None and (
+        same_bits(without.losses, with_offload.losses)
+        and same_bits(without.parameters, with_offload.parameters)
+    )
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     if dist.get_rank() != 0:
         return None
-    found = {
-        "bitwise_equal": all(rank["equal"] for rank in ranks) if without is not None else None,
-        "loss_first": ranks[loss_rank]["on"]["loss_first"],
-        "loss_last": ranks[loss_rank]["on"]["loss_last"],
-        "step_ms_on": max(rank["on"]["step_ms"] for rank in ranks),
-        "device_bytes_peak_on": [rank["on"]["device_bytes_peak"] for rank in ranks],
-        "device_bytes_peak_all": [
-            rank["on"]["device_bytes_peak"] + rank["on"]["parameter_bytes"] for rank in ranks
-        ],
-        "offloaded_bytes": [rank["on"]["offloaded_bytes"] for rank in ranks],
-        "host_peak_bytes": [rank["on"]["host_peak_bytes"] for rank in ranks],
-        "disk_peak_bytes": [rank["on"]["disk_peak_bytes"] for rank in ranks],
-        "resident_peak_bytes_on": [rank["on"]["resident_peak_bytes"] for rank in ranks],
+    every: dict[str, Any] = {
+        "bitwise_equal": all(rank["equal"] for rank in ranks) if without is not None else None
     }
-    if without is not None:
-        found["loss_first_off"] = ranks[loss_rank]["off"]["loss_first"]
-        found["loss_last_off"] = ranks[loss_rank]["off"]["loss_last"]
-        found["step_ms_off"] = max(rank["off"]["step_ms"] for rank in ranks)
-        found["device_bytes_peak_off"] = [rank["off"]["device_bytes_peak"] for rank in ranks]
-        found["resident_peak_bytes_off"] = [rank["off"]["resident_peak_bytes"] for rank in ranks]
-    return found
+    for suffix in runs:
+        for name in ("loss_first", "loss_last"):
+            every[f"{name}_{suffix}"] = ranks[loss_rank][suffix][name]
+        every[f"step_ms_{suffix}"] = max(rank[suffix]["step_ms"] for rank in ranks)
+        for name in BYTES:
+            every[f"{name}_{suffix}"] = [rank[suffix][name] for rank in ranks]
+    return every
 
 
-def beside_the_plan(found: dict[str, Any], plan: OffloadPlan) -> str:
-    """Planned and found, rank by rank; parameters, gradients and activations count."""
-    rows = [("rank", "peak MiB planned", "found", "sent MiB planned", "found")]
+def beside_the_plan(every: dict[str, Any], plan: OffloadPlan) -> str:
+    """Planned and measured bytes, rank by rank; parameters, gradients and activations count."""
+    rows = [("rank", "peak MiB planned", "measured", "sent MiB planned", "measured")]
     for number, rank in enumerate(plan.ranks):
-        both = rank.peak_bytes, found["device_bytes_peak_all"][number]
-        sent = rank.bytes_offloaded, found["offloaded_bytes"][number]
-        rows.append((str(number), *(f"{nbytes / MIB:.1f}" for nbytes in (*both, *sent))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    return "\n".join([f"at most {plan.limit_bytes / MIB:.0f} MiB by the plan", "", *lines])
+        peak = every["device_bytes_peak_on"][number] + every["parameter_bytes_on"][number]
+        sent = rank.bytes_offloaded, every["offloaded_bytes_on"][number]
+        cells = (f"{nbytes / MIB:.1f}" for nbytes in (rank.peak_bytes, peak, *sent))
+        rows.append((str(number), *cells))
+    return f"at most {plan.limit_bytes / MIB:.0f} MiB by the plan\n\n{format_table(rows)}"
 
 
 def asdict_numbers(run: Run) -> dict[str, Any]:
@@ -346,39 +344,32 @@ def asdict_numbers(run: Run) -> dict[str, Any]:
     return numbers | ends
 
 
-def format_figures(found: dict[str, Any]) -> str:
+def format_figures(every: dict[str, Any]) -> str:
     """The comparison, side by side."""
 
-    def mib(values: list[int] | None) -> str:
-        return "-" if values is None else " / ".join(f"{v / MIB:.1f}" for v in values)
+    def cell(name: str, form: str) -> str:
+        value = every.get(name)
+        if isinstance(value, list) and any(value):
+            return " / ".join(f"{nbytes / MIB:.1f}" for nbytes in value)
+        return form.format(value) if form and value is not None else "-"
 
-    def pair(key: str) -> tuple[str, str]:
-        without = found.get(f"{key}_off")
-        return "-" if without is None else f"{without:.4f}", f"{found[key]:.4f}"
-
-    off, on = found.get("device_bytes_peak_off"), found["device_bytes_peak_on"]
-    off_ms = found.get("step_ms_off")
-    rows = [
-        ("", "without offload", "with offload"),
-        ("loss, first step", *pair("loss_first")),
-        ("loss, last step", *pair("loss_last")),
-        ("step, ms (median)", f"{off_ms:.0f}" if off_ms else "-", f"{found['step_ms_on']:.0f}"),
-        ("made in a step and alive on the device at the peak, MiB by rank", mib(off), mib(on)),
-        ("offloaded per step, MiB by rank", "-", mib(found["offloaded_bytes"])),
-        ("host memory at the peak, MiB by rank", "-", mib(found["host_peak_bytes"])),
-    ]
-    if any(found["disk_peak_bytes"]):
-        rows.append(("disk at the peak, MiB by rank", "-", mib(found["disk_peak_bytes"])))
-        resident = found.get("resident_peak_bytes_off"), found["resident_peak_bytes_on"]
-        rows.append(("resident memory at the peak, MiB by rank", *map(mib, resident)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
+    lines = {
+        "loss, first step": ("loss_first", "{:.4f}"),
+        "loss, last step": ("loss_last", "{:.4f}"),
+        "step, ms (median)": ("step_ms", "{:.0f}"),
+        "made in a step, on the device at its peak, MiB by rank": ("device_bytes_peak", ""),
+        "offloaded per step, MiB by rank": ("offloaded_bytes", ""),
+        "host memory at the peak, MiB by rank": ("host_peak_bytes", ""),
+    }
+    if any(every["disk_peak_bytes_on"]):
+        lines["disk at the peak, MiB by rank"] = ("disk_peak_bytes", "")
+        lines["resident memory at the peak, MiB by rank"] = ("resident_peak_bytes", "")
+    rows = [("", "without offload", "with offload")]
+    for title, (name, form) in lines.items():
+        rows.append((title, cell(f"{name}_off", form), cell(f"{name}_on", form)))
     verdict = {True: "equal bit for bit", False: "DIFFERENT", None: "not compared"}
-    lines.append(f"all losses and final parameters: {verdict[found['bitwise_equal']]}")
-    return "\n".join(lines)
+    ending = f"all losses and final parameters: {verdict[every['bitwise_equal']]}"
+    return "\n".join([format_table(rows), ending])
 
 
 def work(options: argparse.Namespace) -> int:
@@ -403,20 +394,20 @@ def work(options: argparse.Namespace) -> int:
         loss_rank = next(
             rank for rank in range(options.stages) if last_stage in stage_indices(options, rank)
         )
-        found = figures(without, train(options, data, offload=True, plan=plan), loss_rank)
+        every = figures(without, train(options, data, offload=True, plan=plan), loss_rank)
         merge_traces(options)
         if options.picture and dist.get_rank() == 0:
             draw(read(options.trace), options.picture)
-        if found is None:
+        if every is None:
             return 0
-        print("\n" + format_figures(found), flush=True)
+        print("\n" + format_figures(every), flush=True)
         if without is not None and options.device == "cpu":
             print("a step is longer: on a CPU the cores that compute also copy", flush=True)
         if plan is not None:
-            print("\n" + beside_the_plan(found, plan), flush=True)
+            print("\n" + beside_the_plan(every, plan), flush=True)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-        return 1 if found["bitwise_equal"] is False else 0
+            options.json.write_text(json.dumps(every, indent=1) + "\n")
+        return 1 if every["bitwise_equal"] is False else 0
     finally:
         dist.destroy_process_group()
 

@@ -17,11 +17,11 @@ from pp_offload.trace import read
 def check(figures: dict[str, Any], output: str) -> None:
     """What holds for every comparison of two ranks."""
     assert figures["bitwise_equal"] is True
-    assert figures["loss_last"] < figures["loss_first"]
-    assert figures["loss_first"] == figures["loss_first_off"]
-    assert figures["loss_last"] == figures["loss_last_off"]
+    assert figures["loss_last_on"] < figures["loss_first_on"]
+    assert figures["loss_first_on"] == figures["loss_first_off"]
+    assert figures["loss_last_on"] == figures["loss_last_off"]
     assert figures["step_ms_off"] > 0 and figures["step_ms_on"] > 0
-    for key in ("offloaded_bytes", "host_peak_bytes"):
+    for key in ("offloaded_bytes_on", "host_peak_bytes_on"):
         assert len(figures[key]) == 2 and min(figures[key]) > 0, key
     peaks = zip(figures["device_bytes_peak_on"], figures["device_bytes_peak_off"], strict=True)
     assert all(0 < on < off for on, off in peaks)
@@ -58,8 +58,8 @@ def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     flags = f"--schedule {schedule} --layers 4 --steps 2 --microbatches 4".split()
     figures, _ = train(tmp_path / "figures.json", *flags)
     assert figures["bitwise_equal"] is True
-    assert figures["loss_first"] == figures["loss_first_off"] > 0
-    assert min(figures["offloaded_bytes"]) > 0
+    assert figures["loss_first_on"] == figures["loss_first_off"] > 0
+    assert min(figures["offloaded_bytes_on"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
         flags += "--host-budget-mib 1 --layers 12 --context 64".split()
     figures, output = train(tmp_path / "figures.json", *flags)
     assert figures["bitwise_equal"] is True
-    assert min(figures["disk_peak_bytes"]) > 0
-    assert max(figures["host_peak_bytes"]) < 2**20
+    assert min(figures["disk_peak_bytes_on"]) > 0
+    assert max(figures["host_peak_bytes_on"]) < 2**20
     assert min(figures["resident_peak_bytes_on"] + figures["resident_peak_bytes_off"]) > 0
     assert "resident memory at the peak" in output
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -108,7 +108,7 @@ def test_without_comparison_says_so(tmp_path: Path) -> None:
     figures, output = train(tmp_path / "figures.json", "--no-compare", "--groups", "mlp")
     assert figures["bitwise_equal"] is None
     assert "loss_first_off" not in figures and "step_ms_off" not in figures
-    assert min(figures["offloaded_bytes"]) > 0
+    assert min(figures["offloaded_bytes_on"]) > 0
     assert "not compared" in output
 
 
@@ -117,7 +117,7 @@ def test_reads_another_text(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"ab" * 200)
     figures, _ = train(tmp_path / "figures.json", "--no-compare", "--text", str(text))
-    assert figures["loss_last"] < figures["loss_first"]
+    assert figures["loss_last_on"] < figures["loss_first_on"]
 
 
 WRONG = {

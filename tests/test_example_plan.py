@@ -51,12 +51,13 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
     done = run_command(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
-    found = json.loads(out.read_text())
-    assert max(found["device_bytes_peak_all"]) <= 18 * 2**20
-    assert found["offloaded_bytes"][0] > found["offloaded_bytes"][1]
-    rows = done.stdout.partition("at most 18 MiB by the plan")[2].splitlines()[3:]
+    figures = json.loads(out.read_text())
+    both = zip(figures["device_bytes_peak_on"], figures["parameter_bytes_on"], strict=True)
+    assert max(map(sum, both)) <= 18 * 2**20
+    assert figures["offloaded_bytes_on"][0] > figures["offloaded_bytes_on"][1]
+    rows = done.stdout.partition("at most 18 MiB by the plan")[2].splitlines()[4:]
     sent = [row.split()[3:] for row in rows if row]
-    assert len(sent) == 2 and all(planned == found for planned, found in sent)
+    assert len(sent) == 2 and all(planned == measured for planned, measured in sent)
 
 
 def test_a_budget_that_cannot_be_met() -> None:

@@ -42,8 +42,8 @@ NOT_THERE = "cannot be had from where pip looks"
 
 def names(report: Mapping[str, Any]) -> dict[str, str]:
     """What pip would install: addresses by name."""
-    found = report.get("install", ())
-    return {one["metadata"]["name"].lower(): one["download_info"]["url"] for one in found}
+    packages = report.get("install", ())
+    return {each["metadata"]["name"].lower(): each["download_info"]["url"] for each in packages}
 
 
 def why_not(wanted: Mapping[str, str], *, allow_cuda: bool, local_only: bool) -> str | None:
