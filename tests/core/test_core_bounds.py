@@ -83,6 +83,7 @@ def test_the_device_holds_less_with_offload(kind: str) -> None:
 # Prefetch
 
 
+@pytest.mark.field("F37")
 @kinds
 @pytest.mark.parametrize("window", [0, PART, 3 * PART])
 def test_no_more_than_the_window_is_reloaded_ahead(kind: str, window: int) -> None:
@@ -103,6 +104,7 @@ def test_no_more_than_the_window_is_reloaded_ahead(kind: str, window: int) -> No
         assert window < 2 * PART or max(unused) > 0, "nothing is prefetched"
 
 
+@pytest.mark.field("F48")
 @kinds
 def test_reloads_are_ahead_of_their_use(kind: str) -> None:
     """In the first step most, then all; also where the first group's input needs no gradient."""
@@ -159,6 +161,7 @@ class NoHostWait(pp_offload.testing.SimulatedBackend):
         return record_event
 
 
+@pytest.mark.field("F33")
 @pytest.mark.parametrize("order", ["late", "eager"])
 @pytest.mark.parametrize("cap", [0, 4 * PART])
 def test_the_steady_state_neither_waits_nor_allocates(order: str, cap: int) -> None:
@@ -236,6 +239,7 @@ def test_a_step_that_was_aborted_or_evaluates_is_not_the_first(kind: str) -> Non
 # Steps that differ
 
 
+@pytest.mark.field("F21")
 @kinds
 @pytest.mark.parametrize("counts", [(2, 6, 3, 8), (3, 4, 1)], ids=str)
 def test_every_microbatch_offloads_however_many_there_are(
@@ -254,6 +258,8 @@ def test_every_microbatch_offloads_however_many_there_are(
             assert_idle(manager)
 
 
+@pytest.mark.field("F14")
+@pytest.mark.field("F15")
 @kinds
 def test_a_pass_without_grad_changes_nothing(kind: str) -> None:
     """First, between a forward and its backward, and between steps; bytes are those without it."""
@@ -298,6 +304,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+@pytest.mark.field("F32")
 @kinds
 def test_over_the_host_budget_a_group_stays_with_one_warning(
     kind: str, caplog: pytest.LogCaptureFixture
@@ -336,6 +343,7 @@ class NoMemory(pp_offload.testing.SimulatedBackend):
         return super().allocate_host(nbytes)
 
 
+@pytest.mark.field("F32")
 @pytest.mark.parametrize("nbytes", [0, 2**17])
 def test_a_host_that_gives_no_memory_loses_nothing(
     nbytes: int, caplog: pytest.LogCaptureFixture

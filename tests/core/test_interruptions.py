@@ -141,6 +141,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.field("F18")
 @kinds_and_errors
 @pytest.mark.parametrize("fails", FAILURES)
 def test_the_step_behind_an_aborted_one_is_right(

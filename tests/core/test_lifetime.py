@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -150,16 +151,47 @@ def looked_at_outside(is_on: bool) -> list[Tensor]:
 
 
 def marker_output_changed(is_on: bool) -> list[Tensor]:
-    """What start and commit give may be changed in place."""
+    """What start and commit give may be changed in place, also through a view."""
     x = drawn(4, 4).requires_grad_()
     h = x * 2
-    with off_interface(is_on, h, "part") as h:
-        h = h.add_(1).exp()
-    h = off_interface.group_commit(h, name="part") if is_on else h
-    y = h * 3
-    y.add_(1)
-    y.sum().backward()
+    for _ in range(2):
+        with off_interface(is_on, h, "part") as h:
+            y = h.add_(1).sin() * 2
+        h = off_interface.group_commit(y, name="part") if is_on else y
+        h.add_(h.sum())
+        h[1:].add_(2)
+    h.sum().backward()
     return gradients(x)
+
+
+def branches_in_any_order(is_on: bool) -> list[Tensor]:
+    results: list[Tensor] = []
+    for order in permutations(range(4)):
+        if is_on:
+            begin_microbatch()
+        x = drawn(4, 4).requires_grad_()
+        sums = [group(x * n, lambda h: h.sin().exp(), is_on, "abcd"[n]).sum() for n in range(4)]
+        for number in order:
+            results += torch.autograd.grad(sums[number], x)
+    return results
+
+
+def weights_two_microbatches_late(is_on: bool) -> list[Tensor]:
+    results: list[Tensor] = []
+    waiting = []
+    for number in range(6):
+        if number < 4:
+            if is_on:
+                begin_microbatch()
+            leaves, outputs = forward(is_on, seed=number)
+            y = outputs[-1].sum()
+            _, parts = stage_backward_input([y], None, [leaves[0]], iter(leaves[1:]))
+            waiting.append((leaves, parts))
+        if number > 1:
+            leaves, parts = waiting.pop(0)
+            stage_backward_weight(iter(leaves[1:]), parts)
+            results += gradients(*leaves)
+    return results
 
 
 def input_without_grad(is_on: bool) -> list[Tensor]:
@@ -184,10 +216,18 @@ WAYS = [
     unused_branch,
     looked_at_outside,
     marker_output_changed,
+    branches_in_any_order,
+    weights_two_microbatches_late,
     input_without_grad,
 ]
 
 
+@pytest.mark.field("F06")
+@pytest.mark.field("F16")
+@pytest.mark.field("F17")
+@pytest.mark.field("F20")
+@pytest.mark.field("F25")
+@pytest.mark.field("F43")
 @pytest.mark.parametrize("kind", ["late"])
 @pytest.mark.parametrize("program", WAYS)
 def test_backward_in_any_way(kind: str, program: Callable[[bool], list[Tensor]]) -> None:
@@ -217,6 +257,7 @@ ORDERS: dict[str, Callable[[int], list[int]]] = {
 }
 
 
+@pytest.mark.field("F49")
 @kinds
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_microbatches_in_any_order(kind: str, order: Callable[[int], list[int]]) -> None:

@@ -43,6 +43,7 @@ simulated = pytest.mark.parametrize("kind", SIMULATED)
 # A host buffer that is read before it was written, or written before it was read
 
 
+@pytest.mark.field("F01")
 @simulated
 @pytest.mark.parametrize("window", [0, 300, 10**6], ids=["on demand", "one part", "all ahead"])
 def test_host_bytes_are_read_behind_their_write(kind: str, window: int) -> None:
@@ -51,6 +52,7 @@ def test_host_bytes_are_read_behind_their_write(kind: str, window: int) -> None:
     check(lambda on: train(net, inputs(3), on), kind, steps=3, prefetch_bytes=window)
 
 
+@pytest.mark.field("F02")
 @simulated
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_a_buffer_is_reused_behind_its_last_reader(kind: str, ahead: int) -> None:
@@ -140,6 +142,7 @@ GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.field("F08")
 @simulated
 @pytest.mark.parametrize("view", GATHERED.values(), ids=GATHERED)
 @pytest.mark.parametrize("is_aside", [False, True], ids=["one stream", "side stream"])
@@ -193,6 +196,7 @@ PATTERNS: dict[str, Callable[[int, bool], int]] = {
 }
 
 
+@pytest.mark.field("F07")
 @simulated
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_waits_are_of_the_live_stream(kind: str, pattern: Callable[[int, bool], int]) -> None:
@@ -224,6 +228,7 @@ def test_waits_are_of_the_live_stream(kind: str, pattern: Callable[[int, bool], 
             assert_idle(manager)
 
 
+@pytest.mark.field("F10")
 @pytest.mark.parametrize(
     "options", [{}, {"max_in_flight_bytes": 0}], ids=["auto", "none in flight"]
 )

@@ -74,6 +74,7 @@ PAYLOADS: dict[str, Make] = {
 }
 
 
+@pytest.mark.field("F40")
 @pytest.mark.parametrize("kind", ["late"])
 @pytest.mark.parametrize("make", PAYLOADS.values(), ids=PAYLOADS)
 def test_bytes_and_geometry_come_back(kind: str, make: Make) -> None:
@@ -104,6 +105,7 @@ def test_bytes_and_geometry_come_back(kind: str, make: Make) -> None:
             assert moved <= sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.field("F34")
 @on_two
 def test_a_storage_is_copied_once(kind: str) -> None:
     """Several operators save it, whole and in part; two groups do."""
@@ -158,6 +160,7 @@ def sine(is_on: bool, change: Callable[[Tensor], object], when: str) -> list[Ten
     return [z.detach(), *gradients(x)]
 
 
+@pytest.mark.field("F03")
 @pytest.mark.parametrize("kind", KINDS)
 @changes
 @pytest.mark.parametrize("when", ["inside", "between"])
@@ -178,6 +181,7 @@ def test_changed_between_save_and_commit(
         assert_idle(manager)
 
 
+@pytest.mark.field("F03")
 @pytest.mark.parametrize("kind", KINDS)
 @changes
 def test_changed_while_the_copy_is_queued(kind: str, change: Callable[[Tensor], object]) -> None:
@@ -336,6 +340,7 @@ def with_buffer(layers: Layers, h: Tensor) -> Tensor:
 USES = [with_linear, with_detached, with_embedding, with_buffer]
 
 
+@pytest.mark.field("F47")
 @on_two
 @pytest.mark.parametrize("use", USES)
 def test_no_byte_of_a_parameter_or_buffer_moves(
@@ -384,6 +389,7 @@ def test_marked_tensors_stay_with_their_views(kind: str) -> None:
         assert_same(*results)
 
 
+@pytest.mark.field("F42")
 @on_two
 def test_small_and_foreign_tensors_stay(kind: str) -> None:
     """Below the threshold in elements; on another device."""

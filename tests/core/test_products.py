@@ -115,6 +115,7 @@ def test_checkpoints_whose_inputs_leave(kind: str) -> None:
             assert_same(step(wrapped, wrapped.parameters), expected, f"step {number}")
 
 
+@pytest.mark.field("F11")
 @kinds
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_offload_model(kind: str, is_recomputed: bool) -> None:
@@ -227,6 +228,12 @@ def groups_on_both_sides(x: Tensor, is_on: bool, **options: Any) -> Tensor:
     return group(x, sines, is_on, "behind")
 
 
+def group_around_a_region(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    """The commit inside is not of the group around, which has the same name."""
+    inside = partial(group_in_the_middle, is_on=is_on, **options)
+    return group(x, lambda h: inside(h.sin()).exp(), is_on)
+
+
 def context_around(x: Tensor, is_on: bool, **options: Any) -> Tensor:
     if not is_on:
         return region(sines, x.cos(), **options).exp()
@@ -245,10 +252,12 @@ REGIONS = [
     two_groups,
     nested_regions,
     groups_on_both_sides,
+    group_around_a_region,
     context_around,
 ]
 
 
+@pytest.mark.field("F28")
 @pytest.mark.parametrize(("kind", "early_stop"), [("late", True), ("threads", False)])
 @pytest.mark.parametrize("program", REGIONS)
 def test_groups_and_checkpoint_regions(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pipeline_rank
 import pytest
 import torch
 from helpers.forks import statuses
+from helpers.kept import one_rank
 from helpers.nets import ROWS, WIDTH, Net, inputs, train
 from helpers.sessions import (
     assert_idle,
@@ -24,12 +27,14 @@ from helpers.sessions import (
     settle,
 )
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
     PipelineOffloadManager,
+    attach,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_flush_delayed_groups,
     fine_grained_offloading_group_start,
@@ -42,6 +47,7 @@ kinds = pytest.mark.parametrize("kind", ["late", "threads"])
 # Orders of one rank
 
 
+@pytest.mark.field("F13")
 @kinds
 @pytest.mark.parametrize(("stages", "ahead"), [(1, 3), (2, 1), (3, 3)])
 @pytest.mark.parametrize("last_first", [False, True], ids=["fifo", "lifo"])
@@ -177,6 +183,7 @@ def test_delayed_groups_leave_at_the_flush(kind: str) -> None:
         assert_idle(manager)
 
 
+@pytest.mark.field("F19")
 @kinds
 def test_groups_that_overlap(kind: str) -> None:
     """Start a, start b, commit a, commit b; a name that is open for two microbatches."""
@@ -266,6 +273,34 @@ def test_groups_by_module_names(kind: str, patterns: Any) -> None:
     check(program, kind, steps=3)
 
 
+@pytest.mark.field("F22")
 def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
     """1F1B, interleaved and ZBV, with evaluations between steps, and the table over the ranks."""
     assert statuses([partial(pipeline_rank.main, rank, 2, tmp_path) for rank in range(2)]) == [0, 0]
+
+
+@pytest.mark.field("F52")
+def test_the_forward_that_infers_shapes_leaves_nothing() -> None:
+    """A schedule runs one in each step behind ``clear_runtime_states``."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        outputs: list[weakref.ref[Tensor]] = []
+        model.register_forward_hook(lambda module, args, y: outputs.append(weakref.ref(y)))
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+        schedule, results = Schedule1F1B(stage, 4, loss_fn=nn.MSELoss()), list[Tensor]()
+        with attach(schedule, {"linear": "1"}) if is_on else nullcontext():
+            for step in range(2):
+                x = drawn(8, WIDTH, seed=step)
+                schedule.step(x, target=x.flip(0), losses=results)
+                results += gradients(*model.parameters())
+                stage.clear_runtime_states()
+                assert_idle(PipelineOffloadManager.get_instance())
+        assert len(outputs) > 4 * 2, "no forward inferred shapes"
+        assert not any(ref() is not None for ref in outputs)
+        return [result.detach() for result in results]
+
+    with one_rank(), session("late") as manager:
+        assert_same(run(True), run(False))
+        assert manager.statistics().bytes_offloaded > 0

@@ -35,6 +35,7 @@ WAYS: dict[str, Make] = {
 }
 
 
+@pytest.mark.field("F04")
 @kinds
 @pytest.mark.parametrize("first", WAYS)
 def test_each_group_gets_back_its_own_view_of_one_copy(kind: str, first: str) -> None:

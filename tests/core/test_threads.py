@@ -79,6 +79,7 @@ def backward(net: Net, leaf: Tensor, loss: Tensor) -> list[Tensor]:
     return [*gradients(leaf), *gradients(*net.parameters())]
 
 
+@pytest.mark.field("F54")
 @kinds
 @pytest.mark.parametrize("window", [2**12, 2**20])
 def test_a_model_for_each_thread(kind: str, window: int) -> None:
@@ -150,6 +151,7 @@ def test_one_graph_backward_in_several_threads(kind: str) -> None:
         assert_idle(manager)
 
 
+@pytest.mark.field("F58")
 @kinds
 def test_a_forked_process(kind: str) -> None:
     """It trains; a graph of its parent raises ForkedError there, and is good in the parent."""

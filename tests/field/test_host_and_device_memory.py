@@ -7,13 +7,12 @@ import os
 import random
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.scenarios import begin, check_steps, make_inputs, manager_on, part
-from helpers.sessions import gradients, group, settle
+from helpers.scenarios import begin, manager_on
+from helpers.sessions import group
 from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 from helpers.virtual_training import Training, with_limit
 from host_memory import measure_footprint
@@ -87,82 +86,6 @@ def test_two_managers_stay_in_one_budget(backend: Backend) -> None:
         assert same_bits(run_step(model, inputs, in_flight=3), expected)
 
 
-class Pinned:
-    """Memory that can be pinned up to a total, or up to a size per call."""
-
-    def __init__(self, total: int, per_call: int) -> None:
-        self.total, self.per_call = total, per_call
-
-    def __call__(self, nbytes: int) -> Tensor:
-        if nbytes > min(self.per_call, self.total):
-            raise MemoryError(f"cannot pin {nbytes} bytes")
-        self.total -= nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-
-@pytest.mark.field("F32")
-@on_two_backends
-@pytest.mark.parametrize(
-    ("total", "per_call", "budget", "says"),
-    [
-        (0, 2**60, None, "ulimit -l"),
-        (200_000, 2**60, None, "ulimit -l"),
-        (2**60, 2**16, None, None),
-        (2**60, 2**60, 0, "host_budget_bytes"),
-    ],
-    ids=["none can be pinned", "some can", "in small pieces", "no budget"],
-)
-def test_running_out_of_pinned_memory(
-    backend: Backend,
-    total: int,
-    per_call: int,
-    budget: int | None,
-    says: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Ordinary memory serves, or groups stay; one warning names the limit."""
-    backend.allocate_host = Pinned(total, per_call)  # type: ignore[method-assign]
-    with manager_on(backend, host_budget_bytes=budget) as manager:
-        device = str(backend.device)
-        models = {
-            groups: make_model(width=48, groups=groups, device=device)
-            for groups in (("mix", "mlp"), ())
-        }
-
-        def step(is_on: bool, number: int) -> list[Tensor]:
-            inputs = [x.to(device) for x in batches(4, 48, number, 40)]
-            model = models["mix", "mlp"] if is_on else models[()]
-            return run_step(model, inputs, in_flight=3, offload=is_on)
-
-        check_steps(manager, step, moves=budget is None)
-        assert budget is None or manager.statistics().host_allocations == 0
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (says is not None) and all(says in message for message in messages)
-
-
-@pytest.mark.field("F33")
-@on_two_backends
-@pytest.mark.parametrize("in_flight", [1, 4])
-def test_no_allocation_after_the_first_step(backend: Backend, in_flight: int) -> None:
-    asked: list[int] = []
-    allocate = backend.allocate_host
-
-    def counting(nbytes: int) -> Tensor:
-        asked.append(nbytes)
-        return allocate(nbytes)
-
-    backend.allocate_host = counting  # type: ignore[method-assign]
-    with manager_on(backend) as manager:
-        model, after_step = make_model(4, 64, device=str(backend.device)), []
-        for step in range(6):
-            inputs = [x.to(backend.device) for x in batches(6, 64, step, 100)]
-            run_step(model, inputs, in_flight=in_flight)
-            manager.reset()
-            after_step.append(len(asked))
-        assert after_step == [after_step[0]] * 6 and after_step[0] > 0
-        assert manager.statistics().host_allocations == len(asked)
-
-
 # Device memory
 
 
@@ -207,85 +130,6 @@ def test_verify_names_who_holds_what_was_offloaded(
         (message,) = manager.verify()
         assert "group 'part'" in message and "leaf" in message
         y.sum().backward()
-
-
-@pytest.mark.field("F36")
-@on_two_backends
-def test_inputs_of_groups_are_gone_after_backward(
-    backend: Backend, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also those that found no room, whatever the log keeps."""
-    for budget in (None, 0):
-        with manager_on(backend, host_budget_bytes=budget) as manager:
-            y, held = sine_of_product(manager)
-            storage = weakref.ref(held.pop().untyped_storage())
-            y.sum().backward()
-            del y
-            settle(manager)
-            assert storage() is None
-    assert "find no room" in caplog.records[0].getMessage()
-
-
-class Sampled(torch.autograd.Function):
-    """Identity; its backward notes what is on the device unused."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[int]) -> Tensor:
-        ctx.seen = seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        manager = PipelineOffloadManager.get_instance()
-        ctx.seen.append(manager.statistics().bytes_reloaded_unused)
-        return gradient, None
-
-
-@pytest.mark.field("F37")
-@on_two_backends
-@pytest.mark.parametrize("num_tensors", [1, 3, None])
-@pytest.mark.parametrize("limit", ["fraction", "margin and bytes"])
-def test_no_more_than_the_window_is_reloaded_and_unused(
-    backend: Backend, num_tensors: int | None, limit: str
-) -> None:
-    """Forward a, b, c, d of every microbatch, of which only some are on the host."""
-    nbytes = 4 * 6 * 4
-    window: int | str = "auto" if num_tensors is None else num_tensors * nbytes
-    fraction, delta = (0.5, 0) if limit == "fraction" else (1.0, 4 * nbytes)
-    options = {
-        "prefetch_bytes": window,
-        "max_in_flight_bytes": 0,  # or sources are used themselves
-        "activation_offload_fraction": fraction,
-        "delta_offload_bytes_across_pp_ranks": delta,
-    }
-    with manager_on(backend, **options) as manager:
-        manager.step.pipeline_rank = 1
-        weights = [nn.Parameter(w) for w in make_inputs(4, length=6, device=backend.device)]
-        seen: list[int] = []
-        offloaded: list[int] = []
-
-        def step(is_on: bool, number: int) -> list[Tensor]:
-            leaves, losses = make_inputs(3, step=number, device=backend.device), []
-            for leaf in leaves:
-                begin(is_on)
-                h = leaf.requires_grad_()
-                for name, weight in zip("abcd", weights, strict=True):
-                    h = part(name, h, weight, is_on)
-                    h = Sampled.apply(h, seen) if is_on else h
-                losses.append(h.square().mean())
-            for loss in losses:
-                loss.backward()
-            offloaded.append(manager.statistics().bytes_offloaded)
-            return gradients(*leaves, *weights)
-
-        check_steps(manager, step, steps=4)
-        if num_tensors is None:  # the wider window is what brings more
-            assert max(seen) > 3 * nbytes
-        else:
-            assert max(seen) <= num_tensors * nbytes
-        first, last = offloaded[1] - offloaded[0], offloaded[7] - offloaded[6]
-        assert 0 < last < first, "some groups stay"
-        assert manager.statistics().prefetched_reloads > 0
 
 
 @pytest.mark.field("F61")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -18,8 +17,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
     GroupStateError,
     PipelineOffloadManager,
     fine_grained_offloading_disable_offload,
@@ -33,6 +30,7 @@ def commit(y: Tensor, name: str, is_on: bool = True) -> Tensor:
 
 
 # F19: groups that interleave, and markers without their counterpart
+
 
 ROW_BYTES = 6 * 4
 """Of one row of an input; groups save different numbers of rows, so bytes tell them apart."""
@@ -107,32 +105,6 @@ def test_each_group_keeps_its_own(
     check_steps(manager, step)
 
 
-@pytest.mark.field("F19")
-@on_two_backends
-@pytest.mark.parametrize("is_first_first", [True, False])
-def test_one_name_open_for_two_microbatches(
-    manager: PipelineOffloadManager, is_first_first: bool
-) -> None:
-    """Each commit is of its own chunk, whichever is current."""
-    leaves = [x.requires_grad_() for x in make_inputs(2, device=manager.backend.device)]
-    opened = []
-    for leaf in leaves:
-        begin()
-        chunk = manager.cur_forward_chunk()
-        h = FineGrainedOffloadingGroupStartFunction.apply(leaf * 2, chunk, "a")
-        with manager:
-            opened.append((chunk, h.sin()))
-        del h
-    for chunk, y in opened if is_first_first else opened[::-1]:
-        before = manager.statistics().bytes_offloaded
-        FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "a", None, False)
-        assert manager.statistics().bytes_offloaded == before + leaves[0].nbytes
-    for _, y in opened:
-        y.sum().backward()
-    expected = [torch.autograd.grad((x * 2).sin().sum(), x)[0] for x in leaves]
-    assert same_bits([x.grad for x in leaves], expected)
-
-
 def commit_without_start(h: Tensor) -> Tensor:
     return commit(h.sin(), "a")
 
@@ -192,6 +164,7 @@ def test_a_marker_without_its_counterpart(
 
 
 # F26: disabled and enabled
+
 
 PLACES = (
     *("before start", "inside, first", "inside, last"),
@@ -363,29 +336,3 @@ def test_a_reset_or_a_new_microbatch_inside_a_scope(
     begin()
     Chain("a", 2, device=device)(x).sum().backward()
     assert manager.statistics().bytes_offloaded > 0
-
-
-@pytest.mark.field("F51")
-@on_two_backends
-def test_scopes_belong_to_their_thread(manager: PipelineOffloadManager) -> None:
-    """Neither hooks nor the chunk of one thread are those of another, which is told."""
-    device = manager.backend.device
-    x, other = make_inputs(2, device=device)
-    begin()
-
-    def elsewhere() -> Tensor:
-        assert hook_depth() == 0
-        leaf = other.clone().requires_grad_()
-        with pytest.raises(GroupStateError, match="without a chunk on thread"):
-            group(leaf, torch.sin)
-        leaf.sin().sum().backward()
-        return leaf.grad
-
-    h = x.requires_grad_() * 1
-    with off_interface(True, h, "here") as h:
-        y = h.sin()
-        with ThreadPoolExecutor(1) as thread:
-            gradient = thread.submit(elsewhere).result()
-    commit(y, "here").sum().backward()
-    assert manager.statistics().bytes_offloaded == h.nbytes
-    assert same_bits([gradient, x.grad], [other.cos(), x.detach().cos()])

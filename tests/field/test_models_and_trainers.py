@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 from conftest import on_two_backends, skip_on_emulated
 from helpers.scenarios import begin
-from helpers.sessions import gradients
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -21,103 +18,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, configure, offload_modules
 from pp_offload.backends import Backend
-from pp_offload.offload_model import OffloadModel
-
-# F11: a model in slices
-
-
-class Swap(nn.Module):
-    """Takes a tuple, gives a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, y = pair
-        return torch.tanh(self.linear(y)), x
-
-
-class Sum(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]
-
-
-def linears(*others: nn.Module) -> nn.Sequential:
-    """A linear layer before each of the others."""
-    return nn.Sequential(*(m for other in others for m in (nn.Linear(6, 6), other)))
-
-
-def shared() -> nn.Sequential:
-    model = linears(nn.Tanh(), nn.Tanh(), nn.Tanh())
-    model[4].weight = model[0].weight
-    return model
-
-
-def frozen() -> nn.Sequential:
-    model = linears(nn.Tanh(), nn.Tanh(), nn.Tanh())
-    for parameter in (*model[4].parameters(), model[0].weight):
-        parameter.requires_grad_(False)
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Sequential]] = {
-    "tanh": lambda: linears(nn.Tanh(), nn.Tanh()),
-    "last dimension of one": lambda: linears(nn.Tanh(), nn.Linear(6, 1)),
-    "batch norm counts once": lambda: linears(nn.BatchNorm1d(6), nn.Tanh()),
-    "random numbers": lambda: linears(nn.Dropout(0.4), nn.Dropout(0.4)),
-    "tuples": lambda: nn.Sequential(Swap(), Swap(), Swap(), Sum()),
-    "integers": lambda: nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 6)),
-    "shared parameters": shared,
-    "frozen parameters": frozen,
-}
-
-
-def call_of(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    if name == "integers":
-        return model((x.detach().abs() * 3).long().clamp(max=8))
-    return model((x, y)) if name == "tuples" else model(x)
-
-
-@pytest.mark.field("F11")
-@on_two_backends
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_a_model_in_slices(backend: Backend, num_slices: int, again: bool, name: str) -> None:
-    """As the whole one, in two forwards before their backwards; gradients of inputs as well."""
-    with backend.activate():
-        torch.manual_seed(1)
-        plain = MODELS[name]().to(backend.device)
-        if name == "shared parameters":
-            plain[4].weight = plain[0].weight
-        sliced = OffloadModel(
-            copy.deepcopy(plain),
-            device=backend.device,
-            backend=backend,
-            num_slices=num_slices,
-            checkpoint_activation=again,
-        )
-
-        def step(model: nn.Module, requires_grad: bool) -> list[Tensor]:
-            torch.manual_seed(3)
-            inputs = [
-                torch.randn(4, 6).to(backend.device).requires_grad_(requires_grad) for _ in range(4)
-            ]
-            outputs = [call_of(name, model, *inputs[i : i + 2]) for i in (0, 2)]
-            for output in outputs:
-                output.square().sum().backward()
-            results = [*(output.detach() for output in outputs), *gradients(*inputs)]
-            return [t.cpu() for t in (*results, *gradients(*model.parameters()), *model.buffers())]
-
-        for requires_grad in (True, False):
-            assert same_bits(step(sliced, requires_grad), step(plain, requires_grad))
-        with torch.no_grad():
-            x, y = torch.randn(2, 4, 6).to(backend.device)
-            output = call_of(name, sliced.eval(), x, y)
-            assert not output.requires_grad
-            assert torch.equal(output, call_of(name, plain.eval(), x, y))
-
 
 # F44: a group that does nothing
 
@@ -195,6 +95,7 @@ def test_the_rest_is_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # F46: the Trainer of Hugging Face: two microbatches a step, and an evaluation after it
+
 
 CHECKPOINTS: dict[str, dict[str, Any] | None] = {
     "none": None,

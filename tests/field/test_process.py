@@ -27,6 +27,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import CpuBackend, ForkedError, OffloadConfig, PipelineOffloadManager
 from pp_offload.testing import SimulatedBackend
 
+
 directory, tier, kind = sys.argv[2:5]
 config = OffloadConfig(
     min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=directory if tier == "disk" else None,
@@ -38,18 +39,22 @@ PipelineOffloadManager.OFFLOAD_MGR = manager
 disk = manager.offloader.engine.mover.tier.disk if tier == "disk" else None
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
+
 def is_right(step):
     inputs = batches(4, 32, step, length=9 + step)
     expected = run_step(plain, inputs, in_flight=2, offload=False)
     return same_bits(run_step(model, inputs, in_flight=2), expected)
 
+
 def forward(step=0):
     off_interface.init_chunk_handler(None, None, 1)
     return model(batches(1, 32, step)[0]).sum()
 
+
 def graph():
     off_interface.reset()
     return forward()
+
 
 def in_child(work):
     sys.stdout.flush()
@@ -65,6 +70,7 @@ def in_child(work):
             sys.stdout.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
 
 written, gate = [], threading.Event()
 def slow(fd, data, offset):
@@ -87,40 +93,6 @@ def printed_by(
     result = processes.run(command, tmp_path / "out")
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
     return result.stdout.splitlines()
-
-
-# F22: a summary over ranks
-
-
-@pytest.mark.field("F22")
-@pytest.mark.parametrize("is_empty", ["no groups", "no steps"])
-def test_a_summary_over_ranks_does_not_hang(is_empty: str, tmp_path: Path) -> None:
-    """A rank without groups, or that ran no step, joins the table of both."""
-    code = f"""
-        import torch.distributed as dist
-        from pp_offload import print_offload_summary_table, summary_table
-        def rank(number):
-            dist.init_process_group(
-                "gloo", init_method="file://" + directory + "/store", rank=number, world_size=2
-            )
-            if number == 0:
-                is_right(0)
-            elif {is_empty!r} == "no groups":
-                run_step(plain, batches(4, 32))
-            manager.reset()
-            print_offload_summary_table(manager.offload_summary_bytes)
-            table = summary_table()
-            print(bool(manager.offload_summary_bytes) == (number == 0), "mix" in table)
-            dist.destroy_process_group()
-        pid = os.fork()
-        rank(int(pid == 0))
-        sys.stdout.flush()
-        if pid == 0:
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        """
-    lines = printed_by(code, tmp_path, "host")
-    assert [line for line in lines if line.startswith(("True", "False"))] == ["True True"] * 2
 
 
 # F68: a table that not all ranks ask for
@@ -170,39 +142,6 @@ def test_ranks_that_do_not_ask_for_the_table_are_named(tmp_path: Path) -> None:
 
 
 # F58: forked processes
-
-
-@pytest.mark.field("F58")
-@pytest.mark.parametrize(
-    ("tier", "kind"), [("host", "cpu"), ("disk", "late"), ("disk", "eager"), ("disk", "cpu")]
-)
-def test_a_forked_process_trains_at_once(tmp_path: Path, tier: str, kind: str) -> None:
-    """A graph of the other process raises there, and stays good where it was made."""
-    lines = printed_by(
-        """
-        assert is_right(0) and is_right(1)
-        living, parent = graph(), os.getpid()
-        def work():
-            manager = PipelineOffloadManager.get_instance()
-            assert manager.config == config
-            print(is_right(0), is_right(2), manager.statistics().bytes_offloaded > 0)
-            print(manager.statistics().disk_bytes_in_use, manager.statistics().host_bytes_in_use)
-            try:
-                living.backward()
-            except ForkedError as error:
-                print(str(parent) in str(error) and str(os.getpid()) in str(error))
-            model.zero_grad()
-            print(is_right(1), in_child(lambda: print(is_right(2))))
-        print(in_child(work))
-        model.zero_grad()
-        living.backward()
-        got = [p.grad.clone() for p in model.parameters()]
-        plain(batches(1, 32)[0]).sum().backward()
-        print(same_bits(got, [p.grad for p in plain.parameters()]))
-        """,
-        *(tmp_path, tier, kind),
-    )
-    assert lines == ["True True True", "0 0", "True", "True", "True 0", "0", "True"]
 
 
 @pytest.mark.field("F58")

@@ -21,8 +21,10 @@ from pp_offload.backends import Backend
 
 # F09: a release of one view
 
+
 Split = Callable[[Tensor], Sequence[Tensor]]
 """The view that is released, and the one that is read later."""
+
 
 SPLITS: dict[str, Split] = {
     "halves": lambda h: h.chunk(2),
@@ -96,6 +98,7 @@ def test_a_sibling_of_what_was_released(
 
 # F23: memory of others
 
+
 Made = tuple[Tensor, Any]
 """A tensor in memory that is not torch's own, and who else looks at it."""
 
@@ -149,44 +152,8 @@ def test_memory_of_others_is_not_released(
         assert "forced_released_tensors" in warning and "(4, 6)" in warning
 
 
-# F34: saved several times
-
-
-@pytest.mark.field("F34")
-@on_two_backends
-@pytest.mark.parametrize("groups", [[range(3)], [[0], [1, 2]], [[0], [1], [2]]], ids=len)
-def test_one_copy_of_what_several_operators_save(
-    manager: PipelineOffloadManager, groups: Sequence[Sequence[int]]
-) -> None:
-    """In one group or over several; the input is used outside as well, as x in x + f(x)."""
-
-    def step(is_on: bool, number: int) -> list[Tensor]:
-        x, *values = make_inputs(4, step=number, device=manager.backend.device)
-        x, weights = x.requires_grad_(), [nn.Parameter(value) for value in values]
-        begin(is_on)
-        before = manager.statistics().bytes_offloaded
-        h = x * 2
-        y = h
-        for place, members in enumerate(groups):
-            y = y + group(
-                h,
-                lambda h, members=members: sum((h * weights[i] for i in members), start=h * 0),
-                is_on,
-                f"group {place}",
-            )
-        del h
-        if is_on and number == 0:  # later the plan keeps the last group
-            statistics = manager.statistics()
-            assert statistics.live_tensors == 1
-            assert statistics.host_bytes_in_use == x.nbytes
-            assert statistics.bytes_offloaded - before == x.nbytes
-        y.sum().backward()
-        return gradients(x, *weights)
-
-    check_steps(manager, step)
-
-
 # F60: shared by groups
+
 
 TABLES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "as it is": lambda table, number: table,

@@ -19,11 +19,9 @@ from helpers.scenarios import begin, hook_depth
 from helpers.sessions import frequent_switches, group
 from helpers.threaded import (
     KINDS,
-    TABLE,
     Lockstep,
     Net,
     assert_all_idle,
-    block,
     gradients,
     input_of,
     manager_of,
@@ -43,8 +41,10 @@ from pp_offload import (
 
 NUM_THREADS = 4
 
+
 Graph = tuple[Net, Tensor, Tensor]
 """A model, its input and its loss."""
+
 
 # F54: threads through one manager
 
@@ -86,41 +86,6 @@ def check_next_step(manager: PipelineOffloadManager) -> None:
 
 
 @pytest.mark.field("F54")
-@pytest.mark.parametrize("window_bytes", [None, 4096])
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_and_backward_in_threads(
-    kind: str, window_bytes: int | None, tmp_path: Path
-) -> None:
-    """Of a model each; of graphs of one thread; and of one graph with four heads."""
-
-    def microbatches(step: int, number: int) -> None:
-        for later in range(step, step + 3):
-            check_backward(forward(number, later), number, later)
-
-    def heads(step: int, is_on: bool) -> list[Callable[[], Tensor]]:
-        begin(is_on)
-        leaf = h = input_of(0, step).requires_grad_()
-        for weight in Net(0).weights:
-            h = block(h, weight.detach(), TABLE, is_on)
-        sums = [(h * (number + 1)).square().sum() for number in range(NUM_THREADS)]
-        return [lambda s=s: torch.autograd.grad(s, leaf, retain_graph=True)[0] for s in sums]
-
-    with frequent_switches(), manager_of(kind, tmp_path, window_bytes=window_bytes) as manager:
-        for step in range(6):
-            manager.reset()
-            all_at_once(partial(microbatches, step))
-            graphs = [forward(number, step) for number in range(NUM_THREADS)]
-            all_at_once(lambda n, graphs=graphs, step=step: check_backward(graphs[n], n, step))
-            with_offload = heads(step, True)
-            got = all_at_once(lambda number, heads=with_offload: heads[number]())
-            assert same_bits(got, [head() for head in heads(step, False)]), step
-            del graphs, with_offload
-        manager.reset()
-        assert_all_idle(manager)
-        check_next_step(manager)
-
-
-@pytest.mark.field("F54")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_thread_with_steps_of_its_own(kind: str, tmp_path: Path) -> None:
     """A ``reset`` inside the step of another names the threads, and changes nothing."""
@@ -138,36 +103,6 @@ def test_every_thread_with_steps_of_its_own(kind: str, tmp_path: Path) -> None:
     with frequent_switches(), manager_of(kind, tmp_path) as manager:
         all_at_once(run)
         assert all(str(ident) in text for ident, text in refusals)
-        check_next_step(manager)
-
-
-@pytest.mark.field("F54")
-@pytest.mark.parametrize("num_steps", [30, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["host", "copy threads", "host and disk"])
-def test_graphs_change_hands(kind: str, num_steps: int, tmp_path: Path) -> None:
-    """Between forward and backward, in steps with a shape of their own each."""
-    with frequent_switches(), manager_of(kind, tmp_path, window_bytes=6000) as manager:
-        barrier = Lockstep(NUM_THREADS)
-        next_step = Lockstep(NUM_THREADS, action=manager.reset)
-        graphs: list[Any] = [None] * NUM_THREADS
-        models = [Net(number) for number in range(NUM_THREADS)]
-
-        def run(number: int) -> None:
-            try:
-                for step in range(num_steps):
-                    next_step.wait()
-                    graphs[number] = forward(number, step % 40, models[number])
-                    barrier.wait()
-                    whose = (number + step) % NUM_THREADS
-                    mine, graphs[whose] = graphs[whose], None
-                    check_backward(mine, whose, step % 40)
-                    del mine
-            except BaseException:
-                next_step.abort()
-                raise
-
-        on_threads([partial(run, number) for number in range(NUM_THREADS)], barrier)
-        manager.reset()
         check_next_step(manager)
 
 
@@ -196,6 +131,7 @@ class Part(nn.Module):
 @pytest.mark.parametrize("is_marked", [True, False], ids=["markers", "modules"])
 def test_evaluation_beside_training(is_marked: bool, without_grad: Any, tmp_path: Path) -> None:
     """The forwards of both meet inside every group, and go on in any order.
+
 
     With grad and without a chunk, the second forward is told so, in its own thread.
     """
@@ -344,6 +280,7 @@ def test_no_python_code_where_autograd_frees_what_it_saved(kind: str, tmp_path: 
 
 
 # F57: an interrupt at any line
+
 
 LINES = folders("_core", "_groups", "_megatron", "_activations")
 
