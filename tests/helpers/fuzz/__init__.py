@@ -1,1 +1,1 @@
-"""Random programs: how they are drawn, run and made smaller."""
+"""Random programs: what they are and how they are drawn, run and made smaller."""

@@ -1,28 +1,25 @@
 """Many programs, and the smallest of those that fail.
 
-report = explore(seed=1, programs=500)
-report.failure  # a Failure, whose script runs the smallest program that fails as it does
+totals = explore(seed=1, programs=500)
+totals.failures  # each a Failure, whose script runs the smallest program that fails as it does
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
-from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from helpers.fuzz.draw import programs as drawn_programs
-from helpers.fuzz.programs import Program, script
+from helpers.fuzz.programs import Program, drawn, script, simpler
 from helpers.fuzz.run import Report, check
 
 CHUNK = 250
@@ -45,12 +42,11 @@ class Failure:
 class Totals:
     """What was run: counts by what they are of, and programs that failed."""
 
-    def __init__(self, failures: Sequence[Failure] = ()) -> None:
+    def __init__(self, *failures: Failure) -> None:
         self.counts = Counter[str]()
         self.failures = list(failures)
 
     def add(self, report: Report) -> None:
-        self.counts["programs"] += 1
         self.counts["operations"] += report.num_ops
         self.counts["offloaded"] += report.statistics.bytes_offloaded > 0
         self.counts["computed again"] += report.statistics.bytes_computed_again > 0
@@ -67,92 +63,83 @@ class Totals:
         )
 
 
-def explore(number: int, programs: int, backend: str | None = None) -> Totals:
+def explore(seed: int, programs: int, backend: str | None = None) -> Totals:
     """Run programs drawn from a seed, until one fails; that one is made small.
 
     Args:
-        number: The seed.
+        seed: Of the programs.
         programs: How many.
         backend: Which runs them all; None for the one that each was drawn with.
     """
-    totals, failed = Totals(), []
-
-    @seed(number)
-    @settings(
-        max_examples=programs,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
-    @given(drawn_programs())
-    def run(program: Program) -> None:
-        program = program if backend is None else replace(program, backend=backend)
-        try:
-            report = check(program)
-        except Exception as error:
-            if not failed:  # at once, for to make it small may take minutes
-                sys.stderr.write(f"{type(error).__name__}: {error}\n{script(program)}\n")
-            failed.append(Failure(program, f"{type(error).__name__}: {error}"))
-            raise
-        if not failed:
-            totals.add(report)
-
+    totals = Totals()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            run()
-        except Exception:
-            if not failed:
-                raise
+        for number in range(programs):
+            program = drawn(random.Random(f"{seed} {number}"))
+            program = program if backend is None else replace(program, backend=backend)
             totals.counts["programs"] += 1
-            totals.failures.append(failed[-1])
+            try:
+                totals.add(check(program))
+            except Exception as error:
+                # At once, for to make it small may take minutes.
+                sys.stderr.write(f"{type(error).__name__}: {error}\n{script(program)}\n")
+                totals.failures.append(shrunk(Failure(program, text_of(error)), type(error)))
+                break
     return totals
 
 
+def text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def shrunk(failure: Failure, kind: type[Exception]) -> Failure:
+    """The smallest program that raises an error of this kind, of those that lead there."""
+    at, num_tried = 0, 0
+    while True:
+        candidates = list(simpler(failure.program))
+        if num_tried >= len(candidates):
+            return failure
+        candidate = candidates[at % len(candidates)]
+        try:
+            check(candidate)
+        except kind as error:
+            failure, num_tried = Failure(candidate, text_of(error)), 0
+        except Exception:  # it means nothing, such as one without a stage
+            at, num_tried = at + 1, num_tried + 1
+        else:
+            at, num_tried = at + 1, num_tried + 1
+
+
 def long_run(
-    number: int, programs: int, jobs: int, backend: str | None, say: Callable[[str], object]
+    seed: int, programs: int, jobs: int, backend: str | None, say: Callable[[str], object]
 ) -> Totals:
     """Run programs in several processes; stops at the first failure.
 
     Args:
-        number: The seed; each chunk of programs gets its own, drawn from it.
+        seed: Each chunk of programs gets its own, made of it.
         programs: How many.
         jobs: Processes.
         backend: See :func:`explore`.
         say: Is told how far it is, and what it came to.
     """
     start, totals = time.perf_counter(), Totals()
-    for done in in_processes(chunks(number, programs, backend), jobs):
+    for done in in_processes(seed, programs, jobs, backend):
         totals.merge(done)
         say(f"\r{totals}, {time.perf_counter() - start:.0f} s ")
         if totals.failures:
             break
-    seconds = time.perf_counter() - start
-    say(f"\r{totals}; {seconds:.0f} s, seed {number}\n")
+    say(f"\r{totals}; {time.perf_counter() - start:.0f} s, seed {seed}\n")
     return totals
 
 
-def chunks(number: int, programs: int, backend: str | None) -> Iterator[tuple[Any, ...]]:
-    """What :func:`explore` is called with, chunk by chunk."""
-    for index, begin in enumerate(range(0, programs, CHUNK)):
-        yield number * 1_000_003 + index, min(CHUNK, programs - begin), backend
-
-
-def in_processes(work: Iterator[tuple[Any, ...]], jobs: int) -> Iterator[Totals]:
-    """The totals of each chunk, as they come."""
+def in_processes(seed: int, programs: int, jobs: int, backend: str | None) -> Iterator[Totals]:
+    """The totals of each chunk, in order."""
+    begins = range(0, programs, CHUNK)
+    seeds = [seed * 1_000_003 + number for number in range(len(begins))]
+    sizes = [min(CHUNK, programs - begin) for begin in begins]
     context = get_context("spawn")  # a fork copies no threads, and torch has some
     with ProcessPoolExecutor(jobs, context, initializer=partial(torch.set_num_threads, 1)) as pool:
-        running: set[Future[Totals]] = set()
         try:
-            while True:
-                for arguments in islice(work, jobs - len(running)):
-                    running.add(pool.submit(explore, *arguments))
-                if not running:
-                    return
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
+            yield from pool.map(partial(explore, backend=backend), seeds, sizes)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

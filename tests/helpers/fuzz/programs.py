@@ -1,16 +1,21 @@
-"""Programs as data: what the fuzzer runs, shrinks and prints.
+"""Programs as data: frozen records of plain values, drawn from a seed.
 
-A program is a tree of frozen records of plain values; its ``repr`` is the Python that makes it.
 A number that picks something is taken modulo what there is, 0 being the latest, so a program means
 something whatever part of it was taken away.
 
-    print(script(program))  # a file that runs the program
+program = drawn(random.Random(7))
+print(script(program))              # a file that runs the program
+for smaller in simpler(program): ...
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from helpers.fuzz.operators import CHANGES, COMPUTES
 
 
 class Record:
@@ -22,12 +27,12 @@ class Record:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-# What a stage's forward does. It works on a list of tensors, the first of which is its input.
+# The forward of a stage. It works on a list of tensors, the first of which is its input.
 
 
 @dataclass(frozen=True, repr=False)
-class Compute(Record):
-    """Add a tensor made of two others."""
+class Do(Record):
+    """Append a tensor made of two others; or change one in place; or forget it (``free``)."""
 
     kind: str
     a: int = 0
@@ -35,59 +40,30 @@ class Compute(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class Change(Record):
-    """Change a tensor in place."""
+class Group(Record):
+    """Parts of which saved tensors leave."""
 
-    kind: str
-    a: int = 0
-
-
-@dataclass(frozen=True, repr=False)
-class Enter(Record):
-    """Start a group; what is saved from here on joins it."""
-
+    body: Body
     name: str = "a"
-
-
-@dataclass(frozen=True, repr=False)
-class Exit(Record):
-    """Leave the innermost scope."""
-
-
-@dataclass(frozen=True, repr=False)
-class Commit(Record):
-    """Commit an open group."""
-
-    name: str = "a"
-    is_delayed: bool = False
+    commit: str = "at once"
+    """Or ``delayed``, ``at the end`` of the forward, ``never``."""
     release: int | None = None
     """A tensor that is force-released, and not used by the forward any more."""
 
 
 @dataclass(frozen=True, repr=False)
-class Free(Record):
-    """Forget a tensor."""
-
-    a: int = 0
-
-
-@dataclass(frozen=True, repr=False)
 class Region(Record):
-    """Run parts under a checkpoint, which runs them again in backward; add the last tensor.
+    """Parts under a checkpoint, which runs them again in backward; appends their last tensor."""
 
-    The parts work on a list of their own, which begins with the tensors of the forward, and change
-    no tensor in place: PyTorch would compute another result when it runs them again.
-    """
-
-    body: Body = ()
+    body: Body
     by: str = "torch"
-    """Whose checkpoint: PyTorch's, PyTorch's reentrant one, or ours."""
+    """Whose checkpoint: PyTorch's, PyTorch's ``reentrant`` one, or ``ours``."""
 
 
-Part = Compute | Change | Enter | Exit | Commit | Free | Region
+Part = Do | Group | Region
 Body = tuple[Part, ...]
 
-# What a step does.
+# A step
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,9 +78,9 @@ class Forward(Record):
     is_held: bool = False
     """Whether its tensors stay referenced."""
     fails_at: int | None = None
-    """Raise before this part of the body."""
+    """Raise before this part."""
     backward_fails_at: int | None = None
-    """Raise when backward comes to this part of the body."""
+    """Raise when backward comes to this part."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,49 +93,23 @@ class Backward(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class Evaluate(Record):
-    """A forward without grad."""
-
-    stage: int = 0
-    variant: int = 0
-    rows: int = 2
-
-
-@dataclass(frozen=True, repr=False)
-class Touch(Record):
-    """Change in place a tensor of a microbatch that waits for its backward."""
-
-    kind: str
-    pick: int = 0
-    a: int = 0
-
-
-@dataclass(frozen=True, repr=False)
-class Drop(Record):
-    """Forget a microbatch without a backward."""
-
-    pick: int = 0
-
-
-@dataclass(frozen=True, repr=False)
 class Call(Record):
-    """Flush delayed commits, enable or disable offload, or finish all copies."""
+    """``evaluate`` without grad; ``touch`` a tensor of a waiting microbatch in place, or ``drop``
+    the microbatch; or what the engine has of that name.
+    """
 
-    what: Literal["flush", "enable", "disable", "synchronize"] = "flush"
-
-
-Op = Forward | Backward | Evaluate | Touch | Drop | Call
+    what: str = "evaluate"
+    pick: int = 0
+    kind: str = "add_"
 
 
 @dataclass(frozen=True, repr=False)
 class Step(Record):
     """From one reset to the next."""
 
-    ops: tuple[Op, ...] = ()
+    ops: tuple[Forward | Backward | Call, ...] = ()
     rest: str = "fifo"
-    """The backward of microbatches that are not over: ``fifo``, ``lifo``, ``drop``, or ``keep``
-    for the next step.
-    """
+    """Backward of the microbatches that remain: ``fifo``, ``lifo``, ``drop``, or ``keep`` them."""
     catches: bool = False
     """Whether an error ends its operation only; else it ends the step."""
     updates: bool = False
@@ -170,18 +120,19 @@ class Step(Record):
 class Options(Record):
     """Options of the engine, named as there."""
 
-    prefetch_bytes: int | Literal["auto"] = "auto"
-    max_in_flight_bytes: int = 2**29
+    prefetch_bytes: int | str = "auto"
+    max_in_flight_bytes: int | str = "auto"
     host_budget_bytes: int | None = None
     activation_offload_fraction: float = 1.0
+    device_limit_bytes: int | None = None
+    """With a limit, the fraction is left out."""
     tiers: tuple[str, ...] = ("host",)
     verify: bool = False
+    rematerialize: str = "cheap"
     stash: int | None = None
     """With a number, ``OffloadActivations`` with that ``max_fwd_stash_size``, and no groups."""
     is_fine: bool = False
     """Whether thresholds in bytes are as small as the tensors here."""
-    device_limit_bytes: int | None = None
-    """With a limit, the fraction is left out."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,3 +156,127 @@ def script(program: Program) -> str:
         f"program = {program!r}\n"
         "check(program)\n"
     )
+
+
+# Drawing
+
+HOWS = ["weight", "retain", "stage input", "stage weight", "double", "together"]
+
+
+class Draw:
+    """Parts, operations and options from a source of random numbers."""
+
+    def __init__(self, source: random.Random, kinds: Sequence[str]) -> None:
+        self.one_of = source.choice
+        self.number = source.randrange
+        self.kinds = kinds
+        self.again = [kind for kind in kinds if kind != "reads twice"]  # checkpoints refuse it
+
+    def seldom(self, share: int = 6) -> bool:
+        """True once in ``share`` times."""
+        return self.number(share) == 0
+
+    def lines(self, most: int, is_in_region: bool) -> Body:
+        kinds = self.again if is_in_region else self.kinds
+        others = ["free"] if is_in_region else ["free", *CHANGES]  # a region runs again
+        return tuple(
+            Do(self.one_of(others if self.seldom(9) else kinds), self.number(4), self.number(4))
+            for _ in range(1 + self.number(most))
+        )
+
+    def group(self, is_in_region: bool, depth: int = 0) -> Group:
+        body = self.lines(4, is_in_region)
+        if depth == 0 and self.seldom(3):
+            body += (self.group(is_in_region, 1), *self.lines(2, is_in_region))
+        commit = self.one_of(["delayed", "at the end", "never"]) if self.seldom() else "at once"
+        release = self.number(4) if self.seldom() and not is_in_region else None
+        return Group(body, self.one_of("ab"), commit, release)
+
+    def body(self, most: int = 4, is_in_region: bool = False) -> Body:
+        parts: list[Part] = []
+        for _ in range(1 + self.number(most)):
+            if not self.seldom(3):
+                parts.append(self.group(is_in_region))
+            elif is_in_region or self.seldom(2):
+                parts.extend(self.lines(2, is_in_region))
+            else:
+                parts.append(
+                    Region(self.body(3, True), self.one_of(["torch", "reentrant", "ours"]))
+                )
+        return tuple(parts)
+
+    def op(self) -> Forward | Backward | Call:
+        if self.seldom():
+            names = ["evaluate", "touch", "drop", "flush", "synchronize", "enable", "disable"]
+            return Call(self.one_of(names), self.number(4), self.one_of(list(CHANGES)))
+        stream = self.one_of([0, 0, 0, 1, 2])
+        if self.seldom(2):
+            how = self.one_of(HOWS) if self.seldom(2) else "whole"
+            return Backward(how, self.number(4), stream)
+        return Forward(
+            stage=self.number(4),
+            variant=self.number(2),
+            rows=self.one_of([1, 2, 3, 5]),
+            needs_grad=not self.seldom(),
+            stream=stream,
+            is_held=self.seldom(),
+            fails_at=self.number(8) if self.seldom(20) else None,
+            backward_fails_at=self.number(8) if self.seldom(20) else None,
+        )
+
+    def step(self) -> Step:
+        ops = tuple(self.op() for _ in range(1 + self.number(8)))
+        rest = self.one_of(["fifo", "fifo", "fifo", "lifo", "drop", "keep"])
+        return Step(ops, rest, self.seldom(), self.seldom())
+
+    def options(self) -> Options:
+        if self.seldom():
+            return Options()
+        sizes = ["auto", "auto", 0, 64, 300, 10**6]
+        return Options(
+            prefetch_bytes=self.one_of(sizes),
+            max_in_flight_bytes=self.one_of(sizes),
+            host_budget_bytes=self.one_of([0, 512, 1024, 4096]) if self.seldom() else None,
+            activation_offload_fraction=self.one_of([1.0, 1.0, 1.0, 0.5, 0.0]),
+            device_limit_bytes=self.one_of([0, 2000, 8000, 10**6]) if self.seldom() else None,
+            tiers=self.one_of([("host",)] * 6 + [("disk",), ("host", "disk")]),
+            verify=self.seldom(20),
+            rematerialize=self.one_of(["cheap", "cheap", "none"]),
+            stash=self.one_of([None, None, None, 1, 2, 5]),
+            is_fine=self.seldom(2),
+        )
+
+
+def drawn(source: random.Random, kinds: Sequence[str] = tuple(COMPUTES)) -> Program:
+    """A program of up to three stages and four steps, of some kinds of operators."""
+    draw = Draw(source, kinds)
+    num_stages, num_steps = 1 + draw.number(3), 1 + draw.number(4)
+    return Program(
+        tuple(tuple(draw.body() for _ in range(1 + draw.number(2))) for _ in range(num_stages)),
+        tuple(draw.step() for _ in range(num_steps)),
+        draw.one_of(["late", "random", "eager", "cpu", "cpu threads"]),
+        draw.number(100),
+        draw.options(),
+    )
+
+
+# Making smaller
+
+
+def simpler(value: Any) -> Iterator[Any]:
+    """The same with one thing less: a part of a tuple, or a value that is not the default."""
+    if isinstance(value, tuple):
+        for size in (len(value) // 2, 1) if len(value) > 3 else (1,):
+            for begin in range(0, len(value), size):
+                yield value[:begin] + value[begin + size :]
+        for at, item in enumerate(value):
+            inside = [item.body] if isinstance(item, Group | Region) else []
+            for others in (*inside, *((other,) for other in simpler(item))):
+                yield value[:at] + others + value[at + 1 :]
+    elif isinstance(value, Record):
+        for each in fields(value):  # type: ignore[arg-type]
+            present = getattr(value, each.name)
+            if each.default is not MISSING and present != each.default:
+                yield replace(value, **{each.name: each.default})  # type: ignore[type-var]
+            for other in simpler(present):
+                yield replace(value, **{each.name: other})  # type: ignore[type-var]

@@ -5,49 +5,243 @@ check(program)  # raises AssertionError, with what differs
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from conftest import make_backend
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint as torchs
 
-from helpers.fuzz.engines import Plain, offload
-from helpers.fuzz.kinds import CHANGES, COMPUTES, SHAPES, WIDTH
+from helpers.fuzz.operators import CHANGES, COMPUTES, SHAPES, WIDTH
 from helpers.fuzz.programs import (
     Backward,
+    Body,
     Call,
-    Change,
-    Commit,
-    Compute,
-    Drop,
-    Enter,
-    Evaluate,
-    Exit,
+    Do,
     Forward,
-    Free,
+    Group,
+    Options,
     Part,
     Program,
     Region,
     Step,
-    Touch,
 )
-from helpers.sessions import as_bytes
-from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError, checkpoint
-
-AT_END = 10**6
-"""Behind all operations of a step."""
+from helpers.processes import HANG_S
+from helpers.sessions import as_bytes, assert_no_hooks, in_use, unseen
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    GroupStateError,
+    OffloadActivations,
+    OffloadConfig,
+    OffloadStatistics,
+    PipelineOffloadManager,
+    RaceError,
+    SavedTensorModifiedError,
+    checkpoint,
+    use_backend,
+)
 
 CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
     "torch": partial(torchs, use_reentrant=False),
     "reentrant": partial(torchs, use_reentrant=True),
     "ours": checkpoint,
 }
+
+
+# What a program calls: an engine, or nothing
+
+
+class Plain:
+    """The program without offload."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.context: AbstractContextManager[object] = nullcontext()
+        """Around each forward."""
+
+    def reset(self) -> None:
+        """A step begins."""
+
+    def begin(self, num_stages: int, stage: int) -> None:
+        """A forward begins."""
+
+    def scope(self, name: str, x: Tensor) -> AbstractContextManager[object]:
+        """Around the body of a group."""
+        return nullcontext()
+
+    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None:
+        """A group ends."""
+
+    def call(self, what: str) -> None:
+        """``flush``, ``enable``, ``disable`` or ``synchronize``."""
+
+    def on_stream(self, number: int) -> AbstractContextManager[object]:
+        """Another compute stream, ordered with the others on entering and leaving."""
+        return nullcontext()
+
+    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
+        """Change a tensor in place."""
+        how(tensor)
+
+    def check_left(self, is_empty: bool) -> None:
+        """Nothing is in use; ``is_empty`` says that no graph is alive."""
+
+
+class Offload(Plain):
+    """Everything that is saved in a forward leaves: ``OffloadActivations``.
+
+    Args:
+        owner: Of ``statistics()``: the context, or a manager.
+        backend: Where it runs.
+    """
+
+    def __init__(self, owner: Any, backend: Any) -> None:
+        super().__init__(backend.device)
+        self.context = owner
+        self.statistics: Callable[[], OffloadStatistics] = owner.statistics
+        self.backend = backend
+        self._streams = {0: backend.current_stream()}
+
+    @contextmanager
+    def on_stream(self, number: int) -> Iterator[object]:
+        backend, streams = self.backend, self._streams
+        if number == 0 or not hasattr(backend, "new_stream"):
+            yield
+            return
+        if number not in streams:
+            streams[number] = backend.new_stream(f"side {number}")
+        main, side = streams[0], streams[number]
+        side.wait_stream(main)
+        try:
+            with backend.stream(side):
+                yield
+        finally:
+            main.wait_stream(side)
+
+    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
+        # The simulated device would report the race itself; here the engine alone must notice.
+        with unseen(self.backend):
+            how(tensor)
+
+    def call(self, what: str) -> None:
+        if what == "synchronize":
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until all bytes are on the host, or on the disk."""
+        end = time.monotonic() + HANG_S
+        self.backend.synchronize()
+        while self.statistics().bytes_in_flight:
+            assert time.monotonic() < end, "bytes are in flight for ever"
+            self.backend.synchronize()
+
+    def check_left(self, is_empty: bool) -> None:
+        assert_no_hooks()
+        if is_empty and any(in_use(self).values()):
+            self.synchronize()
+            end_failed_backward(self.device)
+            gc.collect()
+            assert not any(in_use(self).values()), f"in use without a graph: {in_use(self)}"
+
+    def finish(self) -> OffloadStatistics:
+        """The program is over: nothing is in use."""
+        self.reset()
+        self.synchronize()
+        self.check_left(True)
+        return self.statistics()
+
+
+class OffloadGroups(Offload):
+    """What is saved in groups leaves."""
+
+    def __init__(self, manager: PipelineOffloadManager, backend: Any) -> None:
+        super().__init__(manager, backend)
+        self.manager, self.context = manager, nullcontext()
+
+    def reset(self) -> None:
+        try:
+            off_interface.reset()
+        except GroupStateError as error:  # a program may leave groups open; the step has begun
+            if "never committed" not in str(error):
+                raise
+
+    def begin(self, num_stages: int, stage: int) -> None:
+        off_interface.init_chunk_handler(num_stages, stage, 1)
+
+    def scope(self, name: str, x: Tensor) -> AbstractContextManager[object]:
+        return off_interface(True, x, name)
+
+    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None:
+        off_interface.group_commit((), name, released, is_delayed)
+
+    def call(self, what: str) -> None:
+        super().call(what)
+        if what == "flush":
+            self.manager.flush_delayed_groups()
+        elif what != "synchronize":
+            self.manager.switch(what == "enable")
+
+
+def end_failed_backward(device: torch.device) -> None:
+    """Where a backward raised, autograd's queue holds the rest of its graph until the next."""
+    torch.ones((), requires_grad=True, device=device).backward()
+
+
+@contextmanager
+def offload(program: Program) -> Iterator[Offload]:
+    """The engine that the program is to run on."""
+    options, backend = program.options, make_backend(program.backend, program.seed)
+    with ExitStack() as stack:
+        logger = logging.getLogger("pp_offload")
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # no warning of what stays
+        if options.is_fine:
+            stack.enter_context(fine_thresholds())
+        if options.stash is None:
+            manager = stack.enter_context(use_backend(backend, config=config_of(options)))
+            yield OffloadGroups(manager, backend)
+        else:
+            stack.enter_context(backend.activate())
+            size, config = options.stash, config_of(options)
+            context = OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=size, config=config, backend=backend
+            )
+            yield Offload(context, backend)
+
+
+def config_of(options: Options) -> OffloadConfig:
+    """The engine's options."""
+    names = ["prefetch_bytes", "max_in_flight_bytes", "host_budget_bytes", "device_limit_bytes"]
+    names += ["tiers", "verify", "rematerialize"]
+    if options.device_limit_bytes is None:
+        names.append("activation_offload_fraction")
+    given = {name: getattr(options, name) for name in names}
+    return OffloadConfig(min_offloaded_tensor_size=1, **given)
+
+
+@contextmanager
+def fine_thresholds() -> Iterator[None]:
+    """Tensors of a program are tiny; sizes that decide something become as small."""
+    with (
+        patch("pp_offload._core.window.SMALL_BYTES", 64),
+        patch("pp_offload._core.bound.SMALL_BYTES", 64),
+        patch("pp_offload._core.tensors.MAX_PADDING_BYTES", 8),
+        patch("pp_offload._memory.host_pool.HostPool.min_slab_bytes", 1024),
+    ):
+        yield
+
+
+# A forward
 
 
 class Boom(Exception):
@@ -66,17 +260,92 @@ class FailsInBackward(torch.autograd.Function):
         raise Boom
 
 
+@dataclass
+class Frame:
+    """A forward that runs."""
+
+    tensors: list[Tensor]
+    weights: list[Tensor]
+    engine: Plain
+    fails_at: int | None = None
+    backward_fails_at: int | None = None
+    num_parts: int = 0
+    released: list[Tensor] = field(default_factory=list)
+    """Force-released tensors; held, and not looked at."""
+    open_groups: list[Group] = field(default_factory=list)
+    """To be committed at the end."""
+
+    def run(self, body: Body) -> Tensor:
+        """All parts and the commits at the end; the last tensor."""
+        for part in body:
+            self.do(part)
+        for group in self.open_groups:
+            self._commit(group)
+        return self.tensors[-1]
+
+    def pick(self, number: int) -> Tensor:
+        return self.tensors[-1 - number % len(self.tensors)]
+
+    def do(self, part: Part) -> None:
+        if self.num_parts == self.fails_at:
+            raise Boom
+        if self.num_parts == self.backward_fails_at:
+            self.tensors.append(FailsInBackward.apply(self.pick(0)))
+        self.num_parts += 1
+        match part:
+            case Do(kind="free"):
+                if len(self.tensors) > 1:
+                    self.tensors.pop(-1 - part.a % len(self.tensors))
+            case Do() if part.kind in CHANGES:
+                self.engine.change(self.pick(part.a), CHANGES[part.kind])
+            case Do():
+                a, b = self.pick(part.a), self.pick(part.b)
+                self.tensors.append(COMPUTES[part.kind](a, b, self.weights))
+            case Group():
+                with self.engine.scope(part.name, self.pick(0)):
+                    for inner in part.body:
+                        self.do(inner)
+                if part.commit == "at the end":
+                    self.open_groups.append(part)
+                elif part.commit != "never":
+                    self._commit(part)
+            case Region():
+                self._region(part)
+
+    def _commit(self, group: Group) -> None:
+        released: list[Tensor] = []
+        if group.release is not None:
+            tensor = self.pick(group.release)
+            rest = [other for other in self.tensors if other is not tensor]
+            if rest:
+                self.tensors, released = rest, [tensor]
+                self.released.append(tensor)
+        self.engine.commit(group.name, released, group.commit == "delayed")
+
+    def _region(self, region: Region) -> None:
+        num, engine = len(self.tensors), self.engine
+
+        def run(*given: Tensor) -> Tensor:
+            return Frame(list(given[:num]), list(given[num:]), engine).run(region.body)
+
+        # Weights are handed over, too: if one is changed, autograd is to notice.
+        y = CHECKPOINTS[region.by](run, *self.tensors, *self.weights)
+        if not any(y is tensor for tensor in self.tensors):
+            self.tensors.append(y)
+
+
+# A backward: each kind says whether the microbatch is done
+
+
 @dataclass(eq=False)
-class Slot:
-    """A microbatch on a stage, from its forward to the end of its backward."""
+class Microbatch:
+    """On a stage, from its forward to the end of its backward."""
 
     stage: int
     x: Tensor
     y: Tensor
-    held: list[Tensor]
-    """What its forward made, if that is kept."""
-    released: list[Tensor]
-    """What was force-released; kept, and not looked at."""
+    frame: Frame
+    """Its forward's, whose tensors are held, or none."""
     next_x: Tensor | None = None
     """The leaf that the next stage made of ``y``."""
     parts: list[dict[str, Any]] | None = None
@@ -93,193 +362,62 @@ class Slot:
         return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
 
 
-@dataclass
-class Entry:
-    """What one operation gave."""
-
-    at: int
-    said: str
-    """The error it raised, or an empty text."""
-    tensors: list[Tensor] = field(default_factory=list)
-    is_refused: bool = False
-    """Whether it was refused because a saved tensor was changed in place."""
-
-    def differs(self, other: Entry) -> str:
-        """The difference; empty if there is none."""
-        if (self.at, self.said) != (other.at, other.said):
-            return f"operation {self.at} said {self.said!r}, expected {other.said!r}"
-        if len(self.tensors) != len(other.tensors):
-            return f"operation {self.at} ({self.said}) gave another number of tensors"
-        for number, (got, expected) in enumerate(zip(self.tensors, other.tensors, strict=True)):
-            if not same_bits(got, expected):
-                where = f"operation {self.at} ({self.said}), tensor {number}"
-                return f"{where} is\n{got}\nexpected\n{expected}"
-        return ""
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    same_kind = a.dtype == b.dtype and a.shape == b.shape
-    return same_kind and torch.equal(as_bytes(a), as_bytes(b))
-
-
-# The parts of a body
-
-
-@dataclass
-class Frame:
-    """A forward that runs: its tensors, and the groups that are open."""
-
-    tensors: list[Tensor]
-    weights: list[Tensor]
-    engine: Plain
-    lent: Sequence[Tensor] = ()
-    """Those that others need, and need whole."""
-    groups: list[str] = field(default_factory=list)
-    scopes: list[AbstractContextManager[object]] = field(default_factory=list)
-    released: list[Tensor] = field(default_factory=list)
-
-    def pick(self, number: int) -> Tensor:
-        return self.tensors[-1 - number % len(self.tensors)]
-
-    def do(self, part: Part) -> None:
-        match part:
-            case Compute():
-                a, b = self.pick(part.a), self.pick(part.b)
-                self.tensors.append(COMPUTES[part.kind](a, b, self.weights))
-            case Change():
-                self.engine.change(self.pick(part.a), CHANGES[part.kind])
-            case Enter():
-                scope = self.engine.scope(part.name, self.pick(0))
-                scope.__enter__()
-                self.scopes.append(scope)
-                self.groups.append(part.name)
-            case Exit() if self.scopes:
-                self.scopes.pop().__exit__(None, None, None)
-            case Commit() if part.name in self.groups:
-                self._commit(part)
-            case Free() if len(self.tensors) > 1:
-                self.tensors.pop(-1 - part.a % len(self.tensors))
-            case Region():
-                self._region(part)
-
-    def close(self) -> None:
-        while self.scopes:
-            self.scopes.pop().__exit__(None, None, None)
-
-    def _commit(self, part: Commit) -> None:
-        self.groups.remove(part.name)
-        released = []
-        if part.release is not None and not is_in(self.pick(part.release), self.lent):
-            released.append(self.pick(part.release))
-        rest = [tensor for tensor in self.tensors if not is_in(tensor, released)]
-        if rest:
-            self.tensors = rest
-            self.released += released
-        self.engine.commit(part.name, part.is_delayed, released if rest else [])
-
-    def _region(self, part: Region) -> None:
-        again = Again(part, len(self.tensors), self.engine)
-        # Weights are handed over, too: if one is changed, autograd is to notice.
-        y = CHECKPOINTS[part.by](again, *self.tensors, *self.weights)
-        inner, again.first = again.first, None
-        assert inner is not None
-        if part.by != "reentrant":  # it runs without grad first, where groups are not opened
-            self.groups += inner.groups
-        self.released += inner.released
-        if not is_in(y, self.tensors):
-            self.tensors.append(y)
-
-
-def is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
-
-
-class Again:
-    """A region's parts as a function, which may be called any number of times.
-
-    Attributes:
-        first: The frame of the first call, until somebody takes it away.
-    """
-
-    def __init__(self, part: Region, num_tensors: int, engine: Plain) -> None:
-        self.first: Frame | None = None
-        self._part, self._num_tensors, self._engine = part, num_tensors, engine
-        self._is_first = True
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        tensors, weights = given[: self._num_tensors], given[self._num_tensors :]
-        frame = Frame(list(tensors), list(weights), self._engine, tensors)
-        is_first, self._is_first = self._is_first, False
-        try:
-            for part in self._part.body:
-                frame.do(part)
-        finally:
-            frame.close()
-        if is_first:
-            # Not before: after an error the frame would stay in a cycle with the graph.
-            self.first = frame
-        return frame.tensors[-1]
-
-
-# Kinds of backward: each says whether the microbatch is done
-
-
-def whole(machine: Machine, slot: Slot) -> bool:
-    slot.y.backward(slot.gradient())
+def whole(machine: Machine, batch: Microbatch) -> bool:
+    batch.y.backward(batch.gradient())
     return True
 
 
-def retain(machine: Machine, slot: Slot) -> bool:
-    slot.y.backward(slot.gradient(), retain_graph=True)
+def retain(machine: Machine, batch: Microbatch) -> bool:
+    batch.y.backward(batch.gradient(), retain_graph=True)
     return False
 
 
-def of_weights(machine: Machine, slot: Slot) -> bool:
-    weights = machine.weights[slot.stage]
-    gradients = torch.autograd.grad(slot.y, weights, slot.gradient(), allow_unused=True)
+def of_weights(machine: Machine, batch: Microbatch) -> bool:
+    weights = machine.weights[batch.stage]
+    gradients = torch.autograd.grad(batch.y, weights, batch.gradient(), allow_unused=True)
     for weight, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
     return True
 
 
-def stage_input(machine: Machine, slot: Slot) -> bool:
+def stage_input(machine: Machine, batch: Microbatch) -> bool:
     """The gradient of the input, as the schedules with a split backward do."""
-    if slot.x.requires_grad:
-        weights = iter(machine.weights[slot.stage])
-        _, slot.parts = stage_backward_input([slot.y], [slot.gradient()], [slot.x], weights)
+    if batch.x.requires_grad:
+        weights = iter(machine.weights[batch.stage])
+        _, batch.parts = stage_backward_input([batch.y], [batch.gradient()], [batch.x], weights)
     return False
 
 
-def stage_weight(machine: Machine, slot: Slot) -> bool:
-    parts, slot.parts = slot.parts, None
+def stage_weight(machine: Machine, batch: Microbatch) -> bool:
+    parts, batch.parts = batch.parts, None
     if parts is None:
-        return whole(machine, slot)
-    stage_backward_weight(iter(machine.weights[slot.stage]), parts)
+        return whole(machine, batch)
+    stage_backward_weight(iter(machine.weights[batch.stage]), parts)
     return True
 
 
-def double(machine: Machine, slot: Slot) -> bool:
+def double(machine: Machine, batch: Microbatch) -> bool:
     """Gradients of the gradient of the input."""
-    if not slot.x.requires_grad:
-        return whole(machine, slot)
+    if not batch.x.requires_grad:
+        return whole(machine, batch)
     (first,) = torch.autograd.grad(
-        slot.y, slot.x, slot.gradient(), create_graph=True, allow_unused=True
+        batch.y, batch.x, batch.gradient(), create_graph=True, allow_unused=True
     )
     if first is not None and first.requires_grad:
         first.square().sum().backward()
     return True
 
 
-def together(machine: Machine, slot: Slot) -> bool:
+def together(machine: Machine, batch: Microbatch) -> bool:
     """With all the others of the stage that can."""
-    slots = [s for s in machine.slots if s.stage == slot.stage and s.can_backward()]
-    torch.autograd.backward([s.y for s in slots], [s.gradient() for s in slots])
-    machine.slots = [s for s in machine.slots if s not in slots]
+    batches = [b for b in machine.waiting if b.stage == batch.stage and b.can_backward()]
+    torch.autograd.backward([b.y for b in batches], [b.gradient() for b in batches])
+    machine.waiting = [b for b in machine.waiting if b not in batches]
     return True
 
 
-HOWS: dict[str, Callable[[Machine, Slot], bool]] = {
+HOWS: dict[str, Callable[[Machine, Microbatch], bool]] = {
     "whole": whole,
     "retain": retain,
     "weight": of_weights,
@@ -290,92 +428,180 @@ HOWS: dict[str, Callable[[Machine, Slot], bool]] = {
 }
 
 
+# Steps
+
+
+@dataclass
+class Result:
+    """What one operation gave."""
+
+    where: str
+    error: str = ""
+    """Empty if there was none, ``refused`` if a saved tensor was changed in place."""
+    tensors: Sequence[Tensor] = ()
+
+    def differs(self, other: Result) -> str:
+        """The difference; empty if there is none."""
+        if (self.where, self.error) != (other.where, other.error):
+            return f"{self.where} raised {self.error!r}, expected {other.where}: {other.error!r}"
+        if len(self.tensors) != len(other.tensors):
+            return f"{self.where} gave another number of tensors"
+        for got, expected in zip(self.tensors, other.tensors, strict=True):
+            same_kind = got.dtype == expected.dtype and got.shape == expected.shape
+            if not (same_kind and torch.equal(as_bytes(got), as_bytes(expected))):
+                return f"{self.where}: a tensor is\n{got}\nexpected\n{expected}"
+        return ""
+
+
 class Machine:
     """Runs a program on an engine."""
 
     def __init__(self, program: Program, engine: Plain) -> None:
         self.program = program
         self.engine = engine
-        self.slots: list[Slot] = []
-        self.results: list[list[Entry]] = []
+        self.waiting: list[Microbatch] = []
         self.num_ops = 0
         self._num_inputs = 0
         torch.manual_seed(program.seed)  # for what drops out
-        generator = torch.Generator().manual_seed(program.seed)
-        self.weights: list[list[Tensor]] = [
-            [
-                nn.Parameter(torch.randn(*shape, generator=generator).to(engine.device))
-                for shape in SHAPES
-            ]
-            for _ in program.stages
+        self.weights = [
+            [nn.Parameter(self._random(10 * number + n, *s)) for n, s in enumerate(SHAPES)]
+            for number in range(len(program.stages))
         ]
 
-    def run(self) -> list[list[Entry]]:
+    def run(self) -> list[list[Result]]:
         """For every step, what its operations gave, and the gradients at its end."""
-        for step in self.program.steps:
-            self.results.append([])
-            if not self._run_step(step):
-                self.slots.clear()
-            self._end(step)
-        self.slots.clear()
-        return self.results
+        results = [self._step(step) for step in self.program.steps]
+        self.waiting.clear()
+        return results
 
-    def _run_step(self, step: Step) -> bool:
-        """Whether it came to its end."""
-        for at, action in enumerate(self._actions(step), -1):
-            self.num_ops += 1
-            entry = attempt(at, action)
-            self.results[-1].append(entry)
-            if entry.is_refused or (entry.said and not step.catches):
-                return False
-        return True
-
-    def _actions(self, step: Step) -> Iterator[Callable[[], list[Tensor] | None]]:
-        yield self.engine.reset
-        for op in step.ops:
-            yield partial(OPS[type(op)], self, op)
-        while step.rest in ("fifo", "lifo") and self.slots:
-            index = 0 if step.rest == "fifo" else -1
-            yield partial(run_backward, self, self.slots[index], "stage weight")
-        if step.rest == "drop":
-            self.slots.clear()
-
-    def _end(self, step: Step) -> None:
+    def _step(self, step: Step) -> list[Result]:
+        results = self._operations(step)
         weights = [weight for stage in self.weights for weight in stage]
         gradients = [w.grad.clone() for w in weights if w.grad is not None]
-        self.results[-1].append(Entry(AT_END, "gradients", gradients))
+        results.append(Result("the end", "", gradients))
         for weight in weights:
             weight.grad = None
             if step.updates:
                 with torch.no_grad():
                     weight.mul_(0.75)
-        self.engine.check_left(is_empty=not self.slots)
+        self.engine.check_left(is_empty=not self.waiting)
+        return results
 
-    def slot(self, pick: int) -> Slot | None:
-        return self.slots[-1 - pick % len(self.slots)] if self.slots else None
+    def _operations(self, step: Step) -> list[Result]:
+        """Up to an error that ends the step."""
+        results: list[Result] = []
+        for number, action in enumerate(self._actions(step)):
+            self.num_ops += 1
+            results.append(attempt(f"operation {number}", action))
+            if results[-1].error == "refused" or results[-1].error and not step.catches:
+                self.waiting.clear()
+                break
+        return results
 
-    def take_input(self, stage: int, rows: int) -> tuple[Tensor, Slot | None]:
+    def _actions(self, step: Step) -> Iterator[Callable[[], Sequence[Tensor] | None]]:
+        yield self.engine.reset
+        for op in step.ops:
+            match op:
+                case Forward():
+                    yield partial(self._forward, op)
+                case Backward() if self.waiting:
+                    yield partial(self._backward, self._pick(op.pick), op.how, op.stream)
+                case Call():
+                    yield partial(self._call, op)
+        while step.rest in ("fifo", "lifo") and self.waiting:
+            batch = self.waiting[0 if step.rest == "fifo" else -1]
+            yield partial(self._backward, batch, "stage weight", 0)
+        if step.rest == "drop":
+            self.waiting.clear()
+
+    def _pick(self, number: int) -> Microbatch:
+        return self.waiting[-1 - number % len(self.waiting)]
+
+    def _random(self, seed: int, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.program.seed + seed)
+        return torch.randn(*shape, generator=generator).to(self.engine.device)
+
+    def _input(self, stage: int, rows: int) -> tuple[Tensor, Microbatch | None]:
         """The output of the oldest microbatch that waits for the stage, or a new input."""
-        for slot in self.slots:
-            if slot.stage == stage - 1 and slot.next_x is None:
-                return slot.y.detach(), slot
+        for batch in self.waiting:
+            if batch.stage == stage - 1 and batch.next_x is None:
+                return batch.y.detach(), batch
         self._num_inputs += 1
-        generator = torch.Generator().manual_seed(1000 * self.program.seed + self._num_inputs)
-        return torch.randn(rows, WIDTH, generator=generator).to(self.engine.device), None
+        return self._random(100 + self._num_inputs, rows, WIDTH), None
+
+    def _output(self, stage: int, x: Tensor, op: Forward) -> tuple[Tensor, Frame]:
+        """What a stage computes."""
+        bodies = self.program.stages[stage]
+        self.engine.begin(len(self.program.stages), stage)
+        frame = Frame([x], self.weights[stage], self.engine, op.fails_at, op.backward_fails_at)
+        with self.engine.context:
+            y = frame.run(bodies[op.variant % len(bodies)])
+            if y.shape != x.shape or y.dtype != x.dtype or y is x:
+                y = torch.zeros_like(x) + (y.sum() / max(1, y.numel())).to(x.dtype)
+        return y, frame
+
+    def _forward(self, op: Forward) -> list[Tensor]:
+        stage = op.stage % len(self.program.stages)
+        x, before = self._input(stage, op.rows)
+        x.requires_grad_(op.needs_grad)
+        with self.engine.on_stream(op.stream):
+            y, frame = self._output(stage, x, op)
+        if before is not None:
+            before.next_x = x
+        if not op.is_held:
+            frame.tensors.clear()
+        self.waiting.append(Microbatch(stage, x, y, frame))
+        return [y.detach().clone()]
+
+    def _backward(self, batch: Microbatch, how: str, stream: int) -> list[Tensor]:
+        """After an error the microbatch is gone."""
+        is_done = True
+        try:
+            with self.engine.on_stream(stream):
+                if batch.parts is not None:
+                    stage_weight(self, batch)
+                elif batch.can_backward():
+                    is_done = HOWS[how](self, batch)
+        finally:
+            if is_done and batch in self.waiting:
+                self.waiting.remove(batch)
+        if batch.x.grad is None:
+            return []
+        # It may be the very memory that was saved; the next backward would add to that in place, as
+        # a user may, and the simulated device would report the user's race.
+        batch.x.grad = batch.x.grad.clone()
+        return [batch.x.grad.clone()]
+
+    def _call(self, call: Call) -> Sequence[Tensor] | None:
+        if call.what == "evaluate":
+            stage = call.pick % len(self.program.stages)
+            with torch.no_grad():
+                return [self._output(stage, self._input(0, 3)[0], Forward())[0].clone()]
+        if call.what not in ("touch", "drop"):
+            self.engine.call(call.what)
+        elif self.waiting:
+            batch = self._pick(call.pick)
+            if call.what == "drop":
+                self.waiting.remove(batch)
+                return None
+            tensors = batch.frame.tensors or [batch.y]
+            with torch.no_grad():
+                self.engine.change(tensors[-1 - call.pick % len(tensors)], CHANGES[call.kind])
+        return None
 
 
-def attempt(at: int, action: Callable[[], list[Tensor] | None]) -> Entry:
+def attempt(where: str, action: Callable[[], Sequence[Tensor] | None]) -> Result:
     """Do an operation; what it gave, or what it raised."""
     try:
-        return Entry(at, "", action() or [])
+        return Result(where, "", action() or ())
     except RaceError:
         raise
     except Exception as error:
         if is_refusal(error):
-            return Entry(at, "refused", is_refused=True)
+            return Result(where, "refused")
         # Under the mode of a simulated device ``reshape`` makes its view by another operator.
         text = re.sub(r"^(Output \d+) of \w+ ", r"\1 ", str(error))
-        return Entry(at, f"{type(error).__name__}: {text[:80]}")
+        return Result(where, f"{type(error).__name__}: {text[:80]}")
 
 
 def is_refusal(error: BaseException | None) -> bool:
@@ -385,113 +611,6 @@ def is_refusal(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-# The operations of a step; each gives tensors to compare
-
-
-def do_forward(machine: Machine, op: Forward) -> list[Tensor]:
-    stage = op.stage % len(machine.program.stages)
-    x, before = machine.take_input(stage, op.rows)
-    x.requires_grad_(op.needs_grad)
-    with machine.engine.on_stream(op.stream):
-        machine.engine.begin(stage)  # here: a stream of no group would be unknown
-        with machine.engine.forward():
-            y, frame = run_body(machine, stage, x, op)
-    if before is not None:
-        before.next_x = x
-    held = frame.tensors if op.is_held else []
-    machine.slots.append(Slot(stage, x, y, held, frame.released))
-    return [y.detach().clone()]
-
-
-def do_evaluate(machine: Machine, op: Evaluate) -> list[Tensor]:
-    stage = op.stage % len(machine.program.stages)
-    x = machine.take_input(0, op.rows)[0]
-    machine.engine.begin(stage)
-    with torch.no_grad(), machine.engine.forward():
-        return [run_body(machine, stage, x, op)[0].clone()]
-
-
-def run_body(
-    machine: Machine, stage: int, x: Tensor, op: Forward | Evaluate
-) -> tuple[Tensor, Frame]:
-    """A stage's output, and all that its forward made."""
-    bodies = machine.program.stages[stage]
-    body = bodies[op.variant % len(bodies)]
-    fails_at = [
-        None if number is None else number % len(body)
-        for number in (getattr(op, "fails_at", None), getattr(op, "backward_fails_at", None))
-    ]
-    frame = Frame([x], machine.weights[stage], machine.engine)
-    try:
-        for at, part in enumerate(body):
-            if at == fails_at[0]:
-                raise Boom
-            if at == fails_at[1]:
-                frame.tensors.append(FailsInBackward.apply(frame.pick(0)))
-            frame.do(part)
-    finally:
-        frame.close()
-    y = frame.tensors[-1]
-    if y.shape != x.shape or y.dtype != x.dtype or y is x:
-        y = torch.zeros_like(x) + (y.sum() / max(1, y.numel())).to(x.dtype)
-    return y, frame
-
-
-def do_backward(machine: Machine, op: Backward) -> list[Tensor]:
-    slot = machine.slot(op.pick)
-    if slot is None:
-        return []
-    with machine.engine.on_stream(op.stream):
-        return run_backward(machine, slot, op.how)
-
-
-def run_backward(machine: Machine, slot: Slot, how: str) -> list[Tensor]:
-    """After an error the microbatch is gone."""
-    is_done = True
-    try:
-        if slot.parts is not None:
-            how = "stage weight"
-        if slot.parts is not None or slot.can_backward():
-            is_done = HOWS[how](machine, slot)
-    finally:
-        if is_done and slot in machine.slots:
-            machine.slots.remove(slot)
-    if slot.x.grad is None:
-        return []
-    # It may be the very memory that was saved; the next backward would add to that in place, as a
-    # user may, and the simulated device would report the user's race.
-    slot.x.grad = slot.x.grad.clone()
-    return [slot.x.grad.clone()]
-
-
-def do_touch(machine: Machine, op: Touch) -> None:
-    slot = machine.slot(op.pick)
-    if slot is not None:
-        tensors = slot.held or [slot.y]
-        with torch.no_grad():
-            machine.engine.change(tensors[-1 - op.a % len(tensors)], CHANGES[op.kind])
-
-
-def do_drop(machine: Machine, op: Drop) -> None:
-    slot = machine.slot(op.pick)
-    if slot is not None:
-        machine.slots.remove(slot)
-
-
-def do_call(machine: Machine, op: Call) -> None:
-    machine.engine.call(op.what)
-
-
-OPS: dict[type, Callable[[Machine, Any], list[Tensor] | None]] = {
-    Forward: do_forward,
-    Backward: do_backward,
-    Evaluate: do_evaluate,
-    Touch: do_touch,
-    Drop: do_drop,
-    Call: do_call,
-}
 
 
 # The oracle
@@ -525,16 +644,18 @@ def check(program: Program) -> Report:
         machine = Machine(program, engine)
         got = machine.run()
         statistics = engine.finish()
-    with Plain(program) as plain:
-        expected = Machine(program, plain).run()
+    is_real = program.backend in ("cuda", "emulated")
+    plain = Plain(torch.device(program.backend if is_real else "cpu"))
+    expected = Machine(program, plain).run()
     is_refused = False
     for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        for entry, right in zip(ours, theirs, strict=False):
-            is_refused = is_refused or entry.is_refused or right.is_refused
-            difference = "" if is_refused else entry.differs(right)
-            assert not difference, f"step {number}: {difference}"
+        for result, right in zip(ours, theirs, strict=False):
+            is_refused = is_refused or "refused" in (result.error, right.error)
+            difference = "" if is_refused else result.differs(right)
+            assert not difference, f"step {number}, {difference}"
         assert is_refused or len(ours) == len(theirs), f"step {number} ended early"
-    can_change = any(name in repr(program) for name in ("Change(", "Touch("))
-    can_change |= any(entry.is_refused for theirs in expected for entry in theirs)  # by an update
+    can_change = any(f"kind='{name}'" in repr(program) for name in CHANGES)
+    can_change |= "touch" in repr(program)
+    can_change |= any(right.error == "refused" for theirs in expected for right in theirs)
     assert can_change or not is_refused, "it was refused, but nothing was changed"
     return Report(machine.num_ops, statistics, is_refused)

@@ -1,7 +1,4 @@
-"""What programs compute: small operators that save, alias and change tensors in many ways.
-
-Each works on tensors of any shape, so that a program can name any tensor.
-"""
+"""Small operators that save, alias and change tensors in many ways; each takes any shape."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from helpers.kept import GivesSaved, ReadsTwice
 WIDTH = 4
 """Of inputs and weights."""
 
-SHAPES = [(WIDTH, WIDTH)] * 2 + [(WIDTH,)] * 2
+SHAPES = [(WIDTH, WIDTH)] + [(WIDTH,)] * 2
 """Of the weights of a stage."""
 
 Weights = list[Tensor]
@@ -46,37 +43,26 @@ def fit(b: Tensor, a: Tensor) -> Tensor:
     return b if b.shape == a.shape else b.sum() / max(1, b.numel())
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dim() == 0 or x.shape[-1] != WIDTH:
-        return x.sin()
-    return F.linear(x.to(weight.dtype), weight)
-
-
-def normed(x: Tensor, weights: Weights, norm: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    if x.dim() == 0 or x.shape[-1] != WIDTH:
-        return F.silu(x)
-    return norm(x, weights[2].to(x.dtype), weights[3].to(x.dtype))
+def of_rows(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """``compute`` where there are rows of the weights' width, and else another operator."""
+    return compute(x) if x.dim() and x.shape[-1] == WIDTH else F.silu(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """As in Hugging Face's models."""
     full = x.float()
     full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return weight * full.to(x.dtype)
+    return weight.to(x.dtype) * full.to(x.dtype)
 
 
-def repeated(x: Tensor) -> Tensor:
-    """Each row twice, as grouped queries share keys."""
-    if x.dim() == 0:
-        return x.exp()
-    return x[:, None].expand(len(x), 2, *x.shape[1:]).reshape(-1, *x.shape[1:])
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (WIDTH,), weight.to(x.dtype), bias.to(x.dtype), 1e-6)
 
 
 COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
     "tanh": lambda a, b, w: a.tanh(),
     "mul": lambda a, b, w: a * fit(b, a),
-    "linear": lambda a, b, w: linear(a, w[0]),
-    "linear 1": lambda a, b, w: linear(a, w[1]),
+    "linear": lambda a, b, w: of_rows(a, lambda x: F.linear(x.to(w[0].dtype), w[0])),
     "add": lambda a, b, w: a + fit(b, a),
     "sin": lambda a, b, w: a.sin(),
     "where": lambda a, b, w: torch.where(a > 0, a, fit(b, a)),
@@ -84,17 +70,13 @@ COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
     "gelu": lambda a, b, w: F.gelu(a),
     "swiglu": lambda a, b, w: F.silu(a) * fit(b, a),
     "div": lambda a, b, w: a / (fit(b, a).exp() + 1),
-    "layer norm": lambda a, b, w: normed(
-        a, w, lambda x, scale, shift: F.layer_norm(x, x.shape[-1:], scale, shift, 1e-6)
-    ),
-    "composed rms norm": lambda a, b, w: normed(a, w, lambda x, scale, _: rms_norm(x, scale)),
-    "group norm": lambda a, b, w: normed(
-        a, w, lambda x, scale, shift: F.group_norm(x.reshape(-1, WIDTH), 2, scale, shift)
-    ),
+    "layer norm": lambda a, b, w: of_rows(a, lambda x: layer_norm(x, w[1], w[2])),
+    "rms norm": lambda a, b, w: of_rows(a, lambda x: rms_norm(x, w[1])),
     "dropout": lambda a, b, w: F.dropout(a, 0.25),
-    "repeated": lambda a, b, w: repeated(a),
+    "repeated": lambda a, b, w: (
+        a[:, None].expand(len(a), 2, *a.shape[1:]).flatten(0, 1) if a.dim() else a.exp()
+    ),
     "stack": lambda a, b, w: torch.stack([a, fit(b, a).expand_as(a)]),
-    "half": lambda a, b, w: a.half(),
     "bfloat16": lambda a, b, w: a.bfloat16(),
     "double": lambda a, b, w: a.double(),
     "float": lambda a, b, w: a.float(),
@@ -103,8 +85,7 @@ COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
     "detach": lambda a, b, w: a.detach(),
     "turn": lambda a, b, w: a.transpose(0, -1) if a.dim() else a.view_as(a),
     "rest": lambda a, b, w: a[1:] if a.dim() and len(a) > 1 else a.view_as(a),
-    "even": lambda a, b, w: a[::2] if a.dim() else a.view_as(a),
-    "narrow": lambda a, b, w: a[..., :2] if a.dim() else a.view_as(a),
+    "even": lambda a, b, w: a[..., ::2] if a.dim() else a.view_as(a),
     "expand": lambda a, b, w: a[:1].expand_as(a) if a.dim() and len(a) else a.view_as(a),
     "flat": lambda a, b, w: a.reshape(-1),
     "unsafe chunk": lambda a, b, w: (a * 1.5).unsafe_chunk(2)[-1] if a.dim() else a * 1.5,
@@ -114,8 +95,7 @@ COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
 }
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
-    "add": lambda t: t.add_(1),
-    "mul": lambda t: t.mul_(0.5),
-    "sigmoid": lambda t: t.sigmoid_(),
-    "zero": lambda t: t.zero_(),
+    "add_": lambda t: t.add_(1),
+    "mul_": lambda t: t.mul_(0.5),
+    "sigmoid_": lambda t: t.sigmoid_(),
 }
