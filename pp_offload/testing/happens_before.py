@@ -71,6 +71,8 @@ WHOLE = Extent(0, 2**63)
 
 def extent_of(tensor: Tensor) -> Extent:
     """Smallest byte range that holds all elements; gaps between strides are included."""
+    if tensor.is_nested:  # has no size to ask for
+        return WHOLE
     start = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.numel() == 0:
         return Extent(start, start)

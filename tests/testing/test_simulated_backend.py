@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -336,3 +336,37 @@ def test_rules_of_captures() -> None:
         d2h.wait_event(captured)
     with pytest.raises(CaptureError, match="asked about"):
         captured.query()
+
+
+def _jagged_attention(x: Tensor) -> Tensor:
+    rows = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+    heads = rows.unflatten(-1, (2, 4)).transpose(1, 2)
+    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return attended.transpose(1, 2).flatten(-2).values()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "jagged": _jagged_attention,
+    "nested": lambda x: torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x, x]), 0),
+    "coo": lambda x: x.detach().to_sparse() @ x.T,
+    "csr": lambda x: x.detach().to_sparse_csr() @ x.T,
+    "csc": lambda x: x.detach().to_sparse_csc() @ x.T,
+    "mkldnn": lambda x: x.to_mkldnn().relu().to_dense(),
+}
+
+
+@pytest.mark.field("F64")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operators_of_each_layout_run_under_watch(layout: str, backend: SimulatedBackend) -> None:
+    """An error of the watch would end the process: torch calls it where nothing may be raised."""
+
+    def run() -> list[Tensor]:
+        x = torch.arange(64.0).view(8, 8).requires_grad_()
+        y = LAYOUTS[layout](x)
+        y.sum().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    expected = run()
+    with backend.activate():
+        assert all(map(torch.equal, run(), expected))
