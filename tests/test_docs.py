@@ -501,10 +501,6 @@ def test_every_page_is_in_one_table_of_contents(page: str) -> None:
     assert len(holders) == 1, f"{page} is listed in {holders or 'no table'}"
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
-    assert (DOCS / "one_f_one_b.svg").read_text() == script("one_f_one_b").draw()
-
-
 def test_the_options_are_what_their_docstrings_say() -> None:
     """If not: python docs/options.py"""
     assert PAGES["options"] == script("options").page()

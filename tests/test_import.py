@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,13 @@ def test_a_name_that_does_not_exist_names_a_near_one() -> None:
         pp_offload.atach  # noqa: B018
     with pytest.raises(ImportError, match="OffloadActivation"):
         exec("from pp_offload import OffloadActivation")
+
+
+def test_names_that_other_libraries_have_are_here_as_their_page_says() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")]
+    names = {name for cell in cells for name in re.findall("`(.+?)`", cell)}
+    assert len(names) > 20 and names <= set(pp_offload.__all__)
 
 
 def test_versions_agree() -> None:

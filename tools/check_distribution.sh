@@ -13,7 +13,7 @@ export PIP_QUIET=1 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 python="${PYTHON:-python3.11}"
 tests=("$@")
 if [[ $# -eq 0 ]]; then
-    tests=(tests/test_layers.py tests/test_import.py tests/test_peers.py tests/test_compatibility.py tests/memory)
+    tests=(tests/test_layers.py tests/test_import.py tests/test_peers.py tests/memory)
 fi
 step() { printf '\n== %s\n' "$*"; }
 
