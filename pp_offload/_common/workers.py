@@ -10,9 +10,8 @@ with their queue. A forked process has none of them and starts its own.
 NOTE [ Signals and threads ]
     A signal handler may raise between any two lines of the main thread, also inside
     ``threading.Event`` and ``Condition``, which then keep their lock forever. So each waiter has a
-    lock of its own, which is C. An interrupt may also leave a thread started but not noted. So a
-    thread serves only if it takes a seat, and there are as many seats as threads were asked for:
-    with one seat, work is done in order, however many threads were started.
+    lock of its own, which is C. Threads whose start was interrupted keep an empty queue, and the
+    next call starts others.
 
 NOTE [ Threads inside torch ]
     Torch gives up the interpreter's lock where it copies or frees a tensor. Python ends a daemon
@@ -32,7 +31,7 @@ import weakref
 from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from pp_offload._common.processes import check, current
@@ -65,8 +64,8 @@ os.register_at_fork(after_in_child=_doors.clear)  # the threads do not follow
 
 
 def is_worker() -> bool:
-    """Whether the current thread is one of :class:`Workers`."""
-    return hasattr(_here, "is_worker")
+    """Return whether the current thread is one of :class:`Workers`."""
+    return hasattr(_here, "door")
 
 
 class Piece:
@@ -111,7 +110,7 @@ class Piece:
             waiter.release()
 
     def done(self) -> bool:
-        """Whether the work has ended, well or not."""
+        """Return whether the work has ended, well or not."""
         return self._has_ended
 
     def wait(self) -> None:
@@ -154,27 +153,30 @@ class Workers:
     """
 
     def __init__(self, name: str, num_threads: int = 1, keep: object = None) -> None:
-        self._name = name
-        self._num_threads = num_threads
-        self._keep = keep
-        self._begin()
+        self._name, self._num_threads, self._keep = name, num_threads, keep
+        self._owner: int | None = None  # process that has the threads
 
     def _begin(self) -> None:
         queue: SimpleQueue[Any] = SimpleQueue()  # of pieces, and in the end of self._end
-        self._seats: SimpleQueue[None] = SimpleQueue()
-        for _ in range(self._num_threads):
-            self._seats.put(None)
-        self._serving: list[None] = []
-        self._served: SimpleQueue[None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
         # The callback is C, so no Python code runs where the last reference is dropped.
-        self._end = weakref.ref(self, queue.put)
+        self._end = end = weakref.ref(self, queue.put)
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(queue, end, self._keep),
+                name=f"pp_offload-{self._name}",
+                daemon=True,
+            )
+            for _ in range(self._num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
         self._queue = queue
-        self._owner = current()
+        self._owner = current()  # last: see NOTE [ Signals and threads ]
 
     def submit(self, work: Callable[[], object]) -> Piece:
         """Queue work, and return its piece."""
-        piece = self.piece(work)
+        piece = Piece(work)
         try:
             self.queue(piece)
         except BaseException:
@@ -182,60 +184,23 @@ class Workers:
             raise
         return piece
 
-    def piece(self, work: Callable[[], object]) -> Piece:
-        """Make a piece that is not queued yet."""
-        return Piece(work)
-
     def queue(self, piece: Piece) -> None:
         """Queue a piece. A caller that is interrupted inside must call the piece off."""
         _check_not_closed()
         if self._owner != current():
             self._begin()
-        if len(self._serving) < self._num_threads:
-            self._start_one()
-        if self._threads or self._serving:
-            self._queue.put(piece)
-        else:
-            piece.run()
+        self._queue.put(piece)
 
     def shutdown(self) -> None:
-        """Finish what is queued, and end the threads.
-
-        Threads are not joined: a thread whose start was cut off may never end.
-        """
-        self._queue.put(self._end)
+        """Finish what is queued, and end the threads. A second call does nothing."""
         if self._owner == current():
-            while self._serving:
-                self._served.get()
-                self._serving.pop()
-
-    def _start_one(self) -> None:
-        thread = threading.Thread(
-            target=_serve,
-            args=(self._seats, self._serving, self._served, self._queue, self._end, self._keep),
-            name=f"pp_offload-{self._name}",
-            daemon=True,
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # late in the end of a process: queue() does the work itself
-            return
-        self._threads.append(thread)
+            self._owner = None
+            self._queue.put(self._end)
+            for thread in self._threads:
+                thread.join()
 
 
-def _serve(
-    seats: SimpleQueue[None],
-    serving: list[None],
-    served: SimpleQueue[None],
-    queue: SimpleQueue[Any],
-    end: object,
-    keep: object,
-) -> None:
-    try:
-        serving.append(seats.get_nowait())
-    except Empty:
-        return  # see NOTE [ Signals and threads ]
-    _here.is_worker = True
+def _serve(queue: SimpleQueue[Any], end: object, keep: object) -> None:
     _here.door = door = threading.RLock()
     _doors.append(door)
     while (piece := queue.get()) is not end:
@@ -244,4 +209,3 @@ def _serve(
             del piece  # else it would live until the next piece comes
     _doors.remove(door)
     queue.put(end)  # for the next thread
-    served.put(None)

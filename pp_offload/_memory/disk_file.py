@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.processes import check, current, logger_of
-from pp_offload._common.workers import Workers, inside_torch
+from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload._memory.checksum import new_checksum
 from pp_offload._memory.ranges import Ranges
 from pp_offload._memory.storages import as_array
@@ -193,7 +193,7 @@ class DiskFile:
             except Exception as failure:  # the caller still has the bytes
                 extent.failure = self._error(extent, failure)
 
-        write.piece = self._threads.piece(self._reported("write", extent.nbytes, run))
+        write.piece = Piece(self._reported("write", extent.nbytes, run))
         self._threads.queue(write.piece)
         self.written_bytes += extent.nbytes
         return write

@@ -99,7 +99,7 @@ class CopyStream:
         if self._owner != HERE[0]:
             self._begin()
         event = HostTimed()
-        event.piece = piece = self._workers.piece(partial(self._run, work, event))
+        event.piece = piece = Piece(partial(self._run, work, event))
         # Engines that share a backend have a lock each. With another piece in between, the last
         # event would be of one that is done before this.
         with self._lock:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from helpers import processes
 from helpers.injected import Injected, files, interrupt_at, num_lines
 from helpers.processes import HANG_S
@@ -19,13 +18,6 @@ from pp_offload._common.workers import Workers
 LINES = files("_common/workers")
 
 
-@pytest.fixture
-def one() -> Iterator[Workers]:
-    workers = Workers("test")
-    yield workers
-    workers.shutdown()
-
-
 def is_done_soon(piece: module.Piece) -> bool:
     """Asked by another thread, which an interrupt cannot reach."""
     waiting = threading.Thread(target=piece.wait, daemon=True)
@@ -34,22 +26,17 @@ def is_done_soon(piece: module.Piece) -> bool:
     return piece.done()
 
 
-def test_one_serves_where_its_start_was_cut_off(one: Workers) -> None:
-    def start() -> None:
-        one.submit(lambda: None).wait()
-
+def test_work_is_done_in_order_after_a_start_that_was_cut_off() -> None:
     total = num_lines(LINES, lambda: Workers("test").submit(lambda: None).wait())
     assert total > 10
     for number in range(1, total + 1):
-        one._begin()
-        try:
-            with interrupt_at(number, LINES):
-                start()
-        except Injected:
-            pass
-        pieces = [one.submit(lambda n=n: n) for n in range(3)]
+        workers = Workers("test")
+        with suppress(Injected), interrupt_at(number, LINES):
+            workers.submit(lambda: None).wait()
+        pieces = [workers.submit(lambda n=n: n) for n in range(3)]
         assert all(map(is_done_soon, pieces)), number
         assert [piece.result() for piece in pieces] == [0, 1, 2]
+        workers.shutdown()
 
 
 def run_to_the_end(code: str, tmp_path: Path) -> str:
