@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from pp_offload._common.checks import (
     check_kind,
@@ -21,7 +21,7 @@ from pp_offload._common.checks import (
     takes_options_by_name,
 )
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.option_sources import UNITS, parse_size, read_env
+from pp_offload._common.sizes import UNITS, parse_size
 from pp_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,29 +31,11 @@ if TYPE_CHECKING:
 TIERS = ["host", "disk"]
 """Names of all tiers. :func:`add_tier_name` adds another."""
 
-SPLIT_BACKWARD = ("reload", "keep")
-REMATERIALIZE = ("cheap", "none")
+CHOICES = {"split_backward": ("reload", "keep"), "rematerialize": ("cheap", "none")}
+"""Values of the options that are one of two words."""
 
 AUTO = "auto"
 """Value of an option that the engine chooses."""
-
-COUNTS = (
-    "min_offloaded_tensor_size",
-    "delta_offload_bytes_across_pp_ranks",
-    "max_in_flight_bytes",
-    "prefetch_bytes",
-    "device_limit_bytes",
-    "host_budget_bytes",
-)
-"""Options that are integers of at least zero; in bytes, but for :data:`UNIT_OF_NAME`."""
-
-UNIT_OF_NAME = {"min_offloaded_tensor_size": "elements"}
-
-AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "device_limit_bytes")
-"""Counts that may be :data:`AUTO`."""
-
-OPTIONAL_COUNTS = ("device_limit_bytes", "host_budget_bytes")
-"""Counts that may be None."""
 
 WHAT_STAYS = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
 """Options that say which groups stay, where neither a plan nor a limit does."""
@@ -72,74 +54,76 @@ class OffloadConfig:
             fewer elements stay on the device. ``min_offload_size`` of contexts and checkpoints is
             in bytes.
 
-            Where a step offloads nothing of a group for that reason, one warning says so.
+            A warning names each group of which nothing is offloaded for this reason.
         delta_offload_bytes_across_pp_ranks: In bytes, default 0. Pipeline rank r keeps at least r
-            times as many bytes on its device, from the second step on.
-        activation_offload_fraction: A number from 0 to 1, default 1.0. The share of the groups of a
+            times this many bytes on its device, from the second step on.
+        activation_offload_fraction: A number from 0 to 1, default 1.0. Share of the groups of a
             chunk that is offloaded, from the second step on: of their number, not of their bytes.
 
             The last groups in forward order stay, because backward uses them first.
-        max_in_flight_bytes: In bytes, default ``"auto"``. Device bytes that may wait for their
-            copy. Above it compute waits for the oldest copies, but never for those of the group
-            that was offloaded last, unless the option is 0: then for all.
+        max_in_flight_bytes: In bytes, default ``"auto"``. Limit on device bytes whose copy to the
+            host has not ended. Above the limit, compute waits for the oldest copies. It does not
+            wait for the copy of the last group, unless the limit is 0.
 
-            ``"auto"`` starts with twice the largest group, at least 512 MiB. Where the device has a
-            clock and ``tiers`` is ``("host",)``, the steps of a manager are timed, from one
-            ``reset()`` to the next (an attached schedule calls it). The times say how few bytes are
-            enough for compute never to wait, at least 512 MiB, as far as the link to the host
-            permits and the device has room. One line in the log says what was chosen.
+            ``"auto"`` begins with twice the largest group, at least 512 MiB. If the device has a
+            clock and ``tiers`` is ``("host",)``, the engine then times steps, which run from one
+            ``reset()`` to the next (an attached schedule calls it). It chooses the fewest bytes, at
+            least 512 MiB, with which compute never waits, as far as the link to the host and the
+            memory of the device permit. One line in the log says what was chosen.
 
-            The option also limits the host bytes on the way to and from the disk.
-        prefetch_bytes: In bytes, default ``"auto"``. Device bytes that may be reloaded ahead of
-            their use; one tensor always may, however large.
+            The option also limits host bytes on the way to and from the disk.
+        prefetch_bytes: In bytes, default ``"auto"``. Limit on device bytes that are reloaded before
+            backward uses them. One tensor may always be reloaded early, however large.
 
-            ``"auto"`` starts with twice the largest group, at least 256 KiB, and then follows the
+            ``"auto"`` begins with twice the largest group, at least 256 KiB, and then follows the
             times of steps, as for ``max_in_flight_bytes``.
-        plan: A plan or the path of its file, default None. Which groups stay, from the first step
-            on: the file that `pp-offload plan` has written, or a plan of
-            :func:`pp_offload.plan.choose`. The plan also sets ``max_in_flight_bytes`` and
-            ``prefetch_bytes`` where they are ``"auto"`` here. It takes the place of
+        plan: An ``OffloadPlan``, or the path of its file, default None. Says which groups stay on
+            the device, from the first step on. ``pp-offload plan`` and
+            :func:`pp_offload.plan.choose` make plans. The plan also sets ``max_in_flight_bytes``
+            and ``prefetch_bytes`` where they are ``"auto"``. It replaces
             ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
 
-            A group that is not in the plan, or has other bytes than there, is offloaded, with one
-            line in the log; then the engine chooses the bounds by itself.
-        device_limit_bytes: In bytes, or a size such as ``"60GiB"``, default ``"auto"``. Device
-            bytes that tensors may take together. Each rank keeps as many groups as the limit has
-            room for, as its first steps show: as they were saved, or without what
-            ``rematerialize`` computes again; the other groups are offloaded. ``"auto"`` is the
-            memory of the device, less what others hold and the gaps of PyTorch's allocator. None is
-            no limit: all groups are offloaded, as on a CPU. With a plan, an
-            ``activation_offload_fraction`` below 1 or ``delta_offload_bytes_across_pp_ranks``,
-            which say themselves what stays, the option must be ``"auto"`` or None, and there is no
-            limit.
+            A group that is not in the plan, or has a different size, is offloaded, with one warning
+            in the log; then the engine chooses these limits itself.
+        device_limit_bytes: In bytes, or a size such as ``"60GiB"``, default ``"auto"``. Limit on
+            the device bytes of all tensors together. Each rank measures its first steps, then keeps
+            as many groups as fit below the limit and offloads the others. A group is kept as it was
+            saved, or without the tensors that ``rematerialize`` computes again. ``"auto"`` is the
+            memory of the device, less what other programs use and the gaps of PyTorch's allocator.
+            None means no limit: all groups are offloaded, as on a CPU.
 
-            The limit is kept by offloading groups, not by refusing memory: where the device needs
-            more although all groups are offloaded, one warning says how much.
-        rematerialize: ``"cheap"`` or ``"none"``, default ``"cheap"``. With ``"cheap"``, what cheap
-            operators such as norms and activation functions made of saved tensors is not copied,
-            but computed again from them, where they give the same bits. With ``"none"`` everything
-            is copied.
-        split_backward: ``"reload"`` or ``"keep"``, default ``"reload"``. For schedules whose
-            backward comes in two parts, gradients of inputs first: what both parts use is freed in
-            between and reloaded, or stays on the device.
-        host_budget_bytes: In bytes, default None. Host bytes that all managers of this process may
-            take together. None is this rank's part of 80 % of what the kernel and the cgroups would
-            still give.
+            A plan, an ``activation_offload_fraction`` below 1 and
+            ``delta_offload_bytes_across_pp_ranks`` say themselves what stays. With one of them
+            there is no limit, and this option must be ``"auto"`` or None.
 
-            Above it a group goes to the next tier, or stays on the device, with one warning.
+            The engine keeps the limit by offloading groups. It never refuses memory: if the device
+            needs more although all groups are offloaded, one warning says how much.
+        rematerialize: ``"cheap"`` or ``"none"``, default ``"cheap"``. With ``"cheap"``, a saved
+            tensor that a cheap operator, such as a norm or an activation function, made of other
+            saved tensors is not copied: backward computes it again, if that gives the same bits.
+            With ``"none"``, every saved tensor is copied.
+        split_backward: ``"reload"`` or ``"keep"``, default ``"reload"``. For schedules that split
+            backward into gradients of inputs and, later, gradients of weights. Tensors that both
+            parts use are freed in between and reloaded (``"reload"``), or stay on the device
+            (``"keep"``).
+        host_budget_bytes: In bytes, default None. Limit on host bytes of all managers of this
+            process together. None is this rank's share of 80 % of the memory that the kernel and
+            the cgroups still have.
+
+            Above the limit a group goes to the next tier, or stays on the device, with one warning.
         tiers: A tuple of names, default ``("host",)``. Where offloaded bytes go: ``("host",)``,
             ``("disk",)``, or ``("host", "disk")``, where the disk takes what is above the host
             budget.
 
-            The disk needs some host memory to pass through, which is pinned for an accelerator.
-            Where the device is the host, only the disk frees memory.
+            The disk needs some host memory to pass bytes through, which is pinned for an
+            accelerator. If the device is the host itself, only the disk frees memory.
         disk_dir: A path, default None. Directory of the disk tier's file, one per rank; created if
             missing. None is the directory of temporary files.
 
             Use a real disk: on a file system in memory nothing is saved. The file has no name and
-            mode 0600, and is gone with the process and its forks, however they end.
-        verify: True or False, default False. Compare what comes back with what left, and log which
-            offloaded storages are still on the device and who holds them. Slow.
+            mode 0600. It vanishes with the process and its forks, however they end.
+        verify: True or False, default False. Compares reloaded bytes with the offloaded bytes, and
+            logs which offloaded storages are still on the device and who refers to them. Slow.
 
     Raises:
         ConfigError: One error that lists every violation, and options that do not exist.
@@ -161,30 +145,18 @@ class OffloadConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Make options of a file's content: bytes also as sizes (``"8GiB"``), tuples as lists.
+        """Make options of a file's content.
 
         Args:
-            options: Options by name.
+            options: Options by name. Bytes may be sizes (``"8GiB"``), tuples may be lists, and any
+                value may be text, as in :meth:`from_env`.
 
         Raises:
             ConfigError: The error lists every violation.
             TypeError: ``options`` is no mapping.
         """
         check_kind("options", options, Mapping, "options by name")
-        return cls(**{str(name): _as_option(name, value) for name, value in options.items()})
-
-    @classmethod
-    def from_toml(cls, path: object, table: str = "") -> NoReturn:
-        """Removed: read the file with ``tomllib`` and give the table to :meth:`from_dict`.
-
-        Raises:
-            ConfigError: Always, with that advice.
-        """
-        of_table = "".join(f'["{name}"]' for name in table.split(".") if name)
-        raise ConfigError(
-            f"found from_toml({path!r}), expected from_dict: from_toml is gone; open the file as "
-            f'"rb" and write OffloadConfig.from_dict(tomllib.load(file){of_table})'
-        )
+        return cls(**{str(name): _converted(name, value) for name, value in options.items()})
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -199,9 +171,13 @@ class OffloadConfig:
         Raises:
             ConfigError: The error lists every violation, and variables that are no option.
         """
-        texts = read_env(ENV_PREFIX, os.environ if environ is None else environ)
+        texts = {
+            name.removeprefix(ENV_PREFIX).lower(): text
+            for name, text in (os.environ if environ is None else environ).items()
+            if name.startswith(ENV_PREFIX)
+        }
         try:
-            return cls.from_dict({name: _of_text(name, text) for name, text in texts.items()})
+            return cls.from_dict(texts)
         except ConfigError as failure:
             raise type(failure)(f"in variables {ENV_PREFIX}...: {failure}") from None
 
@@ -221,136 +197,109 @@ class OffloadConfig:
     @property
     def limit(self) -> int | str | None:
         """Limit on device bytes; None where other options say what stays."""
-        says_what_stays = self.plan is not None or _has_no_defaults(self, WHAT_STAYS)
+        says_what_stays = self.plan is not None or self._says_what_stays()
         return None if says_what_stays else self.device_limit_bytes
 
+    def _says_what_stays(self) -> bool:
+        return any(getattr(self, name) != getattr(type(self), name) for name in WHAT_STAYS)
+
     def __post_init__(self) -> None:
-        self._read_limit()
-        problems = [*self._read_plan(), *self._violations()]
-        if problems:
+        limit = self.device_limit_bytes
+        if isinstance(limit, str) and (nbytes := parse_size(limit)) is not None:
+            object.__setattr__(self, "device_limit_bytes", nbytes)
+        if problems := [*self._read_plan(), *self._violations()]:
             raise ConfigError("OffloadConfig is invalid: " + "; ".join(problems))
 
     def _read_plan(self) -> Iterator[str]:
-        plan = self.plan
-        if plan is None or isinstance(plan, OffloadPlan):
-            return
-        if plan == AUTO:
-            yield f"plan is {AUTO!r}, which is gone: write device_limit_bytes={AUTO!r}, or a number"
-            return
-        if not isinstance(plan, str | os.PathLike):
-            yield (f"plan is {said(plan)}, expected an OffloadPlan, the path of its file, or None")
-            return
-        try:
-            object.__setattr__(self, "plan", OffloadPlan.load(plan))
-        except (OSError, ConfigError) as failure:
-            yield f"plan cannot be read: {failure}"
-
-    def _read_limit(self) -> None:
-        limit = self.device_limit_bytes
-        if isinstance(limit, str) and limit != AUTO and (nbytes := parse_size(limit)) is not None:
-            object.__setattr__(self, "device_limit_bytes", nbytes)
+        if isinstance(self.plan, str | os.PathLike):
+            try:
+                object.__setattr__(self, "plan", OffloadPlan.load(self.plan))
+            except (OSError, ConfigError) as failure:
+                yield f"plan cannot be read: {failure}"
+        elif not (self.plan is None or isinstance(self.plan, OffloadPlan)):
+            yield f"plan is {said(self.plan)}, expected an OffloadPlan, its file's path, or None"
 
     def _violations(self) -> Iterator[str]:
-        for name in COUNTS:
+        for name, kind in COUNTS.items():
             value = getattr(self, name)
-            problem = count_problem(name, value, unit=UNIT_OF_NAME.get(name, "bytes"))
-            if value is None and name in OPTIONAL_COUNTS:
+            is_text, may_be_auto = isinstance(value, str), getattr(type(self), name) == AUTO
+            if (value is None and "None" in kind) or (is_text and value == AUTO and may_be_auto):
                 continue
-            if name in AUTO_COUNTS and (isinstance(value, str) and value == AUTO):
-                continue
-            if problem:
-                yield problem + _also(name, value)
-        if not _is_fraction(self.activation_offload_fraction):
-            fraction = said(self.activation_offload_fraction)
-            yield f"activation_offload_fraction is {fraction}, expected 0 to 1"
-        ways = [] if self.plan is None else ["plan"]
-        if isinstance(self.device_limit_bytes, int):
-            ways.append("device_limit_bytes")
-        if _has_no_defaults(self, WHAT_STAYS):
-            ways.append(" or ".join(WHAT_STAYS))
-        if len(ways) > 1:
-            yield f"{' and '.join(ways)} are given, expected one way to say what stays"
-        for name, values in (("split_backward", SPLIT_BACKWARD), ("rematerialize", REMATERIALIZE)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in values:
+            if problem := count_problem(name, value, unit=_unit(name)):
+                yield problem + (f", or {AUTO!r}" if may_be_auto else "")
+                if is_text and _unit(name) == "bytes":
+                    yield f"bytes of a file or the environment may have a unit: {', '.join(UNITS)}"
+        fraction = self.activation_offload_fraction
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not is_number or not 0 <= fraction <= 1:
+            yield f"activation_offload_fraction is {said(fraction)}, expected 0 to 1"
+        ways = {
+            "plan": self.plan is not None,
+            "device_limit_bytes": isinstance(self.device_limit_bytes, int),
+            " or ".join(WHAT_STAYS): self._says_what_stays(),
+        }
+        if sum(ways.values()) > 1:
+            given = " and ".join(name for name, is_given in ways.items() if is_given)
+            yield f"{given} are given, expected one way to say what stays"
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
                 expected = " or ".join(map(repr, values))
-                yield f"{name} is {said(value)}, expected {expected}"
+                yield f"{name} is {said(getattr(self, name))}, expected {expected}"
         if problem := flag_problem("verify", self.verify):
             yield problem
-        if not isinstance(self.tiers, tuple) or self.tiers not in _chains():
+        chains = [*((name,) for name in TIERS), *(("host", name) for name in TIERS[1:])]
+        if self.tiers not in chains:
             yield (
-                f"tiers is {said(self.tiers)}, expected one of {', '.join(map(repr, _chains()))}: "
+                f"tiers is {said(self.tiers)}, expected one of {', '.join(map(repr, chains))}: "
                 f"a tuple, the host before the {' or the '.join(TIERS[1:])}"
             )
-        if self.disk_dir is not None:
-            yield from self._violations_of_directory(self.disk_dir)
-
-    def _violations_of_directory(self, given: object) -> Iterator[str]:
-        path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-        if not isinstance(path, str) or not path:
-            yield f"disk_dir is {said(given)}, expected a path, or None"
-        elif "\0" in path:
-            yield f"disk_dir is {said(path)}, with a NUL byte inside, expected a path without"
-        elif self.tiers in _chains() and "disk" not in self.tiers:
+        if self.disk_dir is None:
+            return
+        path = os.fspath(self.disk_dir) if isinstance(self.disk_dir, str | os.PathLike) else None
+        if not isinstance(path, str) or not path or "\0" in path:
+            yield f"disk_dir is {said(self.disk_dir)}, expected a path, or None"
+        elif self.tiers in chains and "disk" not in self.tiers:
             yield (
                 f"disk_dir is {path!r}, but tiers is {self.tiers!r}; add "
                 '"disk" to tiers, or leave disk_dir out'
             )
 
 
-def _as_option(name: object, value: Any) -> Any:
-    """Convert a value of a file. A wrong value stays, and the record refuses it."""
+COUNTS = {
+    each.name: str(each.type) for each in fields(OffloadConfig) if str(each.type).startswith("int")
+}
+"""Types of the options that are integers of at least zero."""
+
+
+def _unit(name: str) -> str:
+    return "bytes" if "bytes" in name else "elements"
+
+
+def _converted(name: object, value: Any) -> Any:
+    """Convert a value of a file or a variable. A wrong value stays, and the record refuses it."""
     if isinstance(value, list):
         return tuple(value)
     if name == "plan" and isinstance(value, Mapping):
         return OffloadPlan.from_dict(value)
-    if isinstance(value, str) and name in COUNTS and name not in UNIT_OF_NAME:
+    if not isinstance(value, str):
+        return value
+    if name == "tiers":
+        return tuple([part.strip() for part in value.split(",")])
+    if name == "verify":
+        return {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
+    if name == "activation_offload_fraction":
+        with suppress(ValueError):
+            return float(value)
+    if name in COUNTS and (_unit(str(name)) == "bytes" or value.isdecimal()):
         nbytes = parse_size(value)
         return value if nbytes is None else nbytes
     return value
-
-
-def _of_text(name: str, text: str) -> Any:
-    """Convert the text of a variable. A wrong value stays, and the record refuses it."""
-    if name == "tiers":
-        return tuple([part.strip() for part in text.split(",")])
-    if name == "verify":
-        return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
-    if name == "min_offloaded_tensor_size" and text.isdecimal():
-        return int(text)
-    if name == "activation_offload_fraction":
-        with suppress(ValueError):
-            return float(text)
-    return text
-
-
-def _also(name: str, value: object) -> str:
-    """Say which other values a count may have, for the end of a message."""
-    auto = f", or {AUTO!r}" if name in AUTO_COUNTS else ""
-    if not isinstance(value, str) or name in UNIT_OF_NAME:
-        return auto
-    return f"{auto}; bytes of a file or the environment may have a unit: {', '.join(UNITS)}"
 
 
 def add_tier_name(name: str) -> None:
     """Let the option ``tiers`` name another tier, which ``_core/tiers.py`` can make."""
     if name not in TIERS:
         TIERS.append(name)
-
-
-def _chains() -> list[tuple[str, ...]]:
-    """List each tier alone, and each tier behind the host."""
-    return [*((name,) for name in TIERS), *(("host", name) for name in TIERS if name != "host")]
-
-
-def _has_no_defaults(config: OffloadConfig, names: tuple[str, ...]) -> bool:
-    defaults = {each.name: each.default for each in fields(config)}
-    return any(getattr(config, name) != defaults[name] for name in names)
-
-
-def _is_fraction(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= 1  # type: ignore[operator]
 
 
 def without_plan(config: OffloadConfig) -> OffloadConfig:
@@ -371,7 +320,7 @@ def check_config(config: object) -> None:
 
 
 def config_or_default(config: OffloadConfig | None) -> OffloadConfig:
-    """Default options for None, else ``config`` itself.
+    """Return default options for None, else ``config`` itself.
 
     Raises:
         TypeError: ``config`` is no :class:`OffloadConfig`.

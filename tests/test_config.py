@@ -25,7 +25,7 @@ from pp_offload import (
     checkpoint,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._common.option_sources import bytes_said, parse_limit, parse_size, size_said
+from pp_offload._common.sizes import bytes_said, parse_size, size_said
 from pp_offload.config import COUNTS
 from pp_offload.errors import OptionError
 
@@ -57,10 +57,10 @@ def test_it_is_a_frozen_record_by_name() -> None:
         config.prefetch_bytes = 1  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     assert config != OffloadConfig() and len({OffloadConfig(), OffloadConfig()}) == 1
-    assert dataclasses.replace(config, verify=True).prefetch_bytes == 7
-    defaults = OffloadConfig()
-    assert defaults.min_offloaded_tensor_size == 2**20 and defaults.tiers == ("host",)
-    assert defaults.activation_offload_fraction == 1.0 and defaults.prefetch_bytes == "auto"
+    with pytest.raises(TypeError, match=r"given 1 without a name.*write OffloadConfig\(name=value"):
+        OffloadConfig(1)  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"given the dict .*or OffloadConfig\(\*\*options\)"):
+        OffloadConfig({"prefetch_bytes": 1})  # type: ignore[misc]
 
 
 def test_help_says_unit_default_and_effect_of_each_option() -> None:
@@ -77,39 +77,28 @@ def test_help_says_unit_default_and_effect_of_each_option() -> None:
 VALUES: list[tuple[dict[str, Any], str]] = [
     *(
         ({name: value}, rf"{name} is {re.escape(repr(value))}, expected an integer of at least 0")
-        for name in COUNTS[:4]
-        for value in (-1, 1.5, "1", None, True, math.nan)
+        for name in COUNTS
+        for value in (-1, True, math.nan)
     ),
     *(
-        (
-            {"activation_offload_fraction": value},
-            f"fraction is {re.escape(repr(value))}, expected 0 to 1",
-        )
-        for value in (-0.1, 1.01, math.nan, math.inf, "half", None, True)
+        ({"activation_offload_fraction": value}, f"fraction is {value!r}, expected 0 to 1")
+        for value in (-0.1, 1.01, math.nan, "half", True)
     ),
     *(
-        (
-            {"tiers": value},
-            rf"tiers is .*{re.escape(repr(value))}, expected one of ",
-        )
-        for value in ((), "disk", ["disk"], ("disk", "host"), ("host", "host"), ("tape",), None)
+        ({"tiers": value}, rf"tiers is .*{re.escape(repr(value))}, expected one of ")
+        for value in ((), "disk", ["disk"], ("disk", "host"), ("tape",))
     ),
     *(
         ({"tiers": ("disk",), "disk_dir": value}, "disk_dir is .*expected a path")
-        for value in (7, "", b"/scratch", True, ["/scratch"], "/scr\0atch")
+        for value in (7, "", b"/scratch", "/scr\0atch", Path("/scr\0atch"))
     ),
-    ({"tiers": ("disk",), "disk_dir": Path("/scr\0atch")}, "with a NUL byte inside"),
     ({"disk_dir": "/scratch"}, "disk_dir is '/scratch'.*add \"disk\""),
     ({"verify": "yes"}, "verify is 'yes', expected True or False"),
     ({"split_backward": "drop"}, "split_backward is 'drop', expected 'reload' or 'keep'"),
     ({"rematerialize": True}, "rematerialize is True, expected 'cheap' or 'none'"),
     ({"prefetch_bytes": "8GiB"}, "'8GiB', expected an integer.*'auto'; bytes of a file"),
-    ({"device_limit_bytes": -1}, "device_limit_bytes is -1, expected"),
     ({"device_limit_bytes": "7 GiBs"}, "device_limit_bytes is '7 GiBs', expected"),
-    ({"plan": "auto"}, "plan is 'auto', which is gone: write device_limit_bytes='auto'"),
-    ({"device_budget_bytes": 1}, "device_budget_bytes, which is gone: give max_in_flight"),
     ({"xyz": 1}, "no option xyz; expected some of min_offloaded_tensor_size, "),
-    ({"min_offload_size": 1}, r"no option min_offload_size \(did you mean min_offloaded_tensor_si"),
     ({"disk_directory": 1}, r"no option disk_directory \(did you mean disk_dir\?\); expected"),
     (
         {"device_limit_bytes": 2**30, "activation_offload_fraction": 0.5},
@@ -127,27 +116,6 @@ def test_a_wrong_value_is_named_with_what_was_expected(
         OffloadConfig(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({name: value} for name in COUNTS[:4] for value in (0, 1, 2**40)),
-        *({"activation_offload_fraction": value} for value in (0, 0.0, 0.25, 1)),
-        *({"tiers": value} for value in (("host",), ("disk",), ("host", "disk"))),
-    ],
-    ids=str,
-)
-def test_a_right_value_is_taken_as_it_is(options: dict[str, Any]) -> None:
-    ((name, value),) = options.items()
-    assert getattr(OffloadConfig(**options), name) == value
-
-
-def test_options_are_given_by_name() -> None:
-    with pytest.raises(TypeError, match=r"given 1 without a name.*write OffloadConfig\(name=value"):
-        OffloadConfig(1)  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=r"given the dict .*or OffloadConfig\(\*\*options\)"):
-        OffloadConfig({"prefetch_bytes": 1})  # type: ignore[misc]
-
-
 def test_a_dict_of_plain_values_and_back() -> None:
     config = OffloadConfig(**{name: values[0] for name, values in OTHERS.items()})
     assert {*OTHERS, "plan", "device_limit_bytes"} == {*NAMES}
@@ -160,7 +128,7 @@ def test_a_dict_of_plain_values_and_back() -> None:
     assert OffloadConfig.from_env({"PATH": "/bin", **texts}) == config
     with_path = OffloadConfig(tiers=("disk",), disk_dir=Path("/scratch"))
     assert with_path.to_dict()["disk_dir"] == "/scratch"
-    with pytest.raises(TypeError, match="options is a OffloadConfig|options is an OffloadConfig"):
+    with pytest.raises(TypeError, match="options is an OffloadConfig"):
         OffloadConfig.from_dict(config)  # type: ignore[arg-type]
 
 
@@ -170,17 +138,9 @@ def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert OffloadConfig() == OffloadConfig(verify=False), "nothing else reads it"
 
 
-def test_a_toml_file_is_read_by_the_user() -> None:
-    with pytest.raises(ConfigError, match=r'from_dict\(tomllib.load\(file\)\["train"\]\["off"\]\)'):
-        OffloadConfig.from_toml("train.toml", "train.off")
-
-
 @pytest.mark.parametrize(
     "read",
-    [
-        OffloadConfig.from_dict,
-        lambda options: OffloadConfig.from_env(in_env(options)),
-    ],
+    [OffloadConfig.from_dict, lambda options: OffloadConfig.from_env(in_env(options))],
 )
 def test_all_that_is_wrong_is_in_one_error(read: Callable[[Any], OffloadConfig]) -> None:
     options = {
@@ -227,16 +187,11 @@ def test_the_two_smallest_sizes_name_their_units() -> None:
     [
         ("0", 0),
         (" 12 B ", 12),
-        ("8GiB", 2**33),
         ("8 GB", 8 * 10**9),
         ("1.5KiB", 1536),
         ("0.1GB", 10**8),
-        ("2kB", 2000),
-        ("2KB", 2000),
-        ("3TiB", 3 * 2**40),
         ("8G", 2**33),
         ("8gib", 2**33),
-        ("7gb", 7 * 10**9),
         *((text, None) for text in ("", "GiB", "8Gb", "8gB", "-1", "1e9", "0.3B", "1_0")),
     ],
 )
@@ -245,19 +200,11 @@ def test_sizes_are_read_and_what_is_none_is_not_guessed(text: str, nbytes: int |
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (7, "7 B"),
-        (2**10, "1.00 KiB"),
-        (560_000, "0.53 MiB"),
-        (2**27, "0.12 GiB"),
-        (7 * 2**30, "7.00 GiB"),
-        (2**41, "2048.00 GiB"),
-    ],
+    ("nbytes", "text"), [(7, "7 B"), (560_000, "0.53 MiB"), (2**27, "0.12 GiB")]
 )
 def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: str) -> None:
     """The least size is enough when it is typed as it was read."""
     assert size_said(nbytes) == text
     assert bytes_said(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
-    typed = parse_limit(size_said(nbytes, is_least=True).replace(" ", ""))
+    typed = parse_size(size_said(nbytes, is_least=True), is_rounded=True)
     assert typed is not None and nbytes <= typed <= nbytes * 1.1

@@ -24,19 +24,13 @@ from pp_offload.errors import OptionError
 MAX_SAID = 100
 """Most characters of a value in a message."""
 
-FORMER = {
-    "device_budget_bytes": "which is gone: give max_in_flight_bytes and prefetch_bytes, or "
-    "device_limit_bytes for all that is on the device"
-}
-"""Options of earlier versions, and what to do instead."""
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _Cls = TypeVar("_Cls", bound=type)
 
 
 def said(value: object) -> str:
-    """A value in a message: its text if it is plain and short, else its class.
+    """Format a value for a message: its text if it is plain and short, else its class.
 
     The text of a tensor would take a copy from its device, and that of a model fills the screen.
     """
@@ -58,9 +52,9 @@ def _class_of(value: object) -> str:
 
 
 def described(tensor: Tensor) -> str:
-    """A tensor in a message about another error. Never raises, though some kinds refuse questions.
+    """Format a tensor for a message about another error. Never raises.
 
-    Nested tensors have no shape, and a subclass may refuse everything.
+    Nested tensors have no shape, and a subclass may refuse every question.
     """
     parts = [f"shape {_attribute(tensor, 'shape')}", f"dtype {_attribute(tensor, 'dtype')}"]
     layout = _attribute(tensor, "layout")
@@ -71,7 +65,7 @@ def described(tensor: Tensor) -> str:
 
 
 def version_of(tensor: Tensor) -> str:
-    """A tensor's version in a message. Never raises."""
+    """Format the version of a tensor for a message. Never raises."""
     return _attribute(tensor, "_version")
 
 
@@ -84,7 +78,7 @@ def _attribute(tensor: Tensor, name: str) -> str:
 
 
 def count_problem(name: str, value: object, least: int = 0, unit: str = "") -> str | None:
-    """Problem of a count, or None. ``True`` and 2.0 are no counts."""
+    """Return the problem of a count, or None. ``True`` and 2.0 are no counts."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return None
     of = f" ({unit})" if unit else ""
@@ -92,7 +86,7 @@ def count_problem(name: str, value: object, least: int = 0, unit: str = "") -> s
 
 
 def flag_problem(name: str, value: object) -> str | None:
-    """Problem of a flag, or None. ``"no"`` and 0 are no flags."""
+    """Return the problem of a flag, or None. ``"no"`` and 0 are no flags."""
     return None if isinstance(value, bool) else f"{name} is {said(value)}, expected True or False"
 
 
@@ -188,7 +182,7 @@ def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:
 
 
 def near(name: object, names: Sequence[str]) -> str:
-    """A proposal for the end of a message: the nearest of ``names``; empty if none is near."""
+    """Propose the nearest of ``names``, for the end of a message; empty if none is near."""
     text = name if isinstance(name, str) else ""
     close = [each for each in names if text and each.lower() == text.lower()]
     close = close or difflib.get_close_matches(text, names, n=1, cutoff=0.5)
@@ -239,12 +233,7 @@ def takes_options_by_name(cls: _Cls) -> _Cls:
 def _problems_of_names(
     kind: str, args: Sequence[Any], options: Iterable[str], names: Sequence[str]
 ) -> Iterator[str]:
-    unknown = [
-        f"{name}, {FORMER[name]}" if name in FORMER else f"{name}{near(name, names)}"
-        for name in options
-        if name not in names
-    ]
-    if unknown:
+    if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
         yield f"{kind} has no option {', '.join(unknown)}; expected some of {', '.join(names)}"
     if args:
         yield (

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, switched off for a while."""
+"""Switch off Python's collector of cycles for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """It does not run by itself in between; what was so before is so again afterwards."""
+    """Disable the collector in the block, and restore its state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

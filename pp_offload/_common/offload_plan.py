@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,13 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
-    "float": ("seconds of at least 0", lambda value: _is_number(value) and 0 <= value),
+    "float": (
+        "seconds of at least 0",
+        lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
+    ),
     "Mapping[str, Any]": ("options by name", lambda value: isinstance(value, Mapping)),
 }
-"""By the type of a field, what a file must have there, and the check for it."""
-
-NEWER = {"optimizer_bytes", "on_demand_reloads", "max_in_flight_bytes", "prefetch_bytes", "options"}
-"""Fields that older files lack."""
+"""Expected value in a file, in words and as a check, by the type of the field."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlannedGroup:
     """Whether the group stays on the device."""
 
     def is_it(self, name: str, nbytes: int) -> bool:
-        """Whether a group at this place of the stage is the planned one."""
+        """Return whether a group at this place of the stage is the planned one."""
         return (self.name, self.nbytes) == (name, nbytes)
 
 
@@ -150,7 +150,7 @@ class OffloadPlan:
         )
 
     def with_limit(self, limit_bytes: int) -> Self:
-        """The same plan with another limit."""
+        """Copy the plan with another limit."""
         return replace(self, limit_bytes=limit_bytes)
 
     def recomputed_by_stage(
@@ -168,7 +168,7 @@ class OffloadPlan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON can hold it; :meth:`from_dict` makes an equal plan of it."""
+        """Make plain values that JSON can hold; :meth:`from_dict` makes an equal plan of them."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
@@ -183,11 +183,13 @@ class OffloadPlan:
             raise ConfigError(f"the format is {said(actual)}, expected {FORMAT!r}; {HOW}")
         ranks = [
             RankPlan(
-                stages=_lists_of(rank, "stages", _planned_group),
-                recomputed=_lists_of(rank, "recomputed", _layer_name),
+                stages=_by_stage(
+                    rank, "stages", lambda group: PlannedGroup(**_plain(PlannedGroup, group))
+                ),
+                recomputed=_by_stage(rank, "recomputed", _layer_name),
                 **_plain(RankPlan, rank),
             )
-            for rank in _list(_item(content, "ranks"))
+            for rank in _list("ranks", content.get("ranks"))
         ]
         return cls(ranks=tuple(ranks), **_plain(cls, content))
 
@@ -202,11 +204,9 @@ class OffloadPlan:
         with open(path, encoding="utf-8") as file:
             try:
                 return cls.from_dict(json.load(file))
-            except UnicodeDecodeError as failure:  # such as a trace, which is compressed
-                problem = f"{os.fspath(path)} holds no plan, for it is no text; {HOW}"
-                raise ConfigError(problem) from failure
-            except (ValueError, RecursionError) as failure:
-                raise ConfigError(f"{os.fspath(path)} holds no plan: {failure}") from failure
+            except ValueError as failure:  # also of a file that is no text, such as a trace
+                how = "" if isinstance(failure, ConfigError) else f"; {HOW}"
+                raise ConfigError(f"{os.fspath(path)} holds no plan: {failure}{how}") from failure
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.
@@ -220,13 +220,15 @@ class OffloadPlan:
 
 
 def _plain(record: type, content: Any) -> dict[str, Any]:
-    """Checked values of the fields of a record whose types are in :data:`KINDS`."""
+    """Check the fields of a record whose types are in :data:`KINDS`. Older files lack some."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"found {said(content)} in place of values by name; {HOW}")
     values = {}
     for each in fields(record):
-        kind = str(each.type).removesuffix(" | None")
-        is_left_out = each.name in NEWER and isinstance(content, Mapping)
-        if kind in KINDS and not (is_left_out and content.get(each.name) is None):
-            values[each.name] = _checked(kind, each.name, _item(content, each.name))
+        kind, value = str(each.type).removesuffix(" | None"), content.get(each.name)
+        has_default = each.default is not MISSING or each.default_factory is not MISSING
+        if kind in KINDS and not (value is None and has_default):
+            values[each.name] = _checked(kind, each.name, value)
     return values
 
 
@@ -237,30 +239,17 @@ def _checked(kind: str, name: str, value: Any) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+def _layer_name(content: Any) -> str:
+    return str(_checked("str", "the name of a layer", content))
 
 
-def _item(content: Any, name: str) -> Any:
-    if not isinstance(content, Mapping) or name not in content:
-        raise ConfigError(f"{name} is missing in {said(content)}; {HOW}")
-    return content[name]
-
-
-def _list(value: Any) -> Sequence[Any]:
+def _list(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"found {said(value)} in place of a list; {HOW}")
+        raise ConfigError(f"{name} is {said(value)}, expected a list; {HOW}")
     return value
 
 
-def _lists_of(rank: Any, name: str, make: Callable[[Any], Any]) -> tuple[tuple[Any, ...], ...]:
-    """Read one list for each virtual stage of a rank."""
-    return tuple(tuple(make(item) for item in _list(stage)) for stage in _list(_item(rank, name)))
-
-
-def _planned_group(content: Any) -> PlannedGroup:
-    return PlannedGroup(**_plain(PlannedGroup, content))
-
-
-def _layer_name(content: Any) -> str:
-    return str(_checked("str", "the name of a layer", content))
+def _by_stage(rank: Any, name: str, make: Callable[[Any], Any]) -> tuple[tuple[Any, ...], ...]:
+    """Read a list for each virtual stage of a rank."""
+    stages = _list(name, rank.get(name) if isinstance(rank, Mapping) else rank)
+    return tuple(tuple(make(item) for item in _list(name, stage)) for stage in stages)

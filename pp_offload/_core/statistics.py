@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.option_sources import size_said
+from pp_offload._common.sizes import size_said
 from pp_offload._core.mover import Mover
 
 COUNTERS = (

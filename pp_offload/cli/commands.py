@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.option_sources import UNITS, parse_limit
+from pp_offload._common.sizes import UNITS, parse_size
 from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
@@ -171,7 +171,7 @@ def _show(name: str, done: int, total: int | None = None) -> None:
 
 def _bytes_of(limit: str) -> int:
     """Parse a size in bytes. So few bytes that a unit was forgotten are an error."""
-    nbytes = parse_limit(limit)
+    nbytes = parse_size(limit, is_rounded=True)
     if nbytes is None:
         units = ", ".join(UNITS)
         problem = f"found {limit!r}, expected a number above 0 with a unit of {units}: 70GiB"

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.option_sources import bytes_said, size_said
+from pp_offload._common.sizes import bytes_said, size_said
 from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig, without_plan
 from pp_offload.plan.fills import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.option_sources import size_said
+from pp_offload._common.sizes import size_said
 from pp_offload._common.tables import format_table
 from pp_offload.simulate.rank import PipelineStep, RankStep
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.plans.chosen import chooser_of
 from helpers.plans.small import limits, planned, with_host_memory
 
-from pp_offload._common.option_sources import size_said
+from pp_offload._common.sizes import size_said
 from pp_offload.plan import Chooser, OffloadPlan
 from pp_offload.plan.table import table
 

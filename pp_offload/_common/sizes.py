@@ -1,0 +1,64 @@
+"""Sizes in bytes, as a user reads and types them.
+
+parse_size("2GiB")    # 2147483648
+size_said(2**31)      # "2.00 GiB"
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from math import ceil
+
+UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+    "KB": 1000,
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+"""Bytes of each unit."""
+
+_LETTERS = {prefix: 1024**power for power, prefix in enumerate("KMGT", 1)}
+_TYPED = {
+    typed: nbytes
+    for unit, nbytes in (UNITS | _LETTERS).items()
+    for typed in (unit, unit.lower(), unit.upper())
+}
+"""Units as users type them. ``G`` is GiB, as in schedulers and containers; ``Gb`` would be bits."""
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
+    """Return the bytes of a number with or without a unit; None if ``text`` is none.
+
+    Args:
+        text: A number, and possibly a unit.
+        is_rounded: Round a part of a byte down, as of 0.95GiB, in place of None.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _TYPED.get(match[2] or "B") if match else None
+    if match is None or unit is None:
+        return None
+    nbytes = Fraction(match[1]) * unit
+    return int(nbytes) if is_rounded or nbytes.denominator == 1 else None
+
+
+def size_said(nbytes: int, *, is_least: bool = False) -> str:
+    """Format bytes in GiB or, where that would read 0.00, in a smaller unit: ``"1.50 MiB"``.
+
+    Args:
+        nbytes: Number of bytes.
+        is_least: Round up, so that a user who types the text has enough.
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        if nbytes >= UNITS[unit] / 10:
+            hundredths = Fraction(100 * nbytes, UNITS[unit])
+            return f"{(ceil(hundredths) if is_least else round(hundredths)) / 100:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def bytes_said(nbytes: int, *, is_least: bool = False) -> str:
+    """Format bytes as a number, and in the words of :func:`size_said`: ``"1572864 (1.50 MiB)"``."""
+    text = size_said(nbytes, is_least=is_least)
+    return str(nbytes) if text.endswith(" B") else f"{nbytes} ({text})"
