@@ -6,7 +6,6 @@ Nothing is changed by it: the next step on the manager works.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -411,53 +410,6 @@ def test_a_group_without_a_chunk(manager: PipelineOffloadManager) -> None:
         lambda: off_interface.group_commit(x, "mlp"),
     ):
         refused(manager, call, GroupStateError, *parts)
-
-
-def test_a_commit_without_its_start(manager: PipelineOffloadManager) -> None:
-    chunk = open_chunk(manager)
-    commit, kind = off_interface.group_commit, GroupStateError
-    none = "no group of that name was started", r"open groups: \[\]", "start"
-    refused(manager, lambda: commit(ones(manager), "mlp"), kind, "'mlp'", *none)
-    words = "without an open group", "start one first"
-    refused(manager, lambda: chunk.on_group_commit_forward(None), kind, *words)
-    refused(manager, lambda: chunk.on_group_commit_backward("mlp"), kind, "'mlp'", "forward")
-    with off_interface(True, ones(manager), "mlp") as x:
-        y = x.exp()
-    words = "'mpl'", "no group of that name", r"open groups: \['mlp'\]"
-    refused(manager, lambda: commit(y, "mpl"), kind, *words)
-    y = commit(y, "mlp")
-    refused(manager, lambda: commit(y, "mlp"), kind, "'mlp'", "committed already", "once")
-    y.sum().backward()
-
-
-def on_another_thread(action: Callable[[], object]) -> BaseException | None:
-    """What ``action`` raises there."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
-
-
-def test_a_group_started_or_committed_on_another_thread(manager: PipelineOffloadManager) -> None:
-    chunk, x = open_chunk(manager), ones(manager)
-    error = on_another_thread(lambda: fine_grained_offloading_group_start(x, "mlp"))
-    assert isinstance(error, GroupStateError) and chunk.is_empty_chunk()
-    assert re.search(r"'mlp'.*without a chunk on thread \d+.*init_chunk_handler", str(error))
-    with off_interface(True, x, "mlp") as inside:
-        y = inside.exp()
-    error = on_another_thread(lambda: off_interface.group_commit(y, "mlp"))
-    y.sum().backward()
-    assert isinstance(error, GroupStateError) and re.search("'mlp'.*thread", str(error))
-    with pytest.raises(GroupStateError, match="never committed"):
-        manager.reset()
 
 
 # Schedules

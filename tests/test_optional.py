@@ -55,7 +55,7 @@ def test_another_checksum_serves_without_xxhash() -> None:
     assert "zlib.crc32" in process.stdout
 
 
-@pytest.mark.parametrize("path", ["test_smoke.py", "core/test_order.py", "field/test_markers.py"])
+@pytest.mark.parametrize("path", ["test_smoke.py", "core/test_order.py"])
 def test_a_file_alone_is_collected_without_what_is_optional(path: str) -> None:
     """By itself: what other files have imported does not hide what it needs."""
     process = run(f"import pytest; sys.exit(pytest.main(['--co', '-rs', 'tests/{path}']))")

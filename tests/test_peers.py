@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from pp_offload import (
     ActivationCheckpointing,
-    NoOpManager,
     OffloadActivations,
     OffloadModel,
     get_act_offloading_ctx_manager,
@@ -157,17 +156,6 @@ def test_contexts(how: str) -> None:
     assert context.statistics().bytes_offloaded > 0
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda model: get_act_offloading_ctx_manager(model, False), lambda model: NoOpManager()],
-)
-def test_contexts_that_do_nothing(make: Callable[[nn.Module], Any]) -> None:
-    model = Decoder()
-    outer = OffloadActivations()
-    with outer:
-        assert same_bits(step(model, make(model)), step(Decoder()))
-
-
 def test_a_model_as_fairscale_is_given_one() -> None:
     layers = nn.Sequential(*make_model(groups=()))
     expected = step(layers)
@@ -215,28 +203,3 @@ def checkpoint(variant: enum.Enum, params: object, num_layers: int) -> None:
 def test_checkpoints_as_modalities_asks_for_them(number: int) -> None:
     params = types.SimpleNamespace(**VALUES[number])
     checkpoint(list(Written)[number], params, (3, 1, 3)[number])
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_checkpoints_by_the_very_members_of_modalities(number: int) -> None:
-    module = pytest.importorskip(f"{MODALITIES}_variants", exc_type=ImportError)
-    theirs = module.ActivationCheckpointingVariants
-    assert {one.name: one.value for one in theirs} == {one.name: one.value for one in Written}
-    params = types.SimpleNamespace(**VALUES[number])
-    checkpoint(list(theirs)[number], params, (3, 1, 3)[number])
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_checkpoints_with_the_very_parameters_of_modalities(number: int) -> None:
-    config = pytest.importorskip("modalities.config.config", exc_type=ImportError)
-    name = ("FullACParams", "SelectiveLayerACParams", "SelectiveOpACParams")[number]
-    params = getattr(config.ActivationCheckpointedModelConfig, name)(**VALUES[number])
-    checkpoint(list(Written)[number], params, (3, 1, 3)[number])
-
-
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig"])
-def test_arguments_of_trl_say_whether_anything_is_offloaded(name: str) -> None:
-    """What is read of them here is a flag there."""
-    package = f"trl.trainer.{name.removesuffix('Config').lower()}_config"
-    kind = getattr(pytest.importorskip(package, exc_type=ImportError), name)
-    assert kind.__dataclass_fields__["activation_offloading"].default is False

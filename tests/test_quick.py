@@ -26,55 +26,33 @@ def test_every_tuple_is_in_one_of_those_chosen(sizes: tuple[int, ...], size: int
     assert size == 2 or len(found) == max(sizes), "no more than needed"
 
 
+MARKED = """
+import pytest
+
+both = pytest.mark.parametrize("a", ["x", "y", "z"]), pytest.mark.parametrize("b", [1, 2])
+
+@both[0]
+@both[1]
+@pytest.mark.quick("y", "z")
+def test_named(a, b): pass
+
+@both[0]
+@both[1]
+@pytest.mark.parametrize("c", [1, 2])
+@pytest.mark.covering(1)
+def test_product(a, b, c): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+"""
+
+
 def test_the_others_are_slow_or_exhaustive(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
-        """
-        from helpers.quick import mark_slow
-
-        def pytest_collection_modifyitems(items):
-            mark_slow(items)
-        """
+        "from helpers.quick import mark_slow\n"
+        "def pytest_collection_modifyitems(items):\n    mark_slow(items)"
     )
-    pytester.makeini(
-        "[pytest]\naddopts = -m 'not slow and not exhaustive'\n"
-        "markers =\n  slow\n  exhaustive\n  quick\n  covering"
-    )
-    pytester.makepyfile(
-        """
-        import pytest
-
-        both = pytest.mark.parametrize("a", ["x", "y", "z"]), pytest.mark.parametrize("b", [1, 2])
-
-        @both[0]
-        @both[1]
-        @pytest.mark.quick("y", "z")
-        def test_named(a, b): pass
-
-        @both[0]
-        @both[1]
-        @pytest.mark.covering(1)
-        @pytest.mark.quick("y", "z")
-        def test_covering(a, b): pass
-
-        @both[0]
-        @both[1]
-        @pytest.mark.parametrize("c", [1, 2])
-        @pytest.mark.covering(1)
-        def test_product(a, b, c): pass
-
-        @both[0]
-        @both[1]
-        @pytest.mark.parametrize("c", [1, 2])
-        @pytest.mark.covering(2)
-        def test_pairs(a, b, c): pass
-
-        @pytest.mark.slow
-        def test_slow(): pass
-
-        def test_other(): pass
-        """
-    )
-    pytester.runpytest().assert_outcomes(passed=4 + 2 + 3 + 6 + 1, deselected=22)
-    pytester.runpytest("-m", "slow").assert_outcomes(passed=2 + 4 + 4 + 0 + 1, deselected=27)
-    pytester.runpytest("-m", "exhaustive").assert_outcomes(passed=0 + 0 + 5 + 6, deselected=27)
-    pytester.runpytest("-m", "").assert_outcomes(passed=6 + 6 + 12 + 12 + 2)
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n  exhaustive\n  quick\n  covering")
+    pytester.makepyfile(MARKED)
+    for expression, num in {"not slow and not exhaustive": 4 + 3, "slow": 2 + 4 + 1}.items():
+        pytester.runpytest("-m", expression).assert_outcomes(passed=num, deselected=19 - num)

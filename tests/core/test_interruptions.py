@@ -177,6 +177,7 @@ def test_the_step_behind_an_aborted_one_is_right(
 # Scopes
 
 
+@pytest.mark.field("F26")
 @kinds
 def test_disabled_inside_a_scope(kind: str) -> None:
     """Nothing moves meanwhile, no hook stays, and offload goes on behind it."""

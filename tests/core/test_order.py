@@ -430,6 +430,7 @@ def shared_by_groups(is_on: bool) -> list[Tensor]:
     return gradients(x)
 
 
+@pytest.mark.field("F60")
 @simulated
 @pytest.mark.parametrize("window", [0, 200, "auto"])
 def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:

@@ -430,6 +430,7 @@ def test_a_forced_tensor_is_emptied_behind_its_copy(kind: str) -> None:
             assert_idle(manager)
 
 
+@pytest.mark.field("F23")
 @on_two
 def test_a_forced_tensor_whose_memory_is_not_torchs_stays(
     kind: str, caplog: pytest.LogCaptureFixture

@@ -1,6 +1,5 @@
 """Groups, the context and checkpoints, one inside the other.
 
-
 Rows F12, F28, F38, F39, F53, F62, F63, F65, F66 and F69.
 """
 
@@ -57,7 +56,6 @@ from pp_offload.testing import SimulatedBackend
 Function = Callable[..., Tensor]
 Run = Callable[..., Tensor]
 """A checkpoint: takes the function and its arguments."""
-
 
 ADDMM, MM, TOPK = "ops.aten.addmm.default", "ops.aten.mm.default", "ops.aten.topk.default"
 CAST = "ops.aten._to_copy.default"
@@ -443,7 +441,6 @@ def test_an_error_in_a_checkpoint_takes_no_hook_away(
 
 
 # F62: a layer that waits on the host comes as often with a checkpoint around it as without
-
 
 WHOLE_LAYERS: dict[str, Run | Callable[[nn.Module], nn.Module]] = {
     "torch": torchs(),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.scenarios import Chain, begin, check_steps, hook_depth, make_inputs, part
+from helpers.scenarios import begin, check_steps, make_inputs
 from helpers.sessions import gradients, group
 from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
     PipelineOffloadManager,
-    fine_grained_offloading_disable_offload,
-    fine_grained_offloading_enable_offload,
     fine_grained_offloading_group_start,
 )
 
@@ -30,7 +27,6 @@ def commit(y: Tensor, name: str, is_on: bool = True) -> Tensor:
 
 
 # F19: groups that interleave, and markers without their counterpart
-
 
 ROW_BYTES = 6 * 4
 """Of one row of an input; groups save different numbers of rows, so bytes tell them apart."""
@@ -166,64 +162,8 @@ def test_a_marker_without_its_counterpart(
 # F26: disabled and enabled
 
 
-PLACES = (
-    *("before start", "inside, first", "inside, last"),
-    *("before commit", "after commit", "in backward"),
-)
-
-
-def two_groups(device: torch.device, is_on: bool, switch: Callable[[str], None]) -> list[Tensor]:
-    """``switch`` is called at every place of the first group, which the plan lets leave."""
-    x = make_inputs(1, device=device)[0].requires_grad_()
-    if is_on:
-        off_interface.reset()
-    begin(is_on)
-    h = x * 2
-    switch("before start")
-    with off_interface(is_on, h, "a") as h:
-        switch("inside, first")
-        y = h.sin().exp().tanh()
-        switch("inside, last")
-    switch("before commit")
-    y = commit(y, "a", is_on)
-    switch("after commit")
-    z = group(y, lambda y: y.cos().sigmoid(), is_on, "a")
-    z.register_hook(lambda gradient: switch("in backward"))
-    z.square().sum().backward()
-    return [z.detach(), *gradients(x)]
-
-
 def nothing(place: str) -> None:
     """Switch nothing."""
-
-
-@pytest.mark.field("F26")
-@on_two_backends
-@pytest.mark.parametrize("off_at", PLACES)
-def test_switched_off_and_on(manager: PipelineOffloadManager, off_at: str) -> None:
-    """At each later place, or never: same bits, and hooks only inside the group."""
-    device, expected = manager.backend.device, two_groups(manager.backend.device, False, nothing)
-    for on_at in (*PLACES[PLACES.index(off_at) + 1 :], None):
-        depths: dict[str, int] = {}
-
-        def switch(place: str, on_at: str | None = on_at, depths: dict = depths) -> None:
-            if place == off_at:
-                fine_grained_offloading_disable_offload()
-            if place == on_at:
-                fine_grained_offloading_enable_offload()
-            depths[place] = hook_depth()
-
-        assert same_bits(two_groups(device, True, switch), expected)
-        # A group that starts while offload is disabled has no hooks, also if it is enabled inside.
-        has_hooks = off_at != "before start"
-        assert depths == {p: int(p.startswith("inside") and has_hooks) for p in PLACES}
-        before = manager.statistics().bytes_offloaded
-        assert same_bits(two_groups(device, True, nothing), expected)
-        assert (manager.statistics().bytes_offloaded > before) == (on_at is not None)
-        fine_grained_offloading_enable_offload()
-        assert same_bits(two_groups(device, True, nothing), expected)
-        assert manager.statistics().bytes_offloaded > before
-        assert_idle(manager)
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -263,76 +203,3 @@ def test_switched_before_a_checkpoint_runs_again(
             assert same_bits(gradients(x), torch.autograd.grad(function(x * 1).sum(), x))
     del y
     assert_idle(manager)
-
-
-# F51: scopes in scopes
-
-
-@pytest.mark.field("F51")
-@on_two_backends
-@pytest.mark.parametrize("place", ["around", "inside"])
-@pytest.mark.parametrize("other", ["hooks", "save_on_cpu"])
-def test_with_hooks_of_others(manager: PipelineOffloadManager, place: str, other: str) -> None:
-    """The innermost hooks get what is saved, theirs as many as without ours."""
-    packed = {True: 0, False: 0}
-
-    def step(is_on: bool, number: int) -> list[Tensor]:
-        def pack(tensor: Tensor) -> Tensor:
-            packed[is_on] += 1
-            return tensor.detach().neg()
-
-        def theirs() -> saved_tensors_hooks:
-            return save_on_cpu() if other == "save_on_cpu" else saved_tensors_hooks(pack, torch.neg)
-
-        (x,) = make_inputs(1, device=manager.backend.device)
-        begin(is_on)
-        h = x.requires_grad_() * 2
-        if place == "around":
-            with theirs():
-                y = part("a", h.sin(), x.detach().t() @ x.detach(), is_on).exp()
-        else:
-            with off_interface(is_on, h, "a") as h:
-                y = h.sin()
-                with theirs():
-                    y = y.exp()
-                y = y.tanh()
-            y = commit(y, "a", is_on)
-        y.sum().backward()
-        return [y.detach(), *gradients(x)]
-
-    check_steps(manager, step)
-    assert place == "around" or packed[True] == packed[False]
-
-
-@pytest.mark.field("F51")
-@on_two_backends
-@pytest.mark.parametrize("is_reset", [True, False])
-def test_a_reset_or_a_new_microbatch_inside_a_scope(
-    manager: PipelineOffloadManager, is_reset: bool
-) -> None:
-    """The commit says that the group is gone; what was saved is good, and so is the next step."""
-    device = manager.backend.device
-    begin()
-    x = make_inputs(1, device=device)[0].requires_grad_()
-    with off_interface(True, x * 1, "lost") as h:
-        y = h.sin()
-        manager.reset() if is_reset else begin()
-        assert hook_depth() == 1, "the scope ends with its with"
-        y = y.exp()
-    assert_no_hooks()
-    if is_reset:
-        with pytest.raises(GroupStateError, match="'lost' without a chunk.*init_chunk_handler"):
-            commit(y, "lost")
-        begin()
-    with pytest.raises(GroupStateError, match="'lost'.*no group of that name was started"):
-        commit(y, "lost")
-    y.sum().backward()
-    assert same_bits(gradients(x), torch.autograd.grad(x.sin().exp().sum(), x))
-    assert manager.statistics().bytes_offloaded == 0
-    del y, h
-    assert_idle(manager)
-    with nullcontext() if is_reset else pytest.raises(GroupStateError, match="never committed"):
-        manager.reset()
-    begin()
-    Chain("a", 2, device=device)(x).sum().backward()
-    assert manager.statistics().bytes_offloaded > 0

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from conftest import on_two_backends, skip_on_emulated
+from conftest import on_two_backends
 from helpers.scenarios import begin
-from helpers.toy import batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, configure, offload_modules
-from pp_offload.backends import Backend
 
 # F44: a group that does nothing
 
@@ -92,49 +84,3 @@ def test_the_rest_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     run_step(make_model(), batches(2))
     manager.reset()
     assert not caplog.records
-
-
-# F46: the Trainer of Hugging Face: two microbatches a step, and an evaluation after it
-
-
-CHECKPOINTS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "wrapped": None,
-    "reentrant": {"use_reentrant": True},
-    "non-reentrant": {"use_reentrant": False},
-}
-
-
-def build(lora: bool, checkpoint: str, is_tied: bool) -> Any:
-    from helpers.tiny_llama import make_llama
-
-    model = make_llama(is_tied=is_tied, lora={} if lora else None)
-    if checkpoint == "wrapped":  # with LoRA, adapters are inside
-        names = [n for n, _ in model.named_modules() if n.endswith(("mlp", "q_proj"))]
-        parts = [model.get_submodule(name) for name in names]
-        apply_activation_checkpointing(model, check_fn=lambda module: module in parts)
-    return model
-
-
-@pytest.mark.field("F46")
-@pytest.mark.covering(1)
-@on_two_backends
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
-def test_a_trainer_has_the_same_gradients(
-    backend: Backend, lora: bool, checkpoint: str, is_tied: bool, tmp_path: Path
-) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
-    from helpers.tiny_llama import CHECKPOINTING, assert_nothing_left, make_trainer, plain, train
-
-    skip_on_emulated(backend, "accelerate knows no such device, and trains on the CPU")
-    kwargs, make = CHECKPOINTS[checkpoint], partial(build, lora, checkpoint, is_tied)
-    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": kwargs} if kwargs else {}
-    expected = plain(make, tmp_path / "a", **options, use_cpu=backend.device.type == "cpu")
-    with backend.activate():
-        trainer = make_trainer(make(), tmp_path / "b", backend=backend, **options)
-        assert same_bits(train(trainer), expected)
-        assert trainer.activation_offload.statistics().bytes_offloaded > 0
-        assert_nothing_left(trainer)

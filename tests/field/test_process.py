@@ -14,7 +14,6 @@ from helpers.sessions import gradients
 from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 from torch import Tensor
 
-from pp_offload._memory.disk_file import NUM_THREADS
 from pp_offload.backends import CpuBackend
 
 PROLOGUE = """
@@ -27,7 +26,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import CpuBackend, ForkedError, OffloadConfig, PipelineOffloadManager
 from pp_offload.testing import SimulatedBackend
 
-
 directory, tier, kind = sys.argv[2:5]
 config = OffloadConfig(
     min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=directory if tier == "disk" else None,
@@ -39,22 +37,18 @@ PipelineOffloadManager.OFFLOAD_MGR = manager
 disk = manager.offloader.engine.mover.tier.disk if tier == "disk" else None
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
-
 def is_right(step):
     inputs = batches(4, 32, step, length=9 + step)
     expected = run_step(plain, inputs, in_flight=2, offload=False)
     return same_bits(run_step(model, inputs, in_flight=2), expected)
 
-
 def forward(step=0):
     off_interface.init_chunk_handler(None, None, 1)
     return model(batches(1, 32, step)[0]).sum()
 
-
 def graph():
     off_interface.reset()
     return forward()
-
 
 def in_child(work):
     sys.stdout.flush()
@@ -72,12 +66,7 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-written, gate = [], threading.Event()
-def slow(fd, data, offset):
-    os.write(1, b"written\\n")  # one call, so that no other thread writes in between
-    written.append(1)
-    gate.wait()
-    return os.pwrite(fd, data, offset)
+gate = threading.Event()
 """
 
 
@@ -145,7 +134,7 @@ def test_ranks_that_do_not_ask_for_the_table_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.field("F58")
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", ["disk"])
 def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tier: str) -> None:
     """They never end in the forked process, whose threads begin anew."""
     lines = printed_by(
@@ -176,53 +165,7 @@ def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tier: str) -
     assert lines == ["True", "refused", "True", "0 True"]
 
 
-@pytest.mark.field("F58")
-def test_workers_that_load_data_do_no_harm(tmp_path: Path) -> None:
-    lines = printed_by(
-        """
-        from torch.utils.data import DataLoader
-        loader = DataLoader(batches(6, 32), batch_size=None, num_workers=2)
-        for epoch in range(2):
-            living = graph()
-            for x in loader:
-                off_interface.reset()
-                got = run_step(model, [x])
-                assert same_bits(got, run_step(plain, [x], offload=False))
-            living.backward()
-            model.zero_grad()
-        print(manager.statistics().host_bytes_in_use, len(os.listdir(directory)))
-        """,
-        *(tmp_path, "host"),
-    )
-    assert lines == ["0 0"]
-
-
 # F59: the end of a process, and a loop without a reset
-
-
-@pytest.mark.field("F59")
-@pytest.mark.parametrize("is_exit", [True, False], ids=["at exit", "while training goes on"])
-def test_what_nobody_needs_is_not_written(tmp_path: Path, is_exit: bool) -> None:
-    lines = printed_by(
-        f"""
-        import atexit
-        disk._pwrite = slow
-        losses = [forward(step) for step in range(4)]
-        manager.statistics()
-        while len(written) < {NUM_THREADS}:
-            pass
-        del losses
-        if {is_exit}:
-            atexit.register(gate.set)  # registered last, so called first
-        else:
-            gate.set()
-            disk._threads.submit(lambda: None).result()
-            print(disk.in_use_bytes)
-        """,
-        tmp_path,
-        in_flight=10**9,
-    )
-    assert lines == ["written"] * NUM_THREADS + ["0"] * (not is_exit)
 
 
 @pytest.mark.field("F59")

@@ -41,10 +41,8 @@ from pp_offload import (
 
 NUM_THREADS = 4
 
-
 Graph = tuple[Net, Tensor, Tensor]
 """A model, its input and its loss."""
-
 
 # F54: threads through one manager
 
@@ -131,7 +129,6 @@ class Part(nn.Module):
 @pytest.mark.parametrize("is_marked", [True, False], ids=["markers", "modules"])
 def test_evaluation_beside_training(is_marked: bool, without_grad: Any, tmp_path: Path) -> None:
     """The forwards of both meet inside every group, and go on in any order.
-
 
     With grad and without a chunk, the second forward is told so, in its own thread.
     """
@@ -280,7 +277,6 @@ def test_no_python_code_where_autograd_frees_what_it_saved(kind: str, tmp_path: 
 
 
 # F57: an interrupt at any line
-
 
 LINES = folders("_core", "_groups", "_megatron", "_activations")
 

@@ -90,6 +90,7 @@ NEEDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.field("F09")
 @on_two_backends
 @pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
 @pytest.mark.parametrize(

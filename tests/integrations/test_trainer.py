@@ -58,6 +58,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 """Options of the trainer, of the model and of the offload."""
 
 
+@pytest.mark.field("F46")
 @pytest.mark.parametrize(("options", "model", "offload"), CASES, ids=str)
 def test_same_bits_with_options(
     options: dict[str, Any], model: dict[str, Any], offload: dict[str, Any], tmp_path: Path
