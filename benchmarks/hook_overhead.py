@@ -1,4 +1,4 @@
-"""Cost of the engine per saved tensor and per group, beside what nothing can avoid.
+"""Cost of the engine per saved tensor, beside what nothing can avoid.
 
 On the CPU with copies done inline, so that no thread hand-off is counted. All variants run the same
 graph in one process, in turns; a figure is the least of many rounds. The cost of a variant is its
@@ -13,12 +13,6 @@ sees a copy as done three copies later, as it does on an accelerator.
 Figures
     ratio_to_floor          cost of an offloaded tensor / the floor's, by tensors per group
     ratio_to_floor_lagging  the same, lagging
-    passthrough_ratio       cost of a tensor too small to move / that of identity hooks
-    passthrough_leaf_ratio  the same for a parameter
-    disabled_us             cost of a tensor in a group while offload is disabled
-    slope                   cost of an offloaded tensor with 4096 buffers live / with 64
-    group_ratio             cost of a group around an operation that saves nothing: start and
-                            commit, forward and backward / cost of two identity functions there
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +36,6 @@ from pp_offload import (
     CpuBackend,
     OffloadConfig,
     PipelineOffloadManager,
-    fine_grained_offloading_group_commit,
-    fine_grained_offloading_group_start,
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -53,7 +45,6 @@ NUMEL = 1024
 
 TENSORS_PER_GROUP = (4, 10, 100)
 MAX_NUMEL = 2**40
-WEIGHT = torch.nn.Parameter(torch.ones(NUMEL))
 TARGETS = {4: 1.50, 10: 1.25, 100: 0.95}
 BEHIND = 3
 """How many copies a lagging backend is behind: one for each of so many groups."""
@@ -154,22 +145,15 @@ class Engine(Variant):
 
     Args:
         name: In the table.
-        min_numel: Smaller tensors are passed through.
         behind: Copies count as done when so many have followed; 0 means at once.
-        is_enabled: Whether offload is enabled.
     """
 
-    def __init__(
-        self, name: str, min_numel: int, *, behind: int = 0, is_enabled: bool = True
-    ) -> None:
+    def __init__(self, name: str, *, behind: int = 0) -> None:
         self.name = name
-        self._min_numel = min_numel
         config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
         backend = LaggingBackend(behind=behind) if behind else CpuBackend(inline_bytes=MAX_NUMEL)
         with use_backend(backend, config=config) as manager:
             self._manager = manager
-        if not is_enabled:
-            manager.disable_offload()
 
     def install(self) -> None:
         PipelineOffloadManager.OFFLOAD_MGR = self._manager
@@ -189,41 +173,12 @@ class Engine(Variant):
         off_interface.reset()
 
     def begin_microbatch(self) -> None:
-        off_interface.init_chunk_handler(None, None, self._min_numel)
+        off_interface.init_chunk_handler(None, None, 1)
 
     def group(self, x: Tensor, run: Run) -> Tensor:
         with off_interface(True, x, "group") as x:
             y = run(x)
         return off_interface.group_commit(y, name="group")
-
-
-class Markers(Engine):
-    """The functions for start and commit, and no hooks."""
-
-    def group(self, x: Tensor, run: Run) -> Tensor:
-        y = run(fine_grained_offloading_group_start(x, "group"))
-        return fine_grained_offloading_group_commit(y, "group")
-
-
-class Identity(torch.autograd.Function):
-    """The least an autograd function can do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class TwoIdentities(Variant):
-    """An identity function at the start of a group and one at its end."""
-
-    name = "two identity functions"
-
-    def group(self, x: Tensor, run: Run) -> Tensor:
-        return Identity.apply(run(Identity.apply(x)))
 
 
 def nothing(x: Tensor) -> Tensor:
@@ -235,12 +190,6 @@ def chain(x: Tensor, num_tensors: int) -> Tensor:
         return nothing(x)
     for _ in range(num_tensors):
         x = torch._C._nn.leaky_relu(x, 0.5)  # saves its input
-    return x
-
-
-def added(x: Tensor, num_tensors: int) -> Tensor:
-    for _ in range(num_tensors):
-        x = x + torch._C._nn.leaky_relu(WEIGHT, 0.5)  # saves the parameter
     return x
 
 
@@ -267,11 +216,6 @@ class Load:
     groups: int
     tensors: int
 
-    run: Callable[[Tensor, int], Tensor] = chain
-
-    has_margin: bool = True
-    """Whether an empty group ends each microbatch: the engine keeps the last one on the device."""
-
     @property
     def num_tensors(self) -> int:
         """Saved tensors in all steps."""
@@ -281,7 +225,7 @@ class Load:
 def sample_ns(variant: Variant, load: Load, values: Tensor) -> int:
     """Time of one run of ``load``."""
     seed = torch.ones_like(values)
-    run = partial(load.run, num_tensors=load.tensors)
+    run = partial(chain, num_tensors=load.tensors)
     variant.install()
     start = time.perf_counter_ns()
     for _ in range(load.steps):
@@ -292,7 +236,7 @@ def sample_ns(variant: Variant, load: Load, values: Tensor) -> int:
             x = values.clone().requires_grad_()  # a storage saved twice moves once
             for _ in range(load.groups):
                 x = variant.group(x, run)
-            outputs.append(variant.group(x, nothing) if load.has_margin else x)
+            outputs.append(variant.group(x, nothing))  # the engine keeps the last group
         for output in outputs:
             torch.autograd.backward(output, seed)
         del x, output, outputs
@@ -328,24 +272,13 @@ def cost_ns(least: dict[Case, int], variant: Variant, load: Load) -> float:
 
 def ours_for(load: Load, *, behind: int = 0) -> Engine:
     """This engine, checked to offload every tensor of ``load``."""
-    engine = Engine("ours, lagging" if behind else "ours", 1, behind=behind)
+    engine = Engine("ours, lagging" if behind else "ours", behind=behind)
     engine.check_all_offloaded(load)
     return engine
 
 
 def measure(seconds: float, min_rounds: int) -> dict[str, Any]:
-    """All figures, printed as they come; each of the parts takes about ``seconds``."""
-    figures: dict[str, Any] = {"torch": torch.__version__, "seconds": seconds}
-    try:
-        for part in (measure_tensors, measure_passthrough, measure_slope, measure_groups):
-            figures |= part(seconds, min_rounds)
-    finally:
-        PipelineOffloadManager.reset_instance()
-    return figures
-
-
-def measure_tensors(seconds: float, min_rounds: int) -> dict[str, Any]:
-    """L8: the cost of an offloaded tensor."""
+    """All figures, printed."""
     loads = {n: Load(1, 1, max(2, 100 // n), n) for n in TENSORS_PER_GROUP}
     peers = [Hooked(name, context) for name, context in installed_peers(NUMEL)]
     variants = {
@@ -355,7 +288,7 @@ def measure_tensors(seconds: float, min_rounds: int) -> dict[str, Any]:
     for name, behind in (("ours", 0), ("ours, lagging", BEHIND)):
         variants[name] = {n: ours_for(load, behind=behind) for n, load in loads.items()}
     cases = [(variants[name][n], load) for n, load in loads.items() for name in variants]
-    least = least_ns(cases, 2 * seconds, min_rounds)
+    least = least_ns(cases, seconds, min_rounds)
     costs = {
         name: {n: cost_ns(least, by_size[n], load) for n, load in loads.items()}
         for name, by_size in variants.items()
@@ -373,77 +306,25 @@ def measure_tensors(seconds: float, min_rounds: int) -> dict[str, Any]:
         for name in ("ours", "ours, lagging")
     }
     return {
+        "torch": torch.__version__,
         "ratio_to_floor": ratios["ours"],
         "ratio_to_floor_lagging": ratios["ours, lagging"],
         "cost_ns": costs,
     }
 
 
-def measure_passthrough(seconds: float, min_rounds: int) -> dict[str, Any]:
-    """L11: a tensor that stays: an activation, a parameter, or any while offload is disabled."""
-    load = Load(1, 1, 2, 100)
-    leaf = replace(load, run=added)
-    ours = Engine("ours, passed through", MAX_NUMEL)
-    disabled = Engine("ours, disabled", 1, is_enabled=False)
-    cases = [(variant, each) for each in (load, leaf) for variant in (PLAIN, IDENTITY, ours)]
-    least = least_ns([*cases, (disabled, load)], seconds, min_rounds)
-    costs = {variant: cost_ns(least, variant, load) for variant in (IDENTITY, ours, disabled)}
-    ratio = costs[ours] / costs[IDENTITY]
-    leaf_ratio = cost_ns(least, ours, leaf) / cost_ns(least, IDENTITY, leaf)
-    print("\ntensor that stays, 100 per group, beyond plain autograd, in us")
-    for variant, ns in costs.items():
-        print(f"  {variant.name:24}{ns / 1e3:9.2f} us")
-    print(f"  activation / identity hooks {ratio:.2f} (target 2.30)")
-    print(f"  parameter / identity hooks  {leaf_ratio:.2f} (target 1.60)")
-    return {
-        "passthrough_ratio": ratio,
-        "passthrough_leaf_ratio": leaf_ratio,
-        "disabled_us": costs[disabled] / 1e3,
-    }
-
-
-def measure_slope(seconds: float, min_rounds: int) -> dict[str, Any]:
-    """L2: the cost with few and with many buffers live. Every sample saves 4096 tensors."""
-    loads = {32 * m: Load(128 // m, m, 4, 8) for m in (1, 2, 16, 128)}
-    engines = {n: ours_for(load) for n, load in loads.items()}
-    cases = [(v, load) for n, load in loads.items() for v in (PLAIN, FLOOR, engines[n])]
-    least = least_ns(cases, 2 * seconds, min_rounds)
-    ours = {n: cost_ns(least, engines[n], load) for n, load in loads.items()}
-    floor = {n: cost_ns(least, FLOOR, load) for n, load in loads.items()}
-    print("\ncost per saved tensor by live buffers (microbatches of 4 groups of 8 tensors), in us")
-    print(f"  {'live buffers':24}" + "".join(f"{n:>9}" for n in loads))
-    for name, costs in ((FLOOR.name, floor), ("ours", ours)):
-        print(f"  {name:24}" + "".join(f"{ns / 1e3:9.2f}" for ns in costs.values()))
-    slope, floor_slope = ours[4096] / ours[64], floor[4096] / floor[64]
-    print(f"  slope from 64 to 4096: {slope:.3f} (target 1.050); of the floor: {floor_slope:.3f}")
-    return {"slope": slope, "slope_floor": floor_slope, "cost_ns_by_live_buffers": ours}
-
-
-def measure_groups(seconds: float, min_rounds: int) -> dict[str, Any]:
-    """L3: the cost of a group with nothing in it."""
-    load = Load(1, 1, 32, 0, has_margin=False)
-    markers, two = Markers("start and commit", 1), TwoIdentities()
-    engine = Engine("with hooks, and commit", 1)
-    variants = (two, markers, engine)
-    least = least_ns([(v, load) for v in (PLAIN, *variants)], seconds / 2, min_rounds)
-    per_group = {v: (least[v, load] - least[PLAIN, load]) / load.groups for v in variants}
-    ratio = per_group[markers] / per_group[two]
-    print("\ngroup that saves nothing, forward and backward, beyond plain autograd")
-    for variant, ns in per_group.items():
-        print(f"  {variant.name:24}{ns / 1e3:9.2f} us ({ns / per_group[two]:5.2f})")
-    print(f"  ratio {ratio:.2f} (target 1.60)")
-    return {"group_ratio": ratio, "group_ratio_with_hooks": per_group[engine] / per_group[two]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of the engine's hooks and markers.")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per part of four")
+    parser = argparse.ArgumentParser(description="Cost of the engine's hooks.")
+    parser.add_argument("--seconds", type=float, default=40.0, help="for all")
     parser.add_argument("--quick", action="store_true", help="one round; the figures mean nothing")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     seconds, min_rounds = (0.0, 1) if options.quick else (options.seconds, 5)
-    figures = measure(seconds, min_rounds)
+    try:
+        figures = measure(seconds, min_rounds)
+    finally:
+        PipelineOffloadManager.reset_instance()
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -7,8 +7,7 @@ layer is a group, all groups leave, and tensors of less than 1 KiB for each toke
 are compared bit for bit.
 
 Then steps on a virtual H100 with rates that were measured on a real one, in a rank of 1F1B where
-all groups leave: the cases of on_card.py, which runs them on a card. And a Llama of Hugging Face,
-six layers of the width of 8B, whose forward and backward run in ``OffloadActivations``.
+all groups leave: the cases of on_card.py, which runs them on a card.
 
 Figures of a virtual row
     step_ms, ratio     of a step, and to one without offload
@@ -35,14 +34,12 @@ from torch import Tensor, nn
 
 from pp_offload import (
     CpuBackend,
-    OffloadActivations,
     OffloadConfig,
     offload_modules,
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.simulate import Hardware, VirtualBackend
-from pp_offload.simulate.huggingface import model_from_config
 
 VOCABULARY = 512
 SHAPE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3}
@@ -219,26 +216,6 @@ def virtual_stage(case: str, way: str, choice: str) -> dict[str, Any]:
         return virtual_row(backend, manager, run)
 
 
-def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
-    """A Llama of Hugging Face in ``OffloadActivations``; None without offload."""
-    backend = VirtualBackend(MEASURED)
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    config = transformers.LlamaConfig(**shape, **heads, num_hidden_layers=num_layers)
-    with use_backend(backend):
-        model = model_from_config(config).train()
-        ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
-        options = OffloadConfig(rematerialize=choice or "none", device_limit_bytes=None)
-        offload = OffloadActivations(config=options, backend=backend)
-
-        def run() -> None:
-            with nullcontext() if choice is None else offload:
-                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            model.zero_grad()
-
-        return virtual_row(backend, offload, run)
-
-
 def virtual_rows(*, quick: bool) -> list[dict[str, Any]]:
     """A row for each case and way, beside that without offload."""
     rows = []
@@ -247,10 +224,6 @@ def virtual_rows(*, quick: bool) -> list[dict[str, Any]]:
             name = f"{way}, {choice}" if choice else way
             row = virtual_stage(case, way, choice or "none")
             rows.append({"case": case, "way": name, **row})
-    for choice in (None, "none", "cheap"):
-        name = "none" if choice is None else f"ours, {choice}"
-        row = virtual_activations(choice, 1 if quick else 6)
-        rows.append({"case": "OffloadActivations", "way": name, **row})
     plain = {row["case"]: row for row in rows if row["way"] == "none"}
     copied = {row["case"]: row["copied_gib"] for row in rows if row["way"] == "ours, none"}
     for row in rows:

@@ -34,20 +34,17 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "positive"),
     [
-        pytest.param("hook_overhead.py", "slope group_ratio", marks=slow),
-        pytest.param(
-            "host_memory.py",
-            "footprint_ratio footprint_ratio_powers_of_two free_slope",
-            marks=slow,
-        ),
+        pytest.param("hook_overhead.py", "ratio_to_floor ratio_to_floor_lagging", marks=slow),
+        pytest.param("host_memory.py", "footprint_ratio", marks=slow),
         ("disk_tier.py", "throughput_ratio cached_ratio checksum_mib_per_s"),
     ],
 )
 def test_a_benchmark_writes_its_figures(name: str, positive: str, tmp_path: Path) -> None:
     figures = run_quick(name, tmp_path)
-    assert all(figures[key] > 0 for key in positive.split())
+    assert all(figures[key] for key in positive.split())
 
 
+@slow
 def test_steps_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("steps.py", tmp_path)
     for key in ("reset_ms_per_10000_groups", "reset_ms_changed"):
@@ -57,6 +54,7 @@ def test_steps_writes_its_figures(tmp_path: Path) -> None:
         assert set(figures[key]) == {"min", "median"}, "a difference of times may have any sign"
 
 
+@slow
 def test_frontier_writes_its_figures(tmp_path: Path) -> None:
     """All groups stay where there is room; recompute and ``save_on_cpu`` take longer."""
     rows = {row["way"]: row for row in run_quick("frontier.py", tmp_path, "gpt4096")["gpt4096"]}
@@ -102,6 +100,7 @@ def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     assert all(outcome.startswith("ended") for outcome in outcomes.values())
 
 
+@slow
 def test_rematerialize_writes_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     figures = run_quick("rematerialize.py", tmp_path)
@@ -109,7 +108,7 @@ def test_rematerialize_writes_its_figures(tmp_path: Path) -> None:
         assert row["none_equal"] and row["cheap_equal"]
         assert 0 < row["cheap_bytes"] < row["none_bytes"] and row["again_bytes"] > 0
     ours = [row for row in figures["virtual"] if row["way"] == "ours, cheap"]
-    assert len(ours) == 2 and all(row["bytes"] < 0.7 and row["compute"] > 1 for row in ours)
+    assert len(ours) == 1 and all(row["bytes"] < 0.7 and row["compute"] > 1 for row in ours)
 
 
 def test_a_virtual_h100_is_as_the_real_one_was(tmp_path: Path) -> None:

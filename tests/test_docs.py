@@ -22,7 +22,6 @@ from helpers.sources import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 import pp_offload
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
@@ -69,14 +68,32 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def trained(model: nn.Module, rows: int = 64) -> dict[str, Any]:
+    """Names of a loop of two steps."""
+    x = torch.randn(rows, 1024)
+    return {
+        "model": model,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data": [(x, x), (x, x)],
+    }
+
+
+def on_cpu(code: str, names: dict[str, Any]) -> int:
+    """Run a block; bytes that its manager offloaded."""
+    with use_backend(CpuBackend()):
+        exec(code, names)
+        return PipelineOffloadManager.get_instance().statistics().bytes_offloaded
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
@@ -86,75 +103,38 @@ def test_there_are_as_many_examples_as_tests() -> None:
 def test_the_six_lines_are_six_and_run(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks("README")[0]
     assert len([line for line in code.splitlines() if line]) == 6
-    model, x = Model(), torch.randn(8 * 1024, 1024)
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
-    names: dict[str, Any] = {
-        "schedule": Schedule1F1B(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss),
-        "data": [(x, x), (x, x)],
-    }
-    with use_backend(CpuBackend()):
-        exec(code, names)
-        assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
+    x = torch.randn(2 * 1024, 1024)
+    stage = PipelineStage(Model(1), 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    assert on_cpu(code, {"schedule": schedule, "data": [(x, x), (x, x)]}) > 0
     printed = capsys.readouterr().out
     assert "attn" in printed and "mlp" in printed
 
 
 def test_a_schedule_runs(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(8 * 1024, 1024)
-    names = {
-        "model": Model(),
-        "rank": 0,
-        "num_stages": 1,
-        "device": torch.device("cpu"),
-        "loss_fn": nn.functional.mse_loss,
-        "data": [(x, x), (x, x)],
-    }
-    with use_backend(CpuBackend()):
-        exec(blocks("pipelining")[0], names)
-        assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
+    names = {**trained(Model(1)), "rank": 0, "num_stages": 1, "data": [(x, x), (x, x)]}
+    assert on_cpu(blocks("pipelining")[0], {**names, "device": torch.device("cpu")}) > 0
     printed = capsys.readouterr().out
     assert "attn" in printed and "mlp" in printed
 
 
 def test_the_loop_without_a_schedule_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model()
-    x = torch.randn(1024, 1024)
-    names: dict[str, Any] = {
-        "model": model,
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data": [[(x, x), (x, x)]] * 2,
-    }
-    with use_backend(CpuBackend()):
-        exec(blocks("pipelining")[1], names)
-        assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
+    names = trained(Model(2), 1024)
+    assert on_cpu(blocks("pipelining")[1], {**names, "data": [names["data"]] * 2}) > 0
     assert "mlp" in capsys.readouterr().out
 
 
 def test_training_on_one_device_runs() -> None:
-    model = Model()
-    model.head = nn.Linear(1024, 1024)
-    x = torch.randn(64, 1024)
-    names: dict[str, Any] = {
-        "model": model,
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data": [(x, x), (x, x)],
-    }
+    names = trained(Model())
+    names["model"].head = nn.Linear(1024, 1024)
     exec(blocks("activations")[0], names)
     assert names["offload"].statistics().bytes_offloaded > 0
     assert names["offload"].statistics().live_tensors == 0
 
 
 def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model()
-    x = torch.randn(64, 1024)
-    names: dict[str, Any] = {
-        "model": model,
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data": [(x, x), (x, x)],
-    }
+    names = trained(Model())
     exec(blocks("checkpointing")[0], names)
     assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
     statistics = names["recompute"].stash.statistics()
@@ -167,9 +147,6 @@ def test_one_call_and_one_module_run(capsys: pytest.CaptureFixture[str]) -> None
     exec(blocks("checkpointing")[1], names)
     assert "CheckpointCounts(" in capsys.readouterr().out
     assert names["block"].recompute is names["recompute"]
-    before = names["recompute"].counts.recomputed_calls
-    names["block"](names["y"]).sum().backward()
-    assert names["recompute"].counts.recomputed_calls == before + 2
 
 
 def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +199,7 @@ def test_the_callback_of_lightning_runs(capsys: pytest.CaptureFixture[str]) -> N
     class Trained(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = Model().layers
+            self.layers = Model(1).layers
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, target = batch
@@ -236,8 +213,7 @@ def test_the_callback_of_lightning_runs(capsys: pytest.CaptureFixture[str]) -> N
     names: dict[str, Any] = {"model": Trained(), "data": data}
     quiet = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
     code = blocks("integrations")[1].replace("max_epochs=1", "max_epochs=1, **quiet")
-    with use_backend(CpuBackend()):
-        exec(code, {**names, "quiet": quiet})
+    on_cpu(code, {**names, "quiet": quiet})
     printed = capsys.readouterr().out
     assert int(re.findall(r"bytes_offloaded=(\d+)", printed)[0]) > 0
 
@@ -248,14 +224,11 @@ def test_the_loop_of_accelerate_runs() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    model = Model()
     x = torch.randn(4 * 1024, 1024)
-    names: dict[str, Any] = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=1024),
-        "loss_fn": nn.functional.mse_loss,
-    }
+    names = trained(Model(1))
+    names["data"] = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x), batch_size=1024
+    )
     code = blocks("integrations")[2].replace("Accelerator(", "Accelerator(cpu=True, ")
     with use_backend(CpuBackend()):
         exec(code, names)
@@ -263,16 +236,7 @@ def test_the_loop_of_accelerate_runs() -> None:
 
 
 def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
-    x = torch.randn(64, 1024)
-    names: dict[str, Any] = {
-        "layers": Model().layers,
-        "device": torch.device("cpu"),
-        "loss_fn": nn.functional.mse_loss,
-        "data": [(x, x), (x, x)],
-    }
-    with pytest.raises(ValueError, match="num_slices is 4; expected 1 to 3"):
-        exec(blocks("offload-model")[0], names)
-    names["layers"] = [*Model().layers, *Model().layers]
+    names = {**trained(Model()), "device": torch.device("cpu"), "layers": Model(4).layers}
     exec(blocks("offload-model")[0], names)
     model = names["model"]
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -377,14 +341,6 @@ def test_the_model_of_the_command_line_runs(
     rows = [line.split() for line in good(*arguments).splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert all(0 < float(with_it) < float(without) for _, without, with_it, *_ in rows[:3])
-
-
-@pytest.mark.parametrize("num_stages", [1, 3, 4, 16])
-def test_the_model_of_the_command_line_has_all_its_layers(num_stages: int) -> None:
-    names: dict[str, Any] = {}
-    exec(blocks("cli")[0], names)
-    nums = [len(stage) for stage in names["stages"](num_stages, 8).stages]
-    assert sum(nums) == 16 and max(nums) - min(nums) <= 1
 
 
 def steps_of_another_model() -> None:
@@ -529,32 +485,6 @@ def test_every_term_of_the_glossary_is_in_the_code() -> None:
     assert terms[1:] == sorted(terms[1:])
     missing = [term for term in terms[1:] if not re.search(rf"\b{term}s?\b", words)]
     assert not missing
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_groups_and_checkpoints_do_what_is_said(reentrant: bool, is_inside: bool) -> None:
-    layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    x = torch.randn(32, 64)
-    expected = gradients(layer, layer(x.requires_grad_() * 1), x)
-
-    def grouped(h: Tensor, work: Any) -> Tensor:
-        with off_interface(True, h, "g") as h:
-            y = work(h)
-        return off_interface.group_commit(y, name="g")
-
-    def checkpointed(h: Tensor, work: Any) -> Tensor:
-        return checkpoint(work, h, use_reentrant=reentrant)
-
-    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        off_interface.init_chunk_handler(None, None, 1)
-        if is_inside:
-            y = checkpointed(x * 1, lambda h: grouped(h, layer))
-        else:
-            y = grouped(x * 1, lambda h: checkpointed(h, layer))
-        got = gradients(layer, y, x)
-        assert manager.statistics().bytes_offloaded == (0 if is_inside else x.nbytes)
-    assert all(map(torch.equal, got, expected))
 
 
 def gradients(layer: nn.Module, y: Tensor, x: Tensor) -> list[Tensor]:

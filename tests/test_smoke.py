@@ -74,6 +74,7 @@ def layers(seed: int = 0) -> nn.Sequential:
     )
 
 
+@pytest.mark.slow  # but with -m smoke; tests/test_pipelining.py has all of them, too
 def test_every_schedule(tmp_path: Path) -> None:
     """Of ``torch.distributed.pipelining``, on two processes, through ``attach``."""
     virtual = {name: each for name, each in ALL if each != 3 and name not in CANNOT_RUN}
