@@ -33,6 +33,7 @@ from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.module_names import listed, matching
 from pp_offload._common.torch_private import never_compiled
+from pp_offload._groups.step_line import GIB, groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
 
@@ -77,6 +78,21 @@ class OffloadModulesHandle:
             self._idle_groups.forget(self._running)
         self._lifetime.is_over = True
         self._hooks.close()
+
+    def described(self) -> str:
+        """Groups with their numbers of modules, and GiB of the last complete step."""
+        named = ", ".join(f"{name} ({len(each)} modules)" for name, each in self.modules.items())
+        step = self.manager.group_bytes
+        total = groups_sum(step[name] for name in self.modules if name in step)
+        kept, copied, again = (n / GIB for n in (total.kept, total.copied, total.again))
+        return (
+            f"groups {named}; at the peak of the last step {kept:.2f} GiB kept on the device, "
+            f"{copied:.2f} copied, {again:.2f} computed again"
+        )
+
+    def __repr__(self) -> str:
+        state = "removed; " if self._lifetime.is_over else ""
+        return f"<OffloadModulesHandle: {state}{self.described()}>"
 
     def __enter__(self) -> OffloadModulesHandle:
         return self

@@ -19,6 +19,7 @@ from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import said
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._core.keys import ChunkKey, WeightPassKey
+from pp_offload._groups.manager import differences
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig, check_config
@@ -63,12 +64,22 @@ def attach(
         check_patterns(groups)
     if config is not None:
         check_config(config)
-    if getattr(schedule, _ATTACHED, None) is not None:
+    attached: AttachedSchedule | None = getattr(schedule, _ATTACHED, None)
+    if attached is not None:
+        differ = differences(attached.manager.config, config) if config is not None else ""
         raise OffloadError(
             f"{type(schedule).__name__} is attached already; detach() its handle first, or keep "
-            "using that one"
+            "using that handle; if it is lost, call pp_offload.pipelining.detach(schedule)"
+            + (f"; the options differ: {differ}" if differ else "")
         )
     return AttachedSchedule(schedule, groups, config)
+
+
+def detach(schedule: Any) -> None:
+    """Detach a schedule whose handle is lost; does nothing if it is not attached."""
+    attached: AttachedSchedule | None = getattr(schedule, _ATTACHED, None)
+    if attached is not None:
+        attached.detach()
 
 
 class AttachedSchedule:
@@ -136,6 +147,14 @@ class AttachedSchedule:
             self.manager.step.queue.know_order(())
             self.manager.offloader.follow_parts(None)
             self.manager.release_idle_memory()
+
+    def __repr__(self) -> str:
+        state = f"{len(self._stages)} stages" if self._is_attached else "detached"
+        groups = "groups marked by the model"
+        if self._modules is not None and self._modules.modules:
+            groups = self._modules.described()
+        name = type(self._schedule).__name__
+        return f"<AttachedSchedule of {name}: {state}; {groups}>"
 
     def __enter__(self) -> AttachedSchedule:
         return self

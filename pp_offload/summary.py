@@ -21,6 +21,7 @@ from pp_offload._common.processes import logger_of
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes
+from pp_offload._groups.step_line import gain_table, groups_sum
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
 
@@ -62,23 +63,30 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
         A table in MiB, the same on every rank: a row per rank, a column per group, and what
         backward computes again in place of a copy. With ``local``, a row per group: what became of
         the bytes that it saved. A step is complete when backward reached every group, and counts
-        from the next ``reset()`` or ``schedule.step()`` on; before, the table says so.
+        from the next ``reset()`` or ``schedule.step()`` on; before, the table says so. Below, a row
+        per rank: what a step takes, took at first, and would take without offload.
     """
     manager = PipelineOffloadManager.get_instance()
     if local:
-        return format_groups(manager.group_bytes)
+        return _joined(
+            format_groups(manager.group_bytes), gain_table({"this rank": manager.gain()})
+        )
     again = sum(each.again for each in manager.group_bytes.values())
-    rows = _gather({"bytes": manager.offload_summary_bytes, "again": again}, process_group)
-    return format_summary(
+    own = {"bytes": manager.offload_summary_bytes, "again": again, "gain": manager.gain()}
+    rows = _gather(own, process_group)
+    table = format_summary(
         [row.get("bytes", {}) for row in rows], [row.get("again", 0) for row in rows]
     )
+    return _joined(table, gain_table({f"rank {n}": row.get("gain") for n, row in enumerate(rows)}))
+
+
+def _joined(*tables: str) -> str:
+    return "\n\n".join(filter(None, tables))
 
 
 def format_groups(groups: Mapping[str, GroupBytes]) -> str:
     """Format the bytes that groups saved, by what became of them, with sums, in MiB."""
-    total = GroupBytes()
-    for each in groups.values():
-        total = total.plus(each)
+    total = groups_sum(groups.values())
     rows = [(name, *map(_mib, groups[name])) for name in sorted(groups)]
     head = ("group", "saved", "kept", "copied", "computed again", "copied as less")
     text = format_table([head, *rows, ("sum", *map(_mib, total))])

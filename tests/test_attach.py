@@ -27,7 +27,8 @@ from pp_offload import (
     recompute_layers,
 )
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload.pipelining import attach
+from pp_offload._groups.plan import GroupBytes
+from pp_offload.pipelining import attach, detach
 
 ALL = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
 """Options with which all groups leave."""
@@ -184,10 +185,32 @@ def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> Non
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     with attach(schedule, {"layer": "*"}, ALL):
-        with pytest.raises(OffloadError, match="min_offloaded_tensor_size=2"):
-            attach(other, None, OffloadConfig(min_offloaded_tensor_size=2))
+        options = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=2)
+        differ = r"options( differ)?: min_offloaded_tensor_size is 1 there and 2 here"
+        for each in (schedule, other):
+            with pytest.raises(OffloadError, match=differ) as error:
+                attach(each, None, options)
+            assert "pp_offload.pipelining.detach(schedule)" in str(error.value)
         step(schedule)
-    attach(other, None, OffloadConfig(min_offloaded_tensor_size=2)).detach()
+        detach(schedule)
+    detach(schedule)
+    attach(other, None, options).detach()
+
+
+def test_a_handle_tells_what_it_did(schedule: Any) -> None:
+    with attach(schedule, {"layer": "*"}, ALL) as handle:
+        step(schedule)
+        handle.manager.reset()
+        handle.manager.step.summary = {"layer": GroupBytes(kept=2**30, copied=2**31)}
+        did = "1.00 GiB kept on the device, 2.00 copied, 0.00 computed again"
+        assert repr(handle) == (
+            "<AttachedSchedule of Schedule1F1B: 1 stages; groups layer (3 modules); "
+            f"at the peak of the last step {did}>"
+        )
+    assert "detached" in repr(handle)
+    with offload_modules(schedule._stage.submod, {"layer": "0"}) as modules:
+        assert f"groups layer (1 modules); at the peak of the last step {did}" in repr(modules)
+    assert "removed" in repr(modules)
 
 
 def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:

@@ -29,7 +29,7 @@ from pp_offload._groups.manager import MANY_CHUNKS
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.step_line import NOT_TIMED, log_step
+from pp_offload._groups.step_line import Gain, StepTime, groups_sum, log_gain
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default
@@ -141,10 +141,10 @@ class ActivationStash:
             self._offloader.plan = replace(plan, kept=at_places)  # for a margin there is no room
         self._step.clear()
         self._room.begin_step(self._limit)
-        figures = self._room.figures
-        if has_settled and figures and self._room.is_settled and not self._has_logged:
+        if has_settled and self._room.is_settled and not self._has_logged:
             self._has_logged = True
-            log_step(NOT_TIMED, self._step.summary.values(), figures)
+            groups = groups_sum(self._step.summary.values())
+            log_gain(Gain(StepTime(), StepTime(), groups, self._room.figures))
 
     def _warn_of_elsewhere(self) -> None:
         """Warn once if nothing ever left because tensors are on another device."""

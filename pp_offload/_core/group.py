@@ -94,6 +94,8 @@ class Group:
             return Resident(tensor)
         kind = type(tensor)
         if kind is Tensor and tensor.numel() < self._min_numel:  # most that stay, so without a call
+            if engine.eligibility.largest_small is not None:
+                engine.eligibility.note_small(self.name, tensor)
             return Resident(tensor)
         if engine.eligibility.admits(tensor, self._min_numel):
             stream = engine.current_stream()

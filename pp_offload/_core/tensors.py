@@ -229,12 +229,21 @@ class Eligibility:
 
     Attributes:
         elsewhere: Where the last one was that stays since it is on another device; None for none.
+        largest_small: By name of the group, shape of the largest tensor that is too small to leave;
+            None where nobody asks.
     """
 
     def __init__(self, device: torch.device, kept: StorageSet) -> None:
         self.device = device
         self.kept = kept
         self.elsewhere: torch.device | None = None
+        self.largest_small: dict[str, torch.Size] | None = None
+
+    def note_small(self, name: str, tensor: Tensor) -> None:
+        """A group saved a tensor with too few elements to leave."""
+        sizes = self.largest_small
+        if sizes is not None and tensor.device == self.device and self.admits(tensor, 1):
+            sizes[name] = max(sizes.get(name, tensor.shape), tensor.shape, key=torch.Size.numel)
 
     def elsewhere_said(self) -> str:
         """What is wrong where all that was saved is on another device; empty if none is."""

@@ -1,4 +1,4 @@
-"""Chooses how much may be in flight and how far reloads run ahead, from the times of steps.
+"""Times steps, and chooses how much may be in flight and how far reloads run ahead.
 
     bounds = AutoBounds(offloader, config, room.unused_bytes)
     bounds.begin_step()
@@ -6,36 +6,41 @@
     bounds.end_step(plan, is_complete=True)
 
 The first complete steps are timed, and after a change of the plan the next ones. Times are read at
-the begin of a later step, once all that was timed has ended: nothing waits for them.
+the begin of a later step, once all that was timed has ended: nothing waits for them. Chosen is the
+least memory at which compute does not wait for copies; if the link is slower than compute, compute
+waits whatever is chosen, and these bounds keep the link busy.
+
+NOTE [ A chunk at a time ]
+    In the steady state of a pipeline every forward is followed by a backward, in which what the
+    forward left on the way to the host has time to arrive; and every backward by a forward, in
+    which the window is filled. So a chunk's own bytes say what it needs, and many forwards in a row
+    ask for no more than a single forward: with them the link falls behind whatever the cap, until
+    all memory is taken.
 """
 
 from __future__ import annotations
 
 import bisect
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES
+from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey
 from pp_offload._core.observer import Lap
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps, seconds
-from pp_offload._groups.bounds import (
-    TimedBytes,
-    in_flight_bytes,
-    is_wanted,
-    window_bytes,
-    within,
-)
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.step_line import StepTime
 from pp_offload.backends import Backend, TimedEvent
-from pp_offload.config import OffloadConfig
+from pp_offload.config import AUTO, OffloadConfig
 
 logger = logger_of(__name__)
 
@@ -51,7 +56,160 @@ GROWN = 1.1
 LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
 """Less is not chosen: small models have the memory, and with forwards in a row they need it."""
 
+SHARE_OF_UNUSED = 0.8
+"""How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
+
+PRECISION = 64
+"""A window is computed to one part in so many of all its bytes."""
+
 MIB = 2**20
+
+
+class AutoBounds:
+    """Times steps, and chooses.
+
+    Args:
+        offloader: Has the cap on bytes in flight, the window, and who watches.
+        config: Says what is to be chosen.
+        unused_bytes: Of the device, that bounds may grow into; None where there is no end.
+
+    Attributes:
+        hidden_bytes: Copies of a step that hide behind its compute, whatever the schedule: those
+            to the host in a third of its time, as forwards take, and those back in the rest.
+        first: Time of the first step that was timed.
+        last: Time of the last one.
+    """
+
+    def __init__(
+        self,
+        offloader: Offloader,
+        config: OffloadConfig,
+        unused_bytes: Callable[[], int | None],
+    ) -> None:
+        self._offloader = offloader
+        self._config = config
+        self._unused_bytes = unused_bytes
+        self._num_left = NUM_TIMED
+        self._plan = Plan()
+        self._running: StepTimes | None = None
+        self._timed: StepTimes | None = None
+        self._begun_s: float | None = None  # by the host's clock, where the device has none
+        self._sent = self._sent_when_timed = 0
+        self.hidden_bytes = 0
+        self.first = self.last = StepTime()
+        self._is_new = False
+
+    def take_settled(self) -> bool:
+        """Whether :attr:`last` is that of a step after which no more are to be timed; once."""
+        is_settled = self._is_new and not self._num_left
+        self._is_new &= not is_settled
+        return is_settled
+
+    def begin_step(self) -> None:
+        """Choose, if all that was timed has ended; then time this step, if steps are left to time.
+
+        Not in a capture, where nothing can be asked of an event.
+        """
+        backend = self._offloader.backend
+        if backend.is_capturing:
+            return
+        try:
+            if self._timed is not None and self._timed.are_over():
+                timed, self._timed = self._timed, None
+                self._num_left -= 1
+                self._choose(timed)
+            if self._num_left and self._timed is None:
+                begin = backend.timed_event(backend.current_stream())
+                if begin is None:
+                    self._begun_s = time.perf_counter()
+                else:
+                    self._running = StepTimes(begin, backend)
+                    self._offloader.observers.add(self._running)
+        except RuntimeError as failure:  # events of this device, or of another stream, have no time
+            self._timed = None
+            self._num_left = max(0, self._num_left - 1)
+            logger.debug("the bounds stay as they are, for a step was not timed: %s", str(failure))
+        self._sent = self._offloader.engine.mover.counts.bytes_offloaded
+
+    def end_step(self, plan: Plan, *, is_complete: bool) -> None:
+        """The step is over.
+
+        Args:
+            plan: For the steps to come. After a change of it steps are timed again, as where more
+                bytes leave than in the timed step.
+            is_complete: Whether the step says what others will be like.
+        """
+        running, self._running = self._running, None
+        begun_s, self._begun_s = self._begun_s, None
+        sent = self._offloader.engine.mover.counts.bytes_offloaded - self._sent
+        if running is not None:
+            self._offloader.observers.remove(running)
+            if is_complete and not running.is_cut:
+                self._timed, self._sent_when_timed = running, sent
+        elif begun_s is not None and is_complete:
+            self._num_left -= 1
+            self._note(StepTime((time.perf_counter() - begun_s) * 1e3))
+        has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
+        if plan != self._plan or (has_grown and not self._num_left):
+            self.follow(plan)
+            if begun_s is not None:
+                self._num_left = 1  # nothing is chosen from the host's times
+
+    def follow(self, plan: Plan) -> None:
+        """Take the bounds of a plan, or have the next steps timed.
+
+        Planned bounds hold as long as all is as planned, whatever the times: memory stays below the
+        limit that the plan was made for.
+        """
+        self._plan, self._is_new = plan, False
+        self._num_left = NUM_TIMED
+        if plan.bounds is not None:
+            self._take(plan.bounds)
+
+    def _note(self, step: StepTime) -> None:
+        if not self.first.step_ms:
+            self.first = step
+        self.last, self._is_new = step, True
+
+    def _choose(self, times: StepTimes) -> None:
+        stalled_s = seconds(times.waits)
+        to_host, back = rate(times.offloads), rate(times.reloads)
+        step_s = times.seconds_until(times.end)
+        self._note(StepTime(step_s * 1e3, stalled_s * 1e3, has_waits=True))
+        if to_host is not None and back is not None:
+            forward_s = (step_s - stalled_s) / 3
+            self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
+        self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
+        if self._plan.bounds is not None or not _is_wanted(self._config):
+            return
+        least = least_bounds(times, self._plan.kept)
+        if least is None:
+            return
+        self._take(_within(self._config, self.now, least, self._unused_bytes()))
+        logger.debug(
+            "in a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
+            "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
+            "%d MiB ahead",
+            step_s * 1e3,
+            stalled_s * 1e3,
+            (to_host or 0) / 1e9,
+            (back or 0) / 1e9,
+            *(nbytes // MIB for nbytes in self.now),
+        )
+
+    def _take(self, bounds: tuple[int, int]) -> None:
+        cap_bytes, ahead_bytes = bounds
+        self._offloader.engine.mover.in_flight.bound.choose(cap_bytes)
+        self._offloader.engine.window.choose(ahead_bytes)
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """The bounds as they are: on bytes in flight, and on what is ahead."""
+        engine = self._offloader.engine
+        return engine.mover.in_flight.bound.nbytes, engine.window.bound.nbytes
+
+
+# Times of a step
 
 
 @dataclass(slots=True)
@@ -70,7 +228,7 @@ class StepTimes(Laps):
 
     Args:
         begin: The times count from here.
-        backend: Gives an event on the live compute stream; None where nothing can be timed.
+        backend: Gives an event on the live compute stream.
 
     Attributes:
         sent: When groups left, in order.
@@ -115,133 +273,10 @@ class StepTimes(Laps):
             marks.append(Mark(key, now, nbytes, freed))
 
 
-class AutoBounds:
-    """Times steps, and chooses.
-
-    Args:
-        offloader: Has the cap on bytes in flight, the window, and who watches.
-        config: Says what is to be chosen.
-        unused_bytes: Of the device, that bounds may grow into; None where there is no end.
-
-    Attributes:
-        hidden_bytes: Copies of a step that hide behind its compute, whatever the schedule: those
-            to the host in a third of its time, as forwards take, and those back in the rest.
-    """
-
-    def __init__(
-        self,
-        offloader: Offloader,
-        config: OffloadConfig,
-        unused_bytes: Callable[[], int | None],
-    ) -> None:
-        self._offloader = offloader
-        self._config = config
-        self._unused_bytes = unused_bytes
-        self._num_left = NUM_TIMED
-        self._plan = Plan()
-        self._running: StepTimes | None = None
-        self._timed: StepTimes | None = None
-        self._sent = self._sent_when_timed = 0
-        self.hidden_bytes = 0
-        self._settled: StepTime | None = None
-
-    def take_settled(self) -> StepTime | None:
-        """The last step that was timed, once, when no more are to be timed."""
-        settled, self._settled = self._settled, None
-        return settled
-
-    def begin_step(self) -> None:
-        """Choose, if all that was timed has ended; then time this step, if steps are left to time.
-
-        Not in a capture, where nothing can be asked of an event.
-        """
-        backend = self._offloader.backend
-        if backend.is_capturing:
-            return
-        try:
-            if self._timed is not None and self._timed.are_over():
-                timed, self._timed = self._timed, None
-                self._num_left -= 1
-                self._choose(timed)
-            if self._num_left and self._timed is None:
-                begin = backend.timed_event(backend.current_stream())
-                if begin is not None:  # the device has a clock
-                    self._running = StepTimes(begin, backend)
-                    self._offloader.observers.add(self._running)
-        except RuntimeError as failure:  # events of this device, or of another stream, have no time
-            self._timed = None
-            self._num_left = max(0, self._num_left - 1)
-            logger.debug("the bounds stay as they are, for a step was not timed: %s", str(failure))
-        self._sent = self._offloader.engine.mover.counts.bytes_offloaded
-
-    def end_step(self, plan: Plan, *, is_complete: bool) -> None:
-        """The step is over.
-
-        Args:
-            plan: For the steps to come. After a change of it steps are timed again, as where more
-                bytes leave than in the timed step.
-            is_complete: Whether the step says what others will be like.
-        """
-        running, self._running = self._running, None
-        sent = self._offloader.engine.mover.counts.bytes_offloaded - self._sent
-        if running is not None:
-            self._offloader.observers.remove(running)
-            if is_complete and not running.is_cut:
-                self._timed, self._sent_when_timed = running, sent
-        has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
-        if plan != self._plan or (has_grown and not self._num_left):
-            self.follow(plan)
-
-    def follow(self, plan: Plan) -> None:
-        """Take the bounds of a plan, or have the next steps timed.
-
-        Planned bounds hold as long as all is as planned, whatever the times: memory stays below the
-        limit that the plan was made for.
-        """
-        self._plan, self._settled = plan, None
-        self._num_left = NUM_TIMED
-        if plan.bounds is not None:
-            self._take(plan.bounds)
-
-    def _choose(self, times: StepTimes) -> None:
-        stalled_s = seconds(times.waits)
-        to_host, back = rate(times.offloads), rate(times.reloads)
-        step_s = times.seconds_until(times.end)
-        if not self._num_left:
-            self._settled = StepTime(step_s * 1e3, stalled_s * 1e3)
-        if to_host is not None and back is not None:
-            forward_s = (step_s - stalled_s) / 3
-            self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
-        self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
-        if self._plan.bounds is not None or not is_wanted(self._config):
-            return
-        least = least_bounds(times, self._plan.kept)
-        if least is None:
-            return
-        self._take(within(self._config, self.now, least, self._unused_bytes()))
-        logger.debug(
-            "in a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
-            "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
-            "%d MiB ahead",
-            step_s * 1e3,
-            stalled_s * 1e3,
-            (to_host or 0) / 1e9,
-            (back or 0) / 1e9,
-            *(nbytes // MIB for nbytes in self.now),
-        )
-
-    def _take(self, bounds: tuple[int, int]) -> None:
-        cap_bytes, ahead_bytes = bounds
-        self._offloader.engine.mover.in_flight.bound.choose(cap_bytes)
-        self._offloader.engine.window.choose(ahead_bytes)
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """The bounds as they are: on bytes in flight, and on what is ahead."""
-        return (
-            self._offloader.engine.mover.in_flight.bound.nbytes,
-            self._offloader.engine.window.bound.nbytes,
-        )
+def rate(laps: Sequence[Lap]) -> float | None:
+    """Bytes a second, while copies ran; None if none did, or none took time."""
+    took_s = seconds(laps)
+    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None
 
 
 def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, int] | None:
@@ -252,18 +287,14 @@ def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, 
         staying: Groups that the next steps keep.
 
     Returns:
-        None where nothing was copied one way or the other.
+        None where nothing was copied to the host, or nothing back.
     """
     offload_rate, reload_rate = rate(times.offloads), rate(times.reloads)
     if offload_rate is None or reload_rate is None:
         return None
-    caps = [
-        in_flight_bytes(sent, offload_rate * CAUTION)
-        for sent in _by_chunk(times, times.sent, staying)
-    ]
-    windows = [
-        window_bytes(uses, reload_rate * CAUTION) for uses in _by_chunk(times, times.uses, staying)
-    ]
+    sent, uses = (_by_chunk(times, marks, staying) for marks in (times.sent, times.uses))
+    caps = [in_flight_bytes(chunk, offload_rate * CAUTION) for chunk in sent]
+    windows = [window_bytes(chunk, reload_rate * CAUTION) for chunk in uses]
     # small tensors come back in batches of SMALL_BYTES
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
 
@@ -280,9 +311,11 @@ def _by_chunk(
 
 def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
     """When compute would have passed an event, in seconds, if it had never waited for copies."""
-    took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
-    ends = [laps.seconds_until(wait.end) for wait in laps.waits]
-    waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
+    # sorted: several threads wait, in no order
+    waits = sorted(
+        (laps.seconds_until(wait.end), wait.begin.elapsed_time(wait.end) / 1e3)
+        for wait in laps.waits
+    )
     ends_s = [end_s for end_s, _ in waits]
     waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
 
@@ -293,7 +326,106 @@ def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
     return seconds_until
 
 
-def rate(laps: Sequence[Lap]) -> float | None:
-    """Bytes a second, while copies ran; None if none did, or none took time."""
-    took_s = seconds(laps)
-    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None
+# The least bounds: pure functions of times in which nothing waits
+
+
+class TimedBytes(NamedTuple):
+    """When compute had made bytes that leave, or asked for bytes that came back."""
+
+    at_s: float
+
+    nbytes: int
+    """Bytes that leave, or that are asked for the first time."""
+
+    freed: int = 0
+    """Bytes that are asked for the last time; several saved tensors may share them."""
+
+
+def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
+    """What is on its way to the host at most if compute never waits, the newest group included.
+
+    Args:
+        offloads: Of one chunk's forward, in order.
+        bytes_per_s: Of the link.
+    """
+    under_way: deque[TimedBytes] = deque()
+    now = most = 0
+    free_s = 0.0
+    for at_s, nbytes, _ in offloads:
+        while under_way and under_way[0].at_s <= at_s:
+            now -= under_way.popleft().nbytes
+        now += nbytes
+        most = max(most, now)
+        free_s = max(free_s, at_s) + nbytes / bytes_per_s
+        under_way.append(TimedBytes(free_s, nbytes))
+    return most
+
+
+def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
+    """The smallest window, nearly, that is always ahead of the uses.
+
+    Args:
+        uses: Of one chunk's backward, in order. The window is full when they begin.
+        bytes_per_s: Of the link.
+    """
+    low, high = 0, sum([use.nbytes for use in uses])
+    step = max(1, high // PRECISION)
+    while high - low > step:
+        middle = (low + high) // 2
+        if is_in_time(uses, middle, bytes_per_s):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> bool:
+    """Whether no use waits, where reloads run ahead by ``window`` bytes, as the prefetcher's do."""
+    sizes = [use.nbytes for use in uses if use.nbytes]
+    there_s: list[float] = []
+    num_used = unused = 0
+    free_s = asked_at_s = float("-inf")
+    for at_s, nbytes, freed in uses:
+        if not there_s or unused <= refill_below(window):
+            for more in sizes[len(there_s) :]:
+                if unused and unused + more > window:
+                    break
+                free_s = max(free_s, asked_at_s) + more / bytes_per_s
+                there_s.append(free_s)
+                unused += more
+        if nbytes:
+            if num_used >= len(there_s) or there_s[num_used] > at_s:
+                return False
+            num_used += 1
+        unused -= freed
+        asked_at_s = at_s
+    return True
+
+
+def _is_wanted(config: OffloadConfig) -> bool:
+    """Whether there is something to choose. With a disk, the times of copies do not say enough."""
+    has_auto = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
+    return has_auto and config.tiers == ("host",)
+
+
+def _within(
+    config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
+) -> tuple[int, int]:
+    """The least bounds, of those that are to be chosen, as far as the device has room for more."""
+    options = (config.max_in_flight_bytes, config.prefetch_bytes)
+    wanted = [nbytes * (option == AUTO) for nbytes, option in zip(least, options, strict=True)]
+    if unused_bytes is not None:
+        wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
+    return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
+
+
+def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
+    """Each bound, where together they grow by ``room`` bytes at most.
+
+    A bound that shrinks makes no room for another: the two need not be full at the same time.
+    """
+    more = [max(0, new - old) for old, new in zip(now, wanted, strict=True)]
+    total, room = sum(more), max(0, room)
+    if total > room:
+        more = [nbytes * room // total for nbytes in more]
+    return [min(new, old + add) for old, new, add in zip(now, wanted, more, strict=True)]

@@ -9,7 +9,9 @@ forward with grad, groups of that name should run and save tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import Size
 
 from pp_offload._common.processes import logger_of
 from pp_offload._groups.plan import ChunkRecord
@@ -30,13 +32,21 @@ _NEVER_COMMITTED = (
 )
 _NO_TENSOR = (
     "offloaded nothing: none of its {} groups saved a tensor of at least "
-    "min_offloaded_tensor_size={} elements that may leave the device; lower that, or look whether "
-    "the group is around the layer's forward and outside torch.compile"
+    "min_offloaded_tensor_size={} elements (a number of elements, not bytes) that may leave the "
+    "device; "
+)
+_LARGEST = (
+    "the largest was {}, {} elements: give min_offloaded_tensor_size={} to OffloadConfig or "
+    "init_chunk_handler to offload it"
+)
+_NONE_AT_ALL = (
+    "it saved no smaller one either: look whether the group is around the layer's forward and "
+    "outside torch.compile"
 )
 
 
 class IdleGroups:
-    """Knows which names were asked for, and which it has warned of.
+    """Checks steps for names that were asked for.
 
     Attributes:
         num_steps_left: Steps that are still to be checked.
@@ -75,12 +85,19 @@ class IdleGroups:
         """Whether this step is to be checked."""
         return self.num_steps_left > 0 and not self.was_disabled
 
-    def check(self, records: Iterable[ChunkRecord], smallest_numel: int, elsewhere: str) -> None:
+    def check(
+        self,
+        records: Iterable[ChunkRecord],
+        smallest_numel: int,
+        largest_small: Mapping[str, Size],
+        elsewhere: str,
+    ) -> None:
         """Warn of names that did nothing in a step.
 
         Args:
             records: All chunks of the step.
             smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
+            largest_small: By name, shape of the largest tensor with fewer elements.
             elsewhere: What is wrong if tensors are on another device; else empty.
         """
         self.num_steps_left -= 1
@@ -102,10 +119,16 @@ class IdleGroups:
                 problem = _NEVER_COMMITTED.format(num_groups)
             elif num_groups and not tensors[name]:
                 problem = _NO_TENSOR.format(num_committed, smallest_numel)
-                problem += f"; {elsewhere}" if elsewhere else ""
+                problem += elsewhere or _advice(largest_small.get(name))
             else:
                 continue
             # A warning of a checkpoint around the group has said why it does nothing.
             if name not in self._warned and not was_warned_of(f"group '{name}'"):
                 self._warned.add(name)
                 logger.warning("group '%s' %s", name, problem)
+
+
+def _advice(largest: Size | None) -> str:
+    if largest is None:
+        return _NONE_AT_ALL
+    return _LARGEST.format(tuple(largest), largest.numel(), largest.numel())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import torch
 
@@ -31,7 +32,7 @@ from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.step_line import log_step
+from pp_offload._groups.step_line import Gain, groups_sum, log_gain
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
@@ -111,8 +112,9 @@ class Manager:
             return
         if self.num_attached:
             raise OffloadError(
-                f"a schedule is attached with {self.config}, expected the same and not {config}; "
-                "detach() it first, or give both the same config"
+                f"a schedule is attached with other options: {differences(self.config, config)}; "
+                "give both the same config, or detach() its handle first (or, if that is lost, "
+                "pp_offload.pipelining.detach(schedule))"
             )
         step = StepRecord()
         step.pipeline_rank = self.step.pipeline_rank
@@ -175,6 +177,11 @@ class Manager:
             self._forget_finished()
         if torch.is_grad_enabled():
             self.step.smallest_numel = min_offloaded_tensor_size
+        eligibility = self.offloader.engine.eligibility
+        if not self.idle_groups.is_checking:
+            eligibility.largest_small = None
+        elif eligibility.largest_small is None:
+            eligibility.largest_small = {}
         self.step.vp_size = size
         if self.forward.chunk is not None:
             self.forward.chunk.is_left = True
@@ -339,12 +346,17 @@ class Manager:
                 (self.step.options or self.config).limit
             )  # a loop may begin its next step without reset()
 
+    def gain(self) -> Gain | None:
+        """What the last step took and spared; None before a step was measured."""
+        if not self.step.summary and not self.bounds.last.step_ms:
+            return None
+        groups = groups_sum(self.step.summary.values())
+        return Gain(self.bounds.last, self.bounds.first, groups, self._room.figures)
+
     def _say_what_steps_cost(self) -> None:
         """Once for each choice of what stays."""
-        time = self.bounds.take_settled() if self._room.is_settled else None
-        if time is None:
-            return
-        log_step(time, self.step.summary.values(), self._room.figures)
+        if self._room.is_settled and self.bounds.take_settled() and (gain := self.gain()):
+            log_gain(gain)
 
     def _drop_step(self) -> None:
         with self.offloader.lock:
@@ -367,8 +379,9 @@ class Manager:
         idle, engine = self.idle_groups, self.offloader.engine
         smallest = self.step.smallest_numel
         if smallest is not None and not self.forward.is_evaluating and idle.is_checking:
-            elsewhere = engine.eligibility.elsewhere_said()
-            idle.check(self.step.records(), smallest, elsewhere)
+            eligibility = engine.eligibility
+            small, elsewhere = eligibility.largest_small or {}, eligibility.elsewhere_said()
+            idle.check(self.step.records(), smallest, small, elsewhere)
         idle.begin_step(is_enabled=engine.is_enabled)
 
     def learn(self) -> None:
@@ -414,6 +427,16 @@ class Manager:
         """Switch offload on or off, from now on."""
         self.offloader.engine.is_enabled = is_on
         self.idle_groups.was_disabled |= not is_on
+
+
+def differences(there: OffloadConfig, here: OffloadConfig) -> str:
+    """Options that differ, with both values."""
+    names = [each.name for each in fields(there)]
+    return ", ".join(
+        f"{name} is {said(getattr(there, name))} there and {said(getattr(here, name))} here"
+        for name in names
+        if getattr(there, name) != getattr(here, name)
+    )
 
 
 def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:

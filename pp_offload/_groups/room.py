@@ -26,24 +26,31 @@ NOTE [ What is needed whatever leaves ]
     allocated at these times comes on top, such as what the backward of a loss takes. As many bytes
     may be in flight as the bounds allow, even where this step had fewer: the less leaves, the
     sooner it comes back.
+
+NOTE [ What a peak does not say ]
+    A device reports its peak since the last reset, and only the user resets it. This peak may come
+    from another program, from loading a checkpoint, or from an evaluation behind the last backward,
+    when no group is there: only a peak that rose where groups begin, end and are reached is a
+    step's. So the allocated bytes are also read at these times, and, as long as no peak rose, the
+    bytes of the largest group are left free for what comes and goes in between.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.group import Group
-from pp_offload._core.keys import Place
+from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.demand import Beside, Change, Demand, History, by_stage, fitting
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
 from pp_offload._groups.step_line import DeviceFigures
-from pp_offload._groups.step_memory import Peaks, StepMemory
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -58,6 +65,77 @@ had to give memory back to have some; and room that grows by it is filled anew.
 """
 
 MIB = 2**20
+GIB = 2**30
+
+
+@dataclass
+class StepMemory:
+    """Memory of the device in a step so far, in bytes. See NOTE [ What a peak does not say ]."""
+
+    begin: Allocated
+    """Figures of the device when the step began."""
+
+    begin_bytes: int
+    """Allocated at that time, without copies in flight."""
+
+    peak_bytes: int = 0
+    """Peak of the step: the highest reading, or the device's peak where that rose."""
+
+    has_risen: bool = False
+    """Whether the device's own peak rose in the step."""
+
+    is_of_loss: bool = False
+    """Whether it rose behind the last group of a forward, and before its backward."""
+
+    is_behind_forward: bool = False
+    """Whether a group was closed last."""
+
+    had_retries: bool = False
+    """Whether the allocator gave memory back in the step."""
+
+    allocated_bytes: int = 0
+    """Most allocated bytes when a backward went on to another chunk."""
+
+    besides_copies: Counter[ChunksInFlight] = field(default_factory=Counter)
+    """The same without copies in flight, for each set of chunks in flight."""
+
+    begun: set[ChunkKey] = field(default_factory=set)
+    """Chunks whose forward has begun."""
+
+    in_flight: set[ChunksInFlight] = field(default_factory=set)
+    """Chunks in flight, each time that another forward began."""
+
+    beside: dict[Place, Beside] = field(default_factory=dict)
+    """Bytes of groups that do not move."""
+
+    in_backward: ChunkKey | None = None
+    """The chunk that backward reached last."""
+
+    def __post_init__(self) -> None:
+        self.begin_groups(self.begin)
+
+    def begin_groups(self, now: Allocated) -> None:
+        """Count from here: what rose before the first group was of no step."""
+        self.reported_bytes, self._num_retries = now.peak_bytes, now.num_retries
+
+    def note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
+        if now.peak_bytes > self.reported_bytes:
+            self.reported_bytes = self.peak_bytes = now.peak_bytes
+            self.has_risen, self.is_of_loss = True, is_of_loss
+        self.peak_bytes = max(self.peak_bytes, now.nbytes)
+        self.had_retries = now.num_retries > self._num_retries
+
+    def fixed_bytes(self, staying: Mapping[int, int]) -> int:
+        """The most when backward went on to another chunk, without copies and so many bytes that
+        stay for each chunk.
+        """
+        return max(
+            (
+                nbytes - sum(num * staying.get(stage, 0) for stage, num in now)
+                for now, nbytes in self.besides_copies.items()
+            ),
+            default=0,
+        )
 
 
 class DeviceRoom(Observer):
@@ -74,21 +152,27 @@ class DeviceRoom(Observer):
         self._limit: int | str | None = None
         self._stay: dict[Place, int] = {}
         self._history = History()
-        self._peaks = Peaks()
         self._num_left = NUM_SETTLING
         self._above_bytes = 0  # peak of a step, above what was read when it was to be high
         self._needed_bytes = 0  # beside what was there when the step began
         self._spare_bytes = 0  # by which steps took more than was foreseen
         self._room_bytes = -1  # with which it was filled last
         self._foreseen_bytes: int | None = None
+        self._reported_bytes = 0  # peak of the device, behind the last step
+        self._outside_bytes = 0  # the same, where it rose between two steps
+        self._risen_bytes = 0  # the peak within the last step in which it rose
+        self._is_of_loss = False  # whether that was behind the last group of a forward
         self._figures: DeviceFigures | None = None
         self._seen: StepMemory | None = None
         self._has_warned = False
 
     @property
     def figures(self) -> DeviceFigures | None:
-        """Memory of the step before the one that is watched; None without a limit."""
-        return None if self._seen is None else self._figures
+        """Memory of the last step; without a limit, the peak that the device reports, if any."""
+        if self.is_watching and self._figures is not None:
+            return self._figures
+        allocated = self._offloader.backend.allocated()
+        return None if allocated is None else DeviceFigures(allocated.peak_bytes)
 
     @property
     def is_watching(self) -> bool:
@@ -124,26 +208,28 @@ class DeviceRoom(Observer):
         if limit == AUTO and (allocated is None or backend.memory_bytes() is None):
             return
         if allocated is None:
-            logger.log(
-                logging.DEBUG if self._has_warned else logging.WARNING,
+            self._warn(
                 "device_limit_bytes is given, but %s does not tell what is allocated: all groups "
                 "leave; name a plan that was made before, or leave the option out",
                 backend.name,
             )
-            self._has_warned = True
             return
-        self._peaks.begin(allocated.peak_bytes)
+        self._note_outside(allocated)
         self._seen = StepMemory(allocated, self._at_rest_bytes(allocated))
         self._offloader.observers.add(self)
+
+    def _note_outside(self, now: Allocated) -> None:
+        if now.peak_bytes > self._reported_bytes:
+            self._reported_bytes = self._outside_bytes = now.peak_bytes
 
     def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
         seen, key = self._seen, group.key
         if seen is not None and key is not None and key.chunk not in seen.begun:
-            if not seen.begun:  # what rose before was of no step
+            if not seen.begun:
                 now = self._allocated(seen)
-                seen.reported_bytes, seen.num_retries = now.peak_bytes, now.num_retries
-                self._peaks.begin(seen.reported_bytes)
+                seen.begin_groups(now)
+                self._note_outside(now)
             seen.begun.add(key.chunk)
             in_flight = self._in_flight()
             seen.in_flight.add(in_flight)
@@ -175,8 +261,9 @@ class DeviceRoom(Observer):
         allocated = self._allocated(seen)
         seen.note(allocated, is_of_loss=seen.is_behind_forward)
         seen.in_backward, seen.is_behind_forward = key.chunk, False
-        at_rest_bytes = self._at_rest_bytes(allocated)
-        seen.note_chunk(self._in_flight(), allocated.nbytes, at_rest_bytes)
+        seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
+        chunks, at_rest_bytes = self._in_flight(), self._at_rest_bytes(allocated)
+        seen.besides_copies[chunks] = max(seen.besides_copies[chunks], at_rest_bytes)
 
     def _read(self) -> None:
         """In a step that may say what is needed, read more often."""
@@ -202,7 +289,7 @@ class DeviceRoom(Observer):
         if seen is None:
             return
         self._offloader.observers.remove(self)
-        self._peaks.end(seen)
+        self._reported_bytes = seen.reported_bytes
         if not chunks:
             return
         step = Demand.of(chunks, seen.beside, seen.in_flight)
@@ -215,9 +302,12 @@ class DeviceRoom(Observer):
             self._num_left = max(0, self._num_left - 1)
             self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
         limit_bytes = min(self._limits())
-        elsewhere = self._peaks.elsewhere(peak_bytes)
         self._figures = DeviceFigures(
-            limit_bytes, peak_bytes, elsewhere, is_given=self._limit != AUTO
+            peak_bytes,
+            peak_bytes if self._figures is None else self._figures.first_peak_bytes,
+            limit_bytes,
+            self._elsewhere(peak_bytes),
+            is_given=self._limit != AUTO,
         )
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
@@ -227,7 +317,13 @@ class DeviceRoom(Observer):
             needed_bytes = now_bytes + self._needed_bytes + self._spare_bytes
             self._fill(needed_bytes, limit_bytes, hidden_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
-            self._warn(peak_bytes, limit_bytes)
+            self._warn(
+                "the device took %d bytes, expected at most device_limit_bytes, which is %d: all "
+                "groups leave; lower max_in_flight_bytes and prefetch_bytes, which allow %.1f MiB "
+                "in flight; have more of the model in groups, recompute layers, or make "
+                "microbatches shorter",
+                *(peak_bytes, limit_bytes, self._moving_bytes() / MIB),
+            )
 
     def _staying(self, step: Demand) -> dict[Place, int]:
         """Bytes of this step's groups at places that stay."""
@@ -236,8 +332,7 @@ class DeviceRoom(Observer):
 
     def _forget(self, change: Change) -> None:
         """What stayed was for another demand. After a larger step all leave, and are read."""
-        self._stay, self._room_bytes = {}, -1
-        self._peaks.forget()
+        self._stay, self._room_bytes, self._risen_bytes = {}, -1, 0
         if change is Change.MORE:
             self._num_left = NUM_SETTLING if self._num_left else 1
             self._foreseen_bytes = None
@@ -246,12 +341,26 @@ class DeviceRoom(Observer):
 
     def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
         """The peak of a step that was read; also note what it needs whatever leaves."""
-        largest_bytes = max(self._history.demand.sizes.values(), default=0)
-        peak_bytes = self._peaks.of_step(seen, largest_bytes)
+        if seen.has_risen:
+            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
+        peak_bytes = max(seen.peak_bytes, self._risen_bytes)
+        if not self._risen_bytes:  # see NOTE [ What a peak does not say ]
+            peak_bytes += max(self._history.demand.sizes.values(), default=0)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
         needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin_bytes
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return peak_bytes
+
+    def _elsewhere(self, peak_bytes: int) -> str:
+        """Where the device's peak is, if it is not this one, or not in a group; for a message."""
+        if self._outside_bytes > peak_bytes:
+            return (
+                f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
+                "an optimizer, an evaluation, or loading"
+            )
+        if self._is_of_loss:
+            return "that is behind the last group's forward: the model's head, or its loss"
+        return ""
 
     def _fill(self, needed_bytes: int, limit_bytes: int, hidden_bytes: int) -> None:
         """Choose what stays beside what is needed whatever leaves, once that is known, and anew
@@ -275,8 +384,7 @@ class DeviceRoom(Observer):
                 "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
                 "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as "
                 "long as something leaves; the limit is %.1f MiB",
-                len(self._stay),
-                len(demand.sizes),
+                *(len(self._stay), len(demand.sizes)),
                 *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
             )
         self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
@@ -284,20 +392,12 @@ class DeviceRoom(Observer):
     def _moving_bytes(self) -> int:
         """The most bytes on their way, both ways together. A bound cuts no group."""
         largest = max(self._history.demand.lean.values(), default=0)
-        cap_bytes = self._offloader.engine.mover.in_flight.bound.nbytes
-        return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
+        engine = self._offloader.engine
+        bounds = engine.mover.in_flight.bound.nbytes, engine.window.bound.nbytes
+        return sum(max(bound, largest) for bound in bounds)
 
-    def _warn(self, peak_bytes: int, limit_bytes: int) -> None:
-        logger.log(
-            logging.DEBUG if self._has_warned else logging.WARNING,
-            "the device took %d bytes, expected at most device_limit_bytes, which is %d: all "
-            "groups leave; lower max_in_flight_bytes and prefetch_bytes, which allow %.1f MiB in "
-            "flight; have more of the model in groups, recompute "
-            "layers, or make microbatches shorter",
-            peak_bytes,
-            limit_bytes,
-            self._moving_bytes() / MIB,
-        )
+    def _warn(self, message: str, *args: object) -> None:
+        logger.log(logging.DEBUG if self._has_warned else logging.WARNING, message, *args)
         self._has_warned = True
 
     def _limits(self) -> list[int]:

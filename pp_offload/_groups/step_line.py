@@ -1,15 +1,18 @@
-"""Logs in one line what steps cost, once what stays has been chosen.
+"""What a step takes with offload, took at first, and would take without: a log line and table rows.
 
-log_step(time, step.summary.values(), room.figures)
+gain = Gain(time, bounds.first, groups_sum(step.summary.values()), room.figures)
+log_gain(gain)
+gain_table({"rank 0": gain})
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pp_offload._common.processes import logger_of
+from pp_offload._common.tables import format_table
 from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)
@@ -19,23 +22,35 @@ GIB = 2**30
 FREE_PART = 0.01
 """Waiting for copies in a smaller part of a step is not worth a warning."""
 
+TABLE_TITLE = (
+    "a step and the device's peak: now, in the first step, and without offload (~: estimated);\n"
+    "GiB of saved tensors at the peak: kept on the device, copied, computed again"
+)
+
 
 class StepTime(NamedTuple):
     """Of a step, in milliseconds."""
 
-    step_ms: float
-    """Until its last copy; 0 without any, or if the step was not timed."""
+    step_ms: float = 0.0
+    """Until its last copy, by the device's clock; by the host's without one; 0 if not timed."""
 
-    waiting_ms: float
+    waiting_ms: float = 0.0
     """While compute waited for copies."""
+
+    has_waits: bool = False
+    """Whether waits were timed, too."""
 
 
 class DeviceFigures(NamedTuple):
     """Memory of the device, in bytes."""
 
-    limit_bytes: int
     peak_bytes: int
-    """Of the last step."""
+    """Of the last step; without a limit, what the device reports."""
+
+    first_peak_bytes: int = 0
+    """Of the first step; 0 if nobody looked."""
+
+    limit_bytes: int | None = None
 
     elsewhere: str = ""
     """Cause of the device's peak, if that peak is not in a group; may be empty."""
@@ -44,47 +59,104 @@ class DeviceFigures(NamedTuple):
     """Whether the limit is a number that the user gave."""
 
 
-NOT_TIMED = StepTime(0.0, 0.0)
+class Gain(NamedTuple):
+    """Cost and gain of offload in a step."""
+
+    now: StepTime
+    first: StepTime
+    groups: GroupBytes
+    """Of all groups of the microbatches that are in flight at the peak."""
+
+    device: DeviceFigures | None
+    """None where the device does not report its memory."""
+
+    @property
+    def spared_bytes(self) -> int:
+        """More bytes that the device would have at the peak without offload: an estimate, as copies
+        may be in flight there.
+        """
+        return self.groups.copied + self.groups.again
 
 
-def log_step(time: StepTime, groups: Iterable[GroupBytes], device: DeviceFigures | None) -> None:
-    """Log what :func:`step_line` says of the sum of these groups."""
+def groups_sum(groups: Iterable[GroupBytes]) -> GroupBytes:
+    """Sum of what became of the bytes of groups."""
     total = GroupBytes()
     for each in groups:
         total = total.plus(each)
-    level, line = step_line(time, total, device)
+    return total
+
+
+def log_gain(gain: Gain) -> None:
+    """Log :func:`step_line`."""
+    level, line = step_line(gain)
     logger.log(level, "%s", line)
 
 
-def step_line(time: StepTime, groups: GroupBytes, device: DeviceFigures | None) -> tuple[int, str]:
-    """A warning if copies cost time, else information.
-
-    Args:
-        time: Of a step.
-        groups: What became of the bytes of its groups.
-        device: Memory it took; None without a limit.
-
-    Returns:
-        The level, and the line without the rank.
-    """
-    stay, sent, again = (f"{n / GIB:.2f}" for n in (groups.kept, groups.copied, groups.again))
+def step_line(gain: Gain) -> tuple[int, str]:
+    """Level and text of the log line, without the rank: a warning if copies cost time."""
+    now, groups, device = gain.now, gain.groups, gain.device
+    kept, copied, again = (n / GIB for n in (groups.kept, groups.copied, groups.again))
     line = (
-        f"at the peak, {stay} GiB of saved tensors stay on the device, {sent} are on the host, "
-        f"and {again} are computed again"
+        f"at the peak, {kept:.2f} GiB of saved tensors stay on the device, {copied:.2f} are on the "
+        f"host, and {again:.2f} are computed again"
     )
-    if time.step_ms:
-        without_ms = time.step_ms - time.waiting_ms
-        line += f"; a step takes {time.step_ms:.1f} ms, {without_ms:.1f} without waiting for copies"
-    if device is not None:
-        peak, limit = device.peak_bytes / GIB, device.limit_bytes / GIB
-        line += f"; the device's peak is about {peak:.2f} GiB of at most {limit:.2f}"
+    if now.step_ms:
+        line += f"; a step takes {now.step_ms:.1f} ms"
+        if now.has_waits:
+            line += f", {now.step_ms - now.waiting_ms:.1f} without waiting for copies (estimated)"
+        if gain.first.step_ms:
+            line += f", and took {gain.first.step_ms:.1f} as the first"
+    if device is None:
+        line += f"; without offload the peak is {copied + again:.2f} GiB higher (estimated)"
+    else:
+        line += f"; the device's peak is about {device.peak_bytes / GIB:.2f} GiB"
+        if device.limit_bytes is not None:
+            line += f" of at most {device.limit_bytes / GIB:.2f}"
+        if device.first_peak_bytes:
+            line += f", was {device.first_peak_bytes / GIB:.2f} in the first step"
+        without = (device.peak_bytes + gain.spared_bytes) / GIB
+        line += f", and {without:.2f} without offload (estimated)"
         if device.elsewhere:
             line += f"; {device.elsewhere}"
-    if time.waiting_ms <= FREE_PART * time.step_ms:
+    if now.waiting_ms <= FREE_PART * now.step_ms:
         return logging.INFO, line
-    more = "a device_limit_bytes, " if device is None else "a larger device_limit_bytes, "
-    if device is not None and not device.is_given:
-        more = ""  # the device has no more
+    limit = "a device_limit_bytes, "
+    if device is not None and device.limit_bytes is not None:
+        limit = "a larger device_limit_bytes, " if device.is_given else ""  # it has no more
     return logging.WARNING, (
-        f"{line}; {more}fewer groups, or recomputed layers (pp-offload plan) would wait less"
+        f"{line}; {limit}fewer groups, or recomputed layers (pp-offload plan) would wait less"
     )
+
+
+def gain_table(gains: Mapping[str, Gain | None]) -> str:
+    """Format a row for each rank by its label; empty before a rank has measured a step."""
+    rows = [(label, *_cells(gain)) for label, gain in gains.items() if gain is not None]
+    if not rows:
+        return ""
+    columns = ("step ms", "first", "without", "peak GiB", "first", "without")
+    return f"{TABLE_TITLE}\n{format_table([('', *columns, 'kept', 'copied', 'again'), *rows])}"
+
+
+def _cells(gain: Gain) -> list[str]:
+    now, device, groups = gain.now, gain.device or DeviceFigures(0), gain.groups
+    is_offloading = gain.spared_bytes > 0
+    without_ms = now.step_ms - now.waiting_ms if now.has_waits or not is_offloading else 0.0
+    without_bytes = device.peak_bytes and device.peak_bytes + gain.spared_bytes
+    mark = "~" if is_offloading else ""
+    if not device.peak_bytes and is_offloading:
+        without = f"~+{gain.spared_bytes / GIB:.2f}"
+    else:
+        without = _or_dash(without_bytes / GIB, 2, mark)
+    return [
+        _or_dash(now.step_ms, 1),
+        _or_dash(gain.first.step_ms, 1),
+        _or_dash(without_ms, 1, mark),
+        _or_dash(device.peak_bytes / GIB, 2),
+        _or_dash(device.first_peak_bytes / GIB, 2),
+        without,
+        *(f"{nbytes / GIB:.2f}" for nbytes in (groups.kept, groups.copied, groups.again)),
+    ]
+
+
+def _or_dash(number: float, digits: int, mark: str = "") -> str:
+    return f"{mark}{number:.{digits}f}" if number else "-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pp_offload._core.bound import REFILL_BYTES, refill_below
-from pp_offload._groups.bounds import (
+from pp_offload._groups.auto_bounds import (
     TimedBytes,
     grown,
     in_flight_bytes,
