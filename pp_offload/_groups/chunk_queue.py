@@ -1,11 +1,10 @@
 """Which chunk runs backward next. It steers prefetch; no tensor depends on it.
 
 The order is that of the schedule's own list of actions, or of an earlier step. Without either,
-chunks are queued by Megatron's rule: those of the last virtual stage at once, the others when every
-stage has as many, last stage first.
+chunks of the last virtual stage come first, and within a stage those whose forward was first; only
+those of the last stage are certain then.
 
-    forward   s0 m0, s0 m1, s1 m0, s1 m1      staged   s0: m0 m1     queued   s1 m0, s1 m1
-    then      flush                                                  queued   ..., s0 m0, s0 m1
+    forward   s0 m0, s0 m1, s1 m0, s1 m1        queued   s1 m0, s1 m1, s0 m0, s0 m1
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ class ChunkQueue:
 
     Attributes:
         is_told: Whether the order comes from a schedule.
+        vp_size: Number of virtual stages.
     """
 
     def __init__(self) -> None:
         self.is_told = False
+        self.vp_size = 1
         self._position: dict[Key, int] = {}
         self._order: list[Key] = []
         self._num_done = 0
-        self._num_of_last_stage = 0
         self._begun: set[Key] = set()
         self._queued: list[QueuedChunk] = []
-        self._staged: dict[int, list[QueuedChunk]] = {}
 
     def know_order(self, keys: Iterable[Key], *, is_told: bool = False) -> None:
         """From now on chunks run backward in this order; unknown ones come last.
@@ -52,31 +51,9 @@ class ChunkQueue:
         self.is_told = is_told
         self._queued.sort(key=self._rank)
 
-    def stage(self, chunk: QueuedChunk, vp_size: int, vp_stage: int) -> None:
-        """Queue a chunk by Megatron's rule, or at once where the order is known."""
-        if self._order or vp_size == 1:
-            self.push(chunk)
-            return
-        if vp_stage == vp_size - 1:
-            self.push(chunk)
-            self._num_of_last_stage += 1
-        else:
-            self._staged.setdefault(vp_stage, []).append(chunk)
-        counts = {len(self._staged.get(s, ())) for s in range(vp_size - 1)}
-        if counts == {self._num_of_last_stage}:
-            self.flush()
-
     def push(self, chunk: QueuedChunk) -> None:
-        """Add a chunk where the order wants it; behind the others if it does not say."""
+        """Add a chunk where the order wants it."""
         bisect.insort(self._queued, chunk, key=self._rank)
-
-    def flush(self) -> None:
-        """Queue all staged chunks, the last stage first."""
-        for vp_stage in sorted(self._staged, reverse=True):
-            for chunk in self._staged[vp_stage]:
-                self.push(chunk)
-        self._staged.clear()
-        self._num_of_last_stage = 0
 
     def remove(self, chunk: QueuedChunk) -> None:
         """Take a chunk out whose backward begins."""
@@ -84,9 +61,8 @@ class ChunkQueue:
             self._begun.add(chunk.key)
             while self._num_done < len(self._order) and self._order[self._num_done] in self._begun:
                 self._num_done += 1
-        for chunks in (self._queued, *self._staged.values()):
-            if chunk in chunks:
-                chunks.remove(chunk)
+        if chunk in self._queued:
+            self._queued.remove(chunk)
 
     def has_begun(self, key: Key) -> bool:
         """Whether the backward of a chunk of this step, or a part of it, has begun."""
@@ -103,13 +79,18 @@ class ChunkQueue:
         self._begun.update((key, WeightPassKey(key)))
 
     def certain(self) -> Iterator[QueuedChunk]:
-        """The queued chunks, next one first, up to a chunk that is still to come.
+        """The queued chunks, next first, up to a chunk that is still to come.
 
         Prefetching chunks behind that gap would take the room that its groups need.
         """
         position = self._num_done
         for chunk in self._queued:
-            rank = self._rank(chunk)
+            if not self._order:
+                if isinstance(chunk.key, ChunkKey) and chunk.key.vp_stage != self.vp_size - 1:
+                    return
+                yield chunk
+                continue
+            rank, _ = self._rank(chunk)
             while position < rank and self._order[position] in self._begun:
                 position += 1
             if position < rank:
@@ -131,11 +112,12 @@ class ChunkQueue:
     def clear(self) -> None:
         """Forget the chunks, not the order."""
         self._queued.clear()
-        self._staged.clear()
         self._begun.clear()
         self._num_done = 0
-        self._num_of_last_stage = 0
 
-    def _rank(self, chunk: QueuedChunk) -> int:
-        last = len(self._position)
-        return last if chunk.key is None else self._position.get(chunk.key, last)
+    def _rank(self, chunk: QueuedChunk) -> tuple[int, int]:
+        """Position in the order; unknown chunks by virtual stage, the last one first."""
+        key = chunk.key
+        stage = key.vp_stage if isinstance(key, ChunkKey) else -1
+        position = len(self._order) if key is None else self._position.get(key, len(self._order))
+        return position, -stage if position == len(self._order) else 0

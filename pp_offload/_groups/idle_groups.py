@@ -9,11 +9,12 @@ forward with grad, groups of that name should run and save tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from torch import Size
 
 from pp_offload._common.processes import logger_of
+from pp_offload._core.tensors import Eligibility
 from pp_offload._groups.plan import ChunkRecord
 from pp_offload._hooks.regions import was_warned_of
 
@@ -87,23 +88,23 @@ class IdleGroups:
 
     def check(
         self,
-        records: Iterable[ChunkRecord],
+        records: Callable[[], Iterable[ChunkRecord]],
         smallest_numel: int,
-        largest_small: Mapping[str, Size],
-        elsewhere: str,
+        eligibility: Eligibility,
     ) -> None:
-        """Warn of names that did nothing in a step.
+        """Warn of names that did nothing in a step, if it is to be checked.
 
         Args:
-            records: All chunks of the step.
+            records: Gives all chunks of the step.
             smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
-            largest_small: By name, shape of the largest tensor with fewer elements.
-            elsewhere: What is wrong if tensors are on another device; else empty.
+            eligibility: Says which tensors were too small, or on another device.
         """
+        if not self.is_checking:
+            return
         self.num_steps_left -= 1
         started, cut_off = Counter[str](), Counter[str]()
         still_open, tensors = Counter[str](), Counter[str]()
-        for record in records:
+        for record in records():
             started.update(record.shape.names)
             cut_off.update(record.num_cut_off)
             still_open.update(record.num_open)
@@ -119,7 +120,8 @@ class IdleGroups:
                 problem = _NEVER_COMMITTED.format(num_groups)
             elif num_groups and not tensors[name]:
                 problem = _NO_TENSOR.format(num_committed, smallest_numel)
-                problem += elsewhere or _advice(largest_small.get(name))
+                small = (eligibility.largest_small or {}).get(name)
+                problem += eligibility.elsewhere_said() or _advice(small)
             else:
                 continue
             # A warning of a checkpoint around the group has said why it does nothing.

@@ -80,7 +80,7 @@ class Manager:
     ) -> None:
         self.num_attached = 0
         self.idle_groups = IdleGroups()
-        self._has_warned_of_no_reset = False
+        self._has_warned = False
         self.on_begin: tuple[Callable[[], None], ...] = ()
         self._profiler_names = ProfilerNames()
         config, step = config_or_default(config), StepRecord()
@@ -182,7 +182,7 @@ class Manager:
             eligibility.largest_small = None
         elif eligibility.largest_small is None:
             eligibility.largest_small = {}
-        self.step.vp_size = size
+        self.step.queue.vp_size = size
         if self.forward.chunk is not None:
             self.forward.chunk.is_left = True
         self.forward.chunk = (make or self.make_chunk)(
@@ -202,12 +202,11 @@ class Manager:
             self.bounds.follow(self.offloader.plan)
 
     def _forget_finished(self) -> None:
-        """Keep memory bounded where nobody calls reset()."""
         with self.offloader.lock:
             self.step.forget_finished()
             self.offloader.engine.shared.forget_dead()
-        if not self._has_warned_of_no_reset:
-            self._has_warned_of_no_reset = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%d microbatches since the last reset(): those that are over are forgotten, so the "
                 "step teaches no plan and no summary; call reset() at the start of each step",
@@ -293,7 +292,8 @@ class Manager:
                 committed; then the next step has begun. Or a forward of another thread waits for
                 its backward; then nothing has changed.
         """
-        self._check_not_busy_elsewhere()
+        with self.offloader.lock:
+            self._check_not_busy_elsewhere()
         self.offloader.renew_if_torn()
         try:
             self.offloader.commit_delayed()
@@ -304,8 +304,9 @@ class Manager:
             self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
-            shapes = self.step.shapes() if is_complete else None
-            self._room.end_step(shapes, self.bounds.hidden_bytes)
+            self._room.end_step(
+                self.step.shapes() if is_complete else None, self.bounds.hidden_bytes
+            )
             if is_complete:
                 self.learn()
             elif self.step.has_saved_nothing():
@@ -326,25 +327,23 @@ class Manager:
 
     def _check_not_busy_elsewhere(self) -> None:
         """A step is that of all its threads: none of them may end it while another is in it."""
-        with self.offloader.lock:
-            chunk = self.step.awaited_elsewhere()
-        if chunk is not None:
-            here = threading.current_thread()
-            raise GroupStateError(
-                f"reset() on thread {here.name} ({here.ident}), but a forward of thread "
-                f"{chunk.thread.name} ({chunk.thread.ident}) in this step waits for its backward; "
-                "expected one reset() for all threads of a step, when their backwards are over or "
-                "their losses dropped; let steps of schedules and threads follow each other, or "
-                "give a thread a manager of its own"
-            )
+        chunk = self.step.awaited_elsewhere()
+        if chunk is None:
+            return
+        here = threading.current_thread()
+        raise GroupStateError(
+            f"reset() on thread {here.name} ({here.ident}), but a forward of thread "
+            f"{chunk.thread.name} ({chunk.thread.ident}) in this step waits for its backward; "
+            "expected one reset() for all threads of a step, when their backwards are over or "
+            "their losses dropped; let steps of schedules and threads follow each other, or "
+            "give a thread a manager of its own"
+        )
 
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         self._drop_step()
-        with self.offloader.lock:
-            self._room.begin_step(
-                (self.step.options or self.config).limit
-            )  # a loop may begin its next step without reset()
+        with self.offloader.lock:  # a loop may begin its next step without reset()
+            self._room.begin_step((self.step.options or self.config).limit)
 
     def gain(self) -> Gain | None:
         """What the last step took and spared; None before a step was measured."""
@@ -376,13 +375,10 @@ class Manager:
             self.offloader.split.clear()
 
     def _look_for_idle_groups(self) -> None:
-        idle, engine = self.idle_groups, self.offloader.engine
-        smallest = self.step.smallest_numel
-        if smallest is not None and not self.forward.is_evaluating and idle.is_checking:
-            eligibility = engine.eligibility
-            small, elsewhere = eligibility.largest_small or {}, eligibility.elsewhere_said()
-            idle.check(self.step.records(), smallest, small, elsewhere)
-        idle.begin_step(is_enabled=engine.is_enabled)
+        smallest, engine = self.step.smallest_numel, self.offloader.engine
+        if smallest is not None and not self.forward.is_evaluating:
+            self.idle_groups.check(self.step.records, smallest, engine.eligibility)
+        self.idle_groups.begin_step(is_enabled=engine.is_enabled)
 
     def learn(self) -> None:
         """Make the plan, and the step's summary, from a complete step."""
@@ -422,11 +418,6 @@ class Manager:
             logged once. Empty without ``verify``.
         """
         return self.offloader.engine.check_freed()
-
-    def switch(self, is_on: bool) -> None:
-        """Switch offload on or off, from now on."""
-        self.offloader.engine.is_enabled = is_on
-        self.idle_groups.was_disabled |= not is_on
 
 
 def differences(there: OffloadConfig, here: OffloadConfig) -> str:

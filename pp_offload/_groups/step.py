@@ -45,7 +45,6 @@ class StepRecord:
 
     def __init__(self) -> None:
         self.queue = ChunkQueue()
-        self.vp_size = 1
         self.pipeline_rank = 0
         self.options: OffloadConfig | None = None
         self.is_warmup = True
@@ -71,7 +70,7 @@ class StepRecord:
         self._numbers[stage] = number + 1
         chunk.key = ChunkKey(stage, number)
         self._forward[chunk.key] = chunk
-        self.queue.stage(chunk, self.vp_size, stage)
+        self.queue.push(chunk)
         if split is not None and chunk.key in split.chunks:
             weight_pass = WeightPass(chunk.key, chunk.groups, split)
             self._weight_passes[chunk.key] = weight_pass

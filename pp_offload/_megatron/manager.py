@@ -20,6 +20,7 @@ from torch import Tensor
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
+from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.manager import Forward, Manager
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._groups.step import StepRecord
@@ -50,7 +51,7 @@ class SharedNames:
     forward: Forward
     step: StepRecord
     offloader: Any
-    switch: Callable[[bool], None]
+    idle_groups: IdleGroups
     _contexts: _Contexts
     _pool: GPUTensorPool
 
@@ -97,8 +98,7 @@ class SharedNames:
         self.step.queue.push(handler)
 
     def flush(self) -> None:
-        """Move staged chunks to the backward queue, last virtual stage first."""
-        self.step.queue.flush()
+        """Do nothing: chunks are in the backward queue from the start, last virtual stage first."""
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Take the next chunk that has groups (of that name) out of the backward queue."""
@@ -133,10 +133,11 @@ class SharedNames:
         Inside this manager's context tensors still pass through a hook, because offload may be
         enabled before the context ends.
         """
-        self.switch(False)
+        self.offloader.engine.is_enabled = False
+        self.idle_groups.was_disabled = True
 
     def enable_offload(self) -> None:
-        self.switch(True)
+        self.offloader.engine.is_enabled = True
 
     def mark_not_offloadable(self, tensor: Tensor) -> None:
         """Keep ``tensor`` and every view of it on the device, as long as its storage lives."""

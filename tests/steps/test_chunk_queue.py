@@ -1,4 +1,4 @@
-"""Which chunk runs backward next: by the reference's rule, or by a known order."""
+"""Which chunk runs backward next: by virtual stage, or by a known order."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def chunk(vp_stage: int, ordinal: int, *names: str) -> Chunk:
     return Chunk(ChunkKey(vp_stage, ordinal), list(names) or ["mlp"])
 
 
-def stage_all(queue: ChunkQueue, chunks: list[Chunk], vp_size: int) -> None:
-    for one in chunks:
-        assert one.key is not None
-        queue.stage(one, vp_size, one.key.vp_stage)
+def push_all(queue: ChunkQueue, chunks: list[Chunk]) -> None:
+    for each in chunks:
+        queue.push(each)
 
 
 def grid(vp_size: int, num_microbatches: int) -> list[Chunk]:
@@ -58,35 +57,20 @@ def pop_all(queue: ChunkQueue, name: str | None = None) -> list[tuple[int, int]]
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_backward_visits_the_last_stage_first(vp_size: int, num_microbatches: int) -> None:
     queue = ChunkQueue()
-    stage_all(queue, grid(vp_size, num_microbatches), vp_size)
+    push_all(queue, grid(vp_size, num_microbatches))
     expected = [(s, m) for s in reversed(range(vp_size)) for m in range(num_microbatches)]
     assert pop_all(queue) == expected
 
 
-def test_other_stages_are_queued_once_every_stage_has_as_many() -> None:
+def test_without_an_order_only_chunks_of_the_last_stage_are_certain() -> None:
     queue = ChunkQueue()
-    stage_all(queue, grid(3, 2)[:5], 3)
-    assert keys_in(queue) == [(2, 0)]
-    queue.stage(chunk(2, 1), 3, 2)
-    assert keys_in(queue) == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
-
-
-def test_a_backward_between_the_forwards_of_the_last_stage_hides_no_chunk() -> None:
-    queue = ChunkQueue()
-    stage_all(queue, [chunk(0, 0), chunk(0, 1), chunk(1, 0)], 2)
-    assert keys([queue.pop()]) == [(1, 0)]
-    queue.stage(chunk(1, 1), 2, 1)
-    assert pop_all(queue) == [(1, 1), (0, 0), (0, 1)]
-
-
-def test_flush_queues_what_is_staged_the_last_stage_first() -> None:
-    queue = ChunkQueue()
-    stage_all(queue, [chunk(0, 0), chunk(1, 0), chunk(0, 1), chunk(1, 1)], 3)
-    assert pop_all(queue) == []
-    queue.flush()
-    assert keys_in(queue) == [(1, 0), (1, 1), (0, 0), (0, 1)]
-    queue.flush()
-    assert len(keys_in(queue)) == 4
+    queue.vp_size = 2
+    push_all(queue, [chunk(0, 0), chunk(0, 1)])
+    assert keys(queue.certain()) == []
+    push_all(queue, [chunk(1, 0), chunk(1, 1)])
+    assert keys(queue.certain()) == [(1, 0), (1, 1)]
+    queue.know_order([ChunkKey(0, 1)])
+    assert keys(queue.certain()) == [(0, 1), (1, 0), (1, 1), (0, 0)]
 
 
 def test_front_leaves_the_chunk_and_pop_takes_it() -> None:
@@ -128,7 +112,7 @@ def test_an_unknown_chunk_comes_last() -> None:
 def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
     queue = ChunkQueue()
     queue.know_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_told=True)
-    queue.stage(chunk(0, 0), 2, 0)
+    queue.push(chunk(0, 0))
     assert keys(queue.certain()) == []
     queue.skip(ChunkKey(1, 0))
     assert keys(queue.certain()) == [(0, 0)]
@@ -137,10 +121,10 @@ def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
 def test_clear_forgets_chunks_and_keeps_the_order() -> None:
     queue = ChunkQueue()
     queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
-    stage_all(queue, grid(1, 2), 1)
+    push_all(queue, grid(1, 2))
     queue.clear()
     assert not keys_in(queue)
-    stage_all(queue, grid(1, 2), 1)
+    push_all(queue, grid(1, 2))
     assert pop_all(queue) == [(0, 1), (0, 0)]
 
 
@@ -150,5 +134,5 @@ def test_chunks_come_in_the_known_order_however_they_went_in(
 ) -> None:
     queue = ChunkQueue()
     queue.know_order([ChunkKey(i % 2, i // 2) for i in backward])
-    stage_all(queue, [chunk(i % 2, i // 2) for i in forward], 2)
+    push_all(queue, [chunk(i % 2, i // 2) for i in forward])
     assert pop_all(queue) == [(i % 2, i // 2) for i in backward]
