@@ -46,10 +46,9 @@ class Chunk:
 
     Attributes:
         groups: In forward order.
-        open_groups: Those started and not committed, first started first.
+        open_groups: Those started and not committed, first started first; among them those that
+            were left out, which are closed already.
         key: Its place in the step, if it has one; set when its first group starts.
-        left_out: Groups that started inside a checkpoint or while offload was disabled, and whose
-            commit is still to come: the name of each, and how many groups had started before.
         thread: Runs its forward.
         is_left: Whether that thread has begun another chunk.
     """
@@ -73,7 +72,6 @@ class Chunk:
         self.groups: list[Group] = []
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
-        self.left_out: list[tuple[str, int]] = []
         self.is_left = False
         # What is computed here and not saved, a later forward may save.
         offloader.engine.follow(offloader.engine.current_stream())
@@ -144,6 +142,8 @@ class Chunk:
         else:
             group = self._outer(name)
             self.open_groups.remove(group)
+        if group.state is not GroupState.OPEN:
+            return group  # it was left out
         if delay:
             refs = [weakref.ref(tensor) for tensor in released or ()]
             self.offloader.delayed.append(partial(self._close_delayed, group, refs))
@@ -151,27 +151,22 @@ class Chunk:
             self.close(group, released)
         return group
 
-    def leaves_out(self, name: str) -> bool:
-        """Whether a group that starts now is left out: inside a checkpoint, and while offload is
-        disabled. Its commit will do nothing either.
-        """
-        is_inside = is_in_region()
-        if is_inside:
+    def is_idle(self, name: str) -> bool:
+        """Whether a group does nothing now: inside a checkpoint, and while offload is disabled."""
+        if is_in_region():
             warn_of_region(f"group '{name}'")
-        elif self.offloader.engine.is_enabled:
-            return False
-        self.left_out.append((name, len(self.groups)))
-        return True
+            return True
+        return not self.offloader.engine.is_enabled
 
-    def was_left_out(self, name: str) -> bool:
-        """Whether the group of this name that started last was left out; answered once."""
-        numbers = [number for left_name, number in self.left_out if left_name == name]
-        if not numbers:
+    def leaves_out(self, name: str) -> bool:
+        """Whether a group that starts now does nothing. Then a closed group waits for the commit,
+        which does nothing either.
+        """
+        if not self.is_idle(name):
             return False
-        for group in self.groups[numbers[-1] :]:
-            if group.name == name and group in self.open_groups:
-                return False  # it started later, and is inside
-        self.left_out.remove((name, numbers[-1]))
+        group = self.group_type(name)
+        group.state = GroupState.KEPT
+        self.open_groups.append(group)
         return True
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
@@ -198,13 +193,7 @@ class Chunk:
             engine.keep(group, payloads, is_lean=is_lean)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
-        """Close a group whose commit was delayed. Tensors to release may be gone by now."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
-
-    def _would_leave(self, group: Group) -> bool:
-        """Whether an open group would leave the device if it was committed now."""
-        self.offloader.engine.payloads(group)  # which are counted
-        return self.may_leave(group)
 
     def may_leave(self, group: Group) -> bool:
         """Whether a group being committed leaves the device, once its bytes are counted.
@@ -270,7 +259,11 @@ class Chunk:
     @property
     def is_awaited(self) -> bool:
         """Whether a group is open, or backward has still to reach one whose tensors are alive."""
-        if not self.is_left and any(not (g.has_failed or g.is_used) for g in self.open_groups):
+        is_open = any(
+            group.state is GroupState.OPEN and not (group.has_failed or group.is_used)
+            for group in self.open_groups
+        )
+        if is_open and not self.is_left:
             return True
         return any(not group.is_used and group.is_alive for group in self.groups)
 
@@ -290,8 +283,7 @@ class Chunk:
         record = ChunkRecord(shape, {}, Counter(), Counter(), Counter())
         cut_off = self._cut_off()
         for group in self.groups:
-            is_kept = group.state is GroupState.KEPT
-            more = GroupBytes.of(group.counts, is_kept=is_kept)
+            more = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
             before = record.group_bytes.get(group.name, GroupBytes())
             record.group_bytes[group.name] = before.plus(more)
             record.num_tensors[group.name] += group.counts.num_tensors

@@ -118,6 +118,10 @@ class ChunkOffloadHandler(Chunk):
         """Whether the group started last would leave the device if it was committed now."""
         return self._would_leave(self._last_open())
 
+    def _would_leave(self, group: Group) -> bool:
+        self.offloader.engine.payloads(group)  # which are counted
+        return self.may_leave(group)
+
     def bulk_offload_group(self) -> None:
         """Offload the group started last, whatever the plan says; without host room it stays."""
         self._send_open(self._last_open())

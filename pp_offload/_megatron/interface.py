@@ -87,9 +87,7 @@ def fine_grained_offloading_group_commit(
         GroupStateError: There is no chunk, or no open group of this name.
     """
     chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
-    if chunk is None:
-        return tensor
-    if not chunk.left_out or not chunk.was_left_out(name):
+    if chunk is not None:
         chunk.commit(name, forced_released_tensors, delay=delay_offload)
     return tensor
 
@@ -102,10 +100,10 @@ def fine_grained_offloading_group_flush_delayed_groups() -> None:
 
 def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]) -> Any:
     """What ``call`` returns, as a group of this name; ``begun`` is called if and when it opens."""
-    started = _start(name)
-    if started is None:
+    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
+    if chunk is None or chunk.is_idle(name):
         return call()
-    chunk, group = started
+    group = chunk.start(name)
     try:
         begun()
         output = saving(PackHook(chunk.pack, group), call)
@@ -245,8 +243,9 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
     ) -> Tensor:
         """Commit a group, now or later, unless in a recomputation or started in a checkpoint."""
         ctx.group = None
-        if not is_recomputing() and not cur_forward_chunk.was_left_out(name):
-            ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
+        if not is_recomputing():
+            group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
+            ctx.group = group if group.engine is not None else None  # it was left out
         return tensor
 
     @staticmethod
