@@ -11,18 +11,16 @@ import torch.distributed as dist
 
 from pp_offload._common.processes import logger_of
 from pp_offload._megatron.chunk import ChunkOffloadHandler
-from pp_offload._megatron.cuda_graph import (
-    FineGrainedOffloadingBackwardRecordFunction,
-    fine_grained_offloading_backward_record,
-    fine_grained_offloading_forward_record,
-)
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedActivationOffloadingInterface,
+    FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
+    fine_grained_offloading_backward_record,
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
+    fine_grained_offloading_forward_record,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_flush_delayed_groups,
     fine_grained_offloading_group_start,

@@ -26,6 +26,16 @@ NUM_EQUAL = 2
 """Equal steps that ask for less than steps before, until these are forgotten."""
 
 
+class Beside(NamedTuple):
+    """Bytes that a group has besides what moves, if it stays."""
+
+    rest_bytes: int = 0
+    """Of storages of which it saves parts."""
+
+    again_bytes: int = 0
+    """That recipes would compute again."""
+
+
 @dataclass(frozen=True)
 class Demand:
     """The most that some steps asked for."""
@@ -54,29 +64,29 @@ class Demand:
         Args:
             chunks: Of the step.
             beside: What groups save that does not move.
-            in_flight: Chunks in flight, each time that another one began.
+            in_flight: Chunks in flight, each time that another chunk began.
         """
-        sizes, lean, num_chunks = dict[Place, int](), dict[Place, int](), Counter[int]()
+        sizes, lean, num_chunks = Counter[Place](), Counter[Place](), Counter[int]()
         for chunk in chunks:
             num_chunks[chunk.key.vp_stage] += 1
             for key, _, group_bytes in chunk.by_key():
                 place, (rest_bytes, again_bytes) = key.place, beside.get(key.place, Beside())
-                lean[place] = max(lean.get(place, 0), group_bytes + rest_bytes)
-                sizes[place] = max(sizes.get(place, 0), group_bytes + rest_bytes + again_bytes)
-        return cls(sizes, lean, largest(in_flight), num_chunks)
+                lean[place] = max(lean[place], group_bytes + rest_bytes)
+                sizes[place] = max(sizes[place], group_bytes + rest_bytes + again_bytes)
+        return cls(dict(sizes), dict(lean), _largest(in_flight), num_chunks)
 
     def merged(self, step: Demand) -> Demand:
         """The most of both; an equal demand if the step asks for no more."""
         return Demand(
             _most(self.sizes, step.sizes),
             _most(self.lean, step.lean),
-            largest(self.in_flight | step.in_flight),
+            _largest(self.in_flight | step.in_flight),
             self.num_chunks | step.num_chunks,
         )
 
     def covers(self, nums: ChunksInFlight) -> bool:
         """Whether as many chunks of each stage were in flight before."""
-        return covers(self.in_flight, nums)
+        return _covers(self.in_flight, nums)
 
     def again_bytes(self, chosen: Mapping[Place, int]) -> int:
         """What recipes compute again in a step, where these places have room for so many bytes."""
@@ -98,17 +108,17 @@ class Demand:
         )
 
 
-def covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
+def _covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
     """Whether at one of these moments as many chunks of each stage were in flight."""
     return any(
         all(moment.get(stage, 0) >= num for stage, num in nums) for moment in map(dict, moments)
     )
 
 
-def largest(moments: Iterable[ChunksInFlight]) -> frozenset[ChunksInFlight]:
+def _largest(moments: Iterable[ChunksInFlight]) -> frozenset[ChunksInFlight]:
     """These moments without those that others cover."""
     moments = frozenset(moments)
-    return frozenset(nums for nums in moments if not covers(moments - {nums}, nums))
+    return frozenset(nums for nums in moments if not _covers(moments - {nums}, nums))
 
 
 def _most(sizes: Mapping[Place, int], more_sizes: Mapping[Place, int]) -> dict[Place, int]:
@@ -122,6 +132,9 @@ def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
     for place, nbytes in sizes.items():
         by_stage[place.vp_stage] += nbytes
     return by_stage
+
+
+# What has room
 
 
 def fitting(
@@ -139,10 +152,15 @@ def fitting(
         moving_bytes: Both ways together, as long as something leaves.
         hidden_bytes: Copies of a step that hide behind its compute.
     """
-    order = stay_order(demand)
-    all_stay = filled(demand, order, set(), room_bytes)
-    hidden = hidden_places(demand, order, hidden_bytes)
-    some_leave = filled(demand, order, hidden, room_bytes - moving_bytes)
+    order = _stay_order(demand)
+    all_stay = _filled(demand, order, set(), room_bytes)
+    hidden = set[Place]()  # the last places whose groups copy no more than is hidden
+    for place in reversed(order):
+        hidden_bytes -= demand.lean[place] * demand.num_chunks[place.vp_stage]
+        if hidden_bytes < 0:
+            break
+        hidden.add(place)
+    some_leave = _filled(demand, order, hidden, room_bytes - moving_bytes)
     if len(all_stay) < len(order):
         return some_leave
     does_hide = hidden.issuperset(demand.sizes.keys() - some_leave)
@@ -150,16 +168,16 @@ def fitting(
     return some_leave if does_hide and is_cheaper else all_stay
 
 
-def stay_order(demand: Demand) -> list[Place]:
+def _stay_order(demand: Demand) -> list[Place]:
     """Places in the order in which their groups get room.
 
     First of the stage with the fewest chunks in flight, where a byte of memory keeps most. Within a
     stage first what is saved last, for backward uses it first, and then halves, quarters and so on:
     copies of groups that are far apart have more time. See NOTE [ Chunks keep their room ].
     """
-    last: dict[int, int] = {}
+    last = Counter[int]()
     for stage, position in demand.sizes:
-        last[stage] = max(last.get(stage, 0), position)
+        last[stage] = max(last[stage], position)
 
     def rank(place: Place) -> tuple[int, int, int]:
         stage, position = place
@@ -176,18 +194,7 @@ def reversed_bits(index: int, *, num: int) -> int:
     return int(f"{index:0{(num - 1).bit_length()}b}"[::-1], 2)
 
 
-def hidden_places(demand: Demand, order: Sequence[Place], nbytes: int) -> set[Place]:
-    """The last places in this order whose groups copy at most so many bytes in a step."""
-    hidden = set[Place]()
-    for place in reversed(order):
-        nbytes -= demand.lean[place] * demand.num_chunks[place.vp_stage]
-        if nbytes < 0:
-            break
-        hidden.add(place)
-    return hidden
-
-
-def filled(
+def _filled(
     demand: Demand, order: Sequence[Place], may_leave: Collection[Place], room_bytes: int
 ) -> dict[Place, int]:
     """What has room: first all others without what is computed again, then with it, then these."""
@@ -195,29 +202,16 @@ def filled(
     taken = Counter[int]()
     always = [place for place in order if place not in may_leave]
     candidates = [place for place in order if place in may_leave]
-    for places, sizes in (
-        (always, demand.lean),
-        (always, demand.sizes),
-        (candidates, demand.lean),
-        (candidates, demand.sizes),
-    ):
-        for place in places:
-            more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
-            if demand.peak_bytes(more) <= room_bytes:
-                taken, chosen[place] = more, sizes[place]
+    for places in (always, candidates):
+        for sizes in (demand.lean, demand.sizes):
+            for place in places:
+                more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
+                if demand.peak_bytes(more) <= room_bytes:
+                    taken, chosen[place] = more, sizes[place]
     return chosen
 
 
-class Beside(NamedTuple):
-    """Bytes that a group has besides what moves, if it stays.
-
-    Attributes:
-        rest_bytes: Of storages of which it saves parts.
-        again_bytes: That recipes would compute again.
-    """
-
-    rest_bytes: int = 0
-    again_bytes: int = 0
+# Several steps
 
 
 class Change(enum.Enum):

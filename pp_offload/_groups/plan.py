@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
@@ -87,15 +86,13 @@ class ChunkRecord(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """Which groups stay below a limit.
-
-    Attributes:
-        most_bytes: Their places, each with the most bytes that a group may have for that.
-        lean: Those of them that stay without what recipes compute again.
-    """
+    """Which groups stay below a limit."""
 
     most_bytes: frozenset[tuple[Place, int]]
+    """Their places, each with the most bytes that a group may have for that."""
+
     lean: frozenset[Place]
+    """Those of them that stay without what recipes compute again."""
 
 
 NOTHING_STAYS = Stay(frozenset(), frozenset())
@@ -192,12 +189,26 @@ def groups_to_keep(
 
     Each rule looks only at groups that the rules before it do not keep.
     """
-    keys = reload_margin(chunks)
+    # For each name its last group in the first chunk that has it: the groups backward uses first.
+    # Nothing runs before them that could hide their reload.
+    margin: dict[str, GroupKey] = {}
+    for chunk in chunks:
+        margin = {name: key for key, name, _ in chunk.by_key()} | margin
+    keys = set(margin.values())
     planned = planned_groups(chunks, config, pipeline_rank)
     keys |= {key for key, group in planned if group is not None and group.keeps}
+    # Whole groups, chunk by chunk in backward order, until they make up the bytes of this rank.
     share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
-    keys |= first_bytes(chunks, share, keys)
-    keys |= beyond_fraction(chunks, config.activation_offload_fraction, keys)
+    for key, _, nbytes in [group for chunk in chunks for group in chunk.by_key()]:
+        if share > 0 and key not in keys:
+            keys.add(key)
+            share -= nbytes
+    # Of the n groups of a chunk not kept yet, the last int(n * (1 - fraction)): in floats, as the
+    # reference counts them: 0.9 of 10 keeps none, for 10 * (1 - 0.9) is less than 1.
+    for chunk in chunks:
+        eligible = [key for key, _, _ in chunk.by_key() if key not in keys]
+        num_kept = int(len(eligible) * (1 - config.activation_offload_fraction))
+        keys.update(eligible[len(eligible) - num_kept :])
     return frozenset(keys)
 
 
@@ -211,48 +222,8 @@ def planned_groups(
     groups: list[tuple[GroupKey, PlannedGroup | None]] = []
     for chunk in chunks:
         stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
-        entries = zip_longest(chunk.by_key(), stage[: len(chunk.names)])
-        for (key, name, nbytes), planned in entries:
+        for key, name, nbytes in chunk.by_key():
+            planned = stage[key.position] if key.position < len(stage) else None
             is_planned = planned is not None and planned.is_it(name, nbytes)
             groups.append((key, planned if is_planned else None))
     return groups
-
-
-def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
-    """For each name its last group in the first chunk that has it: the ones backward uses first.
-
-    Nothing runs before them that could hide their reload.
-    """
-    margin: dict[str, GroupKey] = {}
-    for chunk in chunks:
-        margin = {name: key for key, name, _ in chunk.by_key()} | margin
-    return set(margin.values())
-
-
-def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, keys: set[GroupKey]) -> set[GroupKey]:
-    """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
-    chosen: set[GroupKey] = set()
-    for chunk in chunks:
-        for key, _, group_bytes in chunk.by_key():
-            if nbytes <= 0:
-                return chosen
-            if key not in keys:
-                chosen.add(key)
-                nbytes -= group_bytes
-    return chosen
-
-
-def beyond_fraction(
-    chunks: Sequence[ChunkShape], fraction: float, keys: set[GroupKey]
-) -> set[GroupKey]:
-    """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``.
-
-    In floats, as the reference counts them: 0.9 of 10 keeps none, for ``10 * (1 - 0.9)`` is less
-    than 1.
-    """
-    chosen: set[GroupKey] = set()
-    for chunk in chunks:
-        eligible = [key for key, _, _ in chunk.by_key() if key not in keys]
-        num_kept = int(len(eligible) * (1 - fraction))
-        chosen.update(eligible[len(eligible) - num_kept :])
-    return chosen

@@ -19,18 +19,9 @@ from pp_offload.config import OffloadConfig
 
 logger = logger_of(__name__)
 
-OPTIONS = (
-    "tiers",
-    "host_budget_bytes",
-    "max_in_flight_bytes",
-    "prefetch_bytes",
-    "split_backward",
-    "min_offloaded_tensor_size",
-)
-"""Of :class:`OffloadConfig`: those that change what an engine does by a plan."""
-
 BOUNDS = ("max_in_flight_bytes", "prefetch_bytes")
-"""Those of them that say what may be on its way."""
+OPTIONS = ("tiers", "host_budget_bytes", *BOUNDS, "split_backward", "min_offloaded_tensor_size")
+"""Of :class:`OffloadConfig`: those that change what an engine does by a plan."""
 
 OTHERS_ON_A_CPU = (
     "on a CPU some operators save other bytes than on the GPU of a plan, as dropout does"
@@ -54,8 +45,7 @@ def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -
 class PlanCheck:
     """Compares the options of a run with those of its plan, once."""
 
-    def __init__(self) -> None:
-        self._is_done = False
+    _is_done = False
 
     def check(
         self,

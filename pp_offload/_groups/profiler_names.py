@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager
 
 from pp_offload._common.torch_private import is_profiling
 from pp_offload._core.group import Group
-from pp_offload._core.observer import Lap, Moved, Observer, Observers
+from pp_offload._core.observer import Observer, Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import named
-from pp_offload.backends import Event
 
 
 class ProfilerNames(Observer):
@@ -49,5 +48,5 @@ class ProfilerNames(Observer):
         with named(group.name, "backward"):  # a point, because it cannot end in another node
             pass
 
-    def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
+    def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
         """Do nothing: copies that are observed have names."""

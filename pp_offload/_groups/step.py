@@ -216,14 +216,12 @@ class StepRecord:
         """
         if not self.queue.is_told:
             self.queue.know_order(self._backward)
-        records = _records(self._backward)
         self.summary = {}
-        for record in records:
+        for record in _records(self._backward):
             if record.shape.key in self._live_at_peak:
                 for name, more in record.group_bytes.items():
                     self.summary[name] = self.summary.get(name, GroupBytes()).plus(more)
-        shapes = tuple([record.shape for record in records])
-        return make_plan(shapes, self.options or config, self.pipeline_rank, stay)
+        return make_plan(self.shapes(), self.options or config, self.pipeline_rank, stay)
 
     def clear(self) -> None:
         """Forget the step."""

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import check_switch
+from pp_offload._common.checks import check_switch, said
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
 from pp_offload._hooks.regions import PackHook, is_recomputing
-from pp_offload._megatron.cuda_graph import fine_grained_offloading_forward_record
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import GroupStateError
 
@@ -96,6 +95,59 @@ def fine_grained_offloading_group_flush_delayed_groups() -> None:
     """Do the commits that were delayed, in forward order. Does nothing in a recomputation."""
     if not is_recomputing():
         PipelineOffloadManager.get_instance().flush_delayed_groups()
+
+
+# CUDA graphs
+
+
+def fine_grained_offloading_forward_record(event: Any) -> None:
+    """Record ``event``, a ``torch.cuda.Event``, on the current stream, which then waits for the
+    copies to the host.
+
+    A captured graph must join every stream it forked, so a captured forward and a captured backward
+    each end with a record. The graph keeps the host memory of its copies until the manager is
+    dropped. Run a step before the capture: host memory cannot be allocated inside it.
+    """
+    _check_event(event)
+    _record_and_join(event)
+
+
+class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
+    """Identity whose backward records an event and joins the copies to the device.
+
+    Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, event: Any) -> Tensor:
+        _check_event(event)  # here: in backward the error would come too late
+        ctx.event = event
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Record the event on the current stream, which then waits for the h2d stream."""
+        _record_and_join(ctx.event)
+        return grad_output, None
+
+
+def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tensor:
+    """``tensor``; in its backward ``event`` is recorded and the h2d stream joined."""
+    return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
+
+
+def _check_event(event: object) -> None:
+    if isinstance(event, type) or not hasattr(event, "record"):
+        raise TypeError(f"event is {said(event)}, expected an event, such as torch.cuda.Event()")
+
+
+def _record_and_join(event: Any) -> None:
+    offloader = PipelineOffloadManager.get_instance().offloader
+    event.record(offloader.backend.current_stream())
+    offloader.engine.mover.join()
+
+
+# A group around code
 
 
 def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 from pp_offload._common.checks import check_count
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
-from pp_offload._megatron.cuda_graph import (
+from pp_offload._megatron.interface import (
     FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
 )
 from pp_offload._megatron.main_chunk import ChunkOffloadHandler
@@ -35,10 +35,10 @@ the_manager = introduced_manager.PipelineOffloadManager.get_instance
 """The manager of the process, made when first asked for."""
 
 
-class PipelineOffloadManager(introduced_manager.SharedNames):
+class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
     """The manager of the process under main's names, some of which have other parameters.
 
-    It has no state: each call asks the manager of the process for what is not defined here.
+    It has no state: attributes are those of the manager of the process.
 
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
@@ -48,6 +48,9 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(the_manager(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(the_manager(), name, value)
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -64,7 +67,7 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         """The event recorded at the end of a captured forward and of a captured backward."""
         return self.graphs.event
 
-    def init_model_chunk_offload_handler(
+    def init_model_chunk_offload_handler(  # type: ignore[override]
         self,
         pp_rank: int | None = None,
         vp_size: int | None = None,
@@ -125,7 +128,7 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         if tensor is not None:
             self.mark_not_offloadable(tensor)
 
-    def push_offload_groups(
+    def push_offload_groups(  # type: ignore[override]
         self,
         group_hook: Callable[[str, Sequence[Tensor] | None], None],
         name: str,

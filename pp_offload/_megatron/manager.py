@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,10 +20,8 @@ from torch import Tensor
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._groups.idle_groups import IdleGroups
-from pp_offload._groups.manager import Forward, Manager
+from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import GroupBytes
-from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
 from pp_offload._megatron.chunk import ChunkOffloadHandler
@@ -41,19 +39,36 @@ class _Contexts(threading.local):
         self.scopes: list[HookScope] = []
 
 
-class SharedNames:
-    """What both generations of Megatron call with the same parameters.
+class PipelineOffloadManager(Manager):
+    """Coordinates the chunks of one process. Args: see :class:`Manager`.
 
-    No method sets an attribute of the manager: the face of main has no state of its own.
+    Attributes:
+        graphs: The stream, event and replay of CUDA graphs, for callers of Megatron-LM's main.
+
+    Source: Megatron-LM ``PipelineOffloadManager``.
     """
 
-    backend: Backend
-    forward: Forward
-    step: StepRecord
-    offloader: Any
-    idle_groups: IdleGroups
-    _contexts: _Contexts
-    _pool: GPUTensorPool
+    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
+    INHERITED: ClassVar[PipelineOffloadManager | None] = None
+    """In a forked process, the manager of its parent: see :func:`_after_fork`."""
+
+    def __init__(
+        self, *, config: OffloadConfig | None = None, backend: Backend | None = None
+    ) -> None:
+        super().__init__(config=config, backend=backend)
+        self._contexts = _Contexts()
+        self._pool: GPUTensorPool | None = None
+        self.graphs = GraphState(self.backend)
+
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """The manager of this process, made when first asked for."""
+        if cls.OFFLOAD_MGR is None:
+            old = cls.INHERITED
+            cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
+            if old is not None:
+                cls.OFFLOAD_MGR.take_over(old)
+        return cls.OFFLOAD_MGR
 
     @classmethod
     def reset_instance(cls) -> None:
@@ -76,9 +91,14 @@ class SharedNames:
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
         """A pool of host tensors for callers; the engine's own bytes are in its host tier."""
+        if self._pool is None:
+            self._pool = GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
         return self._pool
 
     # Chunks
+
+    make_chunk = staticmethod(partial(ChunkOffloadHandler, cpu_tensor_pool=None))
+    init_model_chunk_offload_handler = Manager.begin_chunk  # by its name in Megatron
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs on this thread."""
@@ -124,6 +144,20 @@ class SharedNames:
     def offload_summary_total_bytes(self) -> int:
         return sum(self.offload_summary_bytes.values())
 
+    # Steps
+
+    def post_warmup_callback(self) -> None:
+        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
+        self.learn()
+
+    def release_idle_memory(self) -> None:
+        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        self.offloader.trim()
+
+    def _drop_step(self) -> None:
+        self.graphs.is_in_replay = False  # a replay that failed may never call exit_replay
+        super()._drop_step()
+
     # Switches
 
     def disable_offload(self) -> None:
@@ -145,6 +179,14 @@ class SharedNames:
         self.offloader.engine.eligibility.kept.add(tensor)
 
     # Delayed groups
+
+    def push_offload_groups(
+        self,
+        group_hook: Callable[[Sequence[Tensor] | None], None],
+        forced_released_tensors: Sequence[Tensor] | None,
+    ) -> None:
+        """Queue a commit for :meth:`flush_delayed_groups`. The queue keeps no tensor alive."""
+        self._delay(group_hook, (), forced_released_tensors)
 
     def flush_delayed_groups(self) -> None:
         """Do the queued commits, in forward order."""
@@ -209,64 +251,6 @@ class SharedNames:
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
         """The unpack hook. May be called any number of times, in any order."""
         return unpack(saved_state)
-
-
-class PipelineOffloadManager(SharedNames, Manager):
-    """Coordinates the chunks of one process. Args: see :class:`Manager`.
-
-    Attributes:
-        graphs: The stream, event and replay of CUDA graphs, for callers of Megatron-LM's main.
-
-    Source: Megatron-LM ``PipelineOffloadManager``.
-    """
-
-    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
-    INHERITED: ClassVar[PipelineOffloadManager | None] = None
-    """In a forked process, the manager of its parent: see :func:`_after_fork`."""
-
-    def __init__(
-        self, *, config: OffloadConfig | None = None, backend: Backend | None = None
-    ) -> None:
-        super().__init__(config=config, backend=backend)
-        self._contexts = _Contexts()
-        self.graphs = GraphState(self.backend)
-
-    @cached_property
-    def _pool(self) -> GPUTensorPool:  # type: ignore[override]
-        return GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
-
-    @classmethod
-    def get_instance(cls) -> PipelineOffloadManager:
-        """The manager of this process, made when first asked for."""
-        if cls.OFFLOAD_MGR is None:
-            old = cls.INHERITED
-            cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
-            if old is not None:
-                cls.OFFLOAD_MGR.take_over(old)
-        return cls.OFFLOAD_MGR
-
-    make_chunk = staticmethod(partial(ChunkOffloadHandler, cpu_tensor_pool=None))
-    init_model_chunk_offload_handler = Manager.begin_chunk  # by its name in Megatron
-
-    def post_warmup_callback(self) -> None:
-        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
-        self.learn()
-
-    def push_offload_groups(
-        self,
-        group_hook: Callable[[Sequence[Tensor] | None], None],
-        forced_released_tensors: Sequence[Tensor] | None,
-    ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`. The queue keeps no tensor alive."""
-        self._delay(group_hook, (), forced_released_tensors)
-
-    def release_idle_memory(self) -> None:
-        """Give host memory back to the system that no saved tensor needs; waits for copies."""
-        self.offloader.trim()
-
-    def _drop_step(self) -> None:
-        self.graphs.is_in_replay = False  # a replay that failed may never call exit_replay
-        super()._drop_step()
 
 
 def _handler(chunk: object) -> ChunkOffloadHandler | None:
