@@ -2,8 +2,7 @@
 
     device = NumberDevice(DEVICES["H100"])
     device.run([1e-3])                      # compute works
-    device.memory.add(512)
-    source = NumberTensor(512, Held(device.memory, 512))  # until nobody refers to it
+    source = device.memory.tensor(512)      # until nobody refers to it
     host = device.allocate_host(512)
     device.copy(device.d2h, [host], [source], "mlp")
     torch.empty_like(host)                  # a NumberTensor again
@@ -13,7 +12,7 @@ The engine's core runs on it as on any other backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,52 +25,31 @@ from pp_offload.simulate.memory import ROUNDING_BYTES
 
 
 class Bytes:
-    """Counter of the bytes in use, and of their peak."""
+    """Counter of the bytes in use, and of their peak, in place of :class:`DeviceMemory`."""
 
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes in use; see :class:`DeviceMemory`."""
-        return self.live
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes in use so far; see :class:`DeviceMemory`."""
-        return self.peak
+    def __init__(self, taken_bytes: int = 0) -> None:
+        self.live_bytes = self.peak_bytes = taken_bytes
 
     def take_peak(self) -> None:
-        """Begin a new peak; see :class:`DeviceMemory`."""
-        self.peak = self.live
+        """Begin a new peak."""
+        self.peak_bytes = self.live_bytes
 
-    def add(self, nbytes: int) -> None:
-        """Count bytes that were allocated, or freed if ``nbytes`` is below 0."""
-        self.live = live = self.live + nbytes
-        if live > self.peak:
-            self.peak = live
+    def pass_by(self, nbytes: int, rise: int) -> None:
+        """Count ``nbytes`` more in the end, and at most ``rise`` more on the way."""
+        live = self.live_bytes
+        if live + rise > self.peak_bytes:
+            self.peak_bytes = live + rise
+        self.live_bytes = live + nbytes
 
     def tensor(self, nbytes: int) -> NumberTensor:
         """Allocate a tensor."""
         taken = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
-        self.add(taken)
+        self.pass_by(taken, taken)
         return NumberTensor(nbytes, Held(self, taken))
-
-    def pass_by(self, nbytes: int, rise: int) -> None:
-        """Count ``nbytes`` more in the end, and at most ``rise`` more on the way."""
-        live = self.live
-        if live + rise > self.peak:
-            self.peak = live + rise
-        self.live = live + nbytes
 
 
 class Held:
-    """Device memory, which is free when the last reference to this object goes.
-
-    Args:
-        memory: Counter of the memory.
-        nbytes: Bytes that an allocator gave.
-    """
+    """Device memory, already counted, which is free when the last reference to this object goes."""
 
     __slots__ = ("_memory", "_nbytes")
 
@@ -80,73 +58,47 @@ class Held:
         self._nbytes = nbytes
 
     def __del__(self) -> None:
-        self._memory.live -= self._nbytes
+        self._memory.live_bytes -= self._nbytes
 
 
 class NumberTensor:
     """A tensor on the device, with what the core asks of one.
 
     Args:
-        nbytes: Of the tensor.
-        held: Its memory.
+        nbytes: Size of the tensor.
+        held: Memory of the tensor.
+        contiguous: Function that copies the tensor, if it is a part of its memory.
     """
 
-    __slots__ = ("__weakref__", "held", "nbytes")
+    __slots__ = ("__weakref__", "contiguous", "held", "nbytes")
 
     _base = None
     _version = 0
     dtype = None
     shape = ()
 
-    def __init__(self, nbytes: int, held: Held) -> None:
+    def __init__(
+        self, nbytes: int, held: Held, contiguous: Callable[[], NumberTensor] | None = None
+    ) -> None:
         self.nbytes = nbytes
         self.held = held
+        self.contiguous = contiguous
 
     def detach(self) -> NumberTensor:
-        """Return the tensor itself, which serves as its alias."""
         return self
 
     def data_ptr(self) -> int:
-        """Return a constant: the storage is never emptied."""
-        return 0
+        return 0  # nobody empties the storage
 
     def is_contiguous(self) -> bool:
-        """Return True: the tensor has no strides."""
         return True
 
     def _fix_weakref(self) -> None:
         """Do nothing: only Python refers to the tensor."""
 
 
-class NumberPart(NumberTensor):
-    """Part of a tensor, which compute copies out of it.
-
-    Args:
-        nbytes: Of the part.
-        held: Memory of the whole.
-        device: Runs the copy.
-        gather_s: Time of the copy.
-    """
-
-    __slots__ = ("_device", "_gather_s")
-
-    def __init__(self, nbytes: int, held: Held, device: NumberDevice, gather_s: float) -> None:
-        super().__init__(nbytes, held)
-        self._device, self._gather_s = device, gather_s
-
-    def contiguous(self) -> NumberTensor:
-        """Copy the part into memory of its own."""
-        self._device.run([self._gather_s])
-        return self._device.memory.tensor(self.nbytes)
-
-
 class HostNumbers:
-    """Host memory of the host pool; ``torch.empty_like`` makes device memory of it.
-
-    Args:
-        device: Device that its bytes come back to.
-        nbytes: Size of the memory.
-    """
+    """Host memory of the host pool; ``torch.empty_like`` makes device memory of it."""
 
     __slots__ = ("_device", "nbytes")
 
@@ -158,19 +110,15 @@ class HostNumbers:
         self.nbytes = nbytes
 
     def __deepcopy__(self, memo: object) -> HostNumbers:
-        """Return the object itself, which never changes."""
-        return self
+        return self  # it never changes
 
     def numel(self) -> int:
-        """Number of bytes."""
         return self.nbytes
 
     def narrow(self, dim: int, start: int, length: int) -> HostNumbers:
-        """Return ``length`` bytes of this memory."""
         return HostNumbers(self._device, length)
 
     def view(self, what: object) -> HostNumbers:
-        """Return the memory itself: it has no shape and no dtype."""
         return self
 
     @classmethod
@@ -183,11 +131,7 @@ class HostNumbers:
 
 
 class NumberFile(VirtualFile):
-    """File whose reads and writes only take their time.
-
-    Args:
-        clock: Of the disk.
-    """
+    """File whose reads and writes only take their time: no file is made, and no end is met."""
 
     in_use_bytes = peak_bytes = 0
 
@@ -197,42 +141,34 @@ class NumberFile(VirtualFile):
         self.written_bytes = self.read_bytes = 0
 
     def _open_file(self) -> Any:
-        """Open no file: nothing is written."""
+        """Open no file."""
 
     def _extent(self, nbytes: int) -> Extent:
-        return Extent(0, nbytes)  # a disk has no end
+        return Extent(0, nbytes)
 
     def _in_use(self, write: DiskWrite) -> DiskWrite:
         return write
 
 
 class NumberDevice(VirtualBackend):
-    """Virtual device for tensors that are only their bytes.
-
-    Args:
-        hardware: Figures of the device.
-    """
+    """Virtual device for tensors that are only their bytes."""
 
     memory: Any
-    """Memory of the step; :meth:`begin_step` makes a new one."""
+    """Memory of the step, a :class:`Bytes`. Each step has a new one: tensors of earlier steps are
+    counted there.
+    """
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
-        self.begin_step(0)
+        self.memory = Bytes()
         # Then copies share a rate with nothing, for each direction has one stream.
         self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
-
-    def begin_step(self, taken_bytes: int) -> None:
-        """Begin a step with ``taken_bytes`` in use. Older tensors count in the last step."""
-        self.memory = Bytes()
-        self.memory.add(taken_bytes)
 
     def current_stream(self) -> VirtualStream:
         """The compute stream, which is the only one of the device."""
         return self.compute
 
     def open_disk(self, directory: object) -> VirtualFile:
-        """Make a file on the device's disk, of which nothing is written."""
         return NumberFile(self.disk)
 
     def allocate_host(self, nbytes: int) -> Any:
@@ -249,12 +185,16 @@ class NumberDevice(VirtualBackend):
         for took_s in operators_s:
             self.compute.launch_until(partial(self.link.compute, seconds=took_s))
 
+    def gather(self, nbytes: int, seconds: float) -> NumberTensor:
+        """Copy a part of a tensor into memory of its own."""
+        self.run([seconds])
+        return self.memory.tensor(nbytes)
+
     def copy(self, stream: Any, targets: Sequence[Any], sources: Sequence[Any], label: str) -> None:
         """Launch copies one behind the other."""
-        sizes = [target.nbytes for target in targets]
         to_host = stream is self.d2h
-        if self._copies_are_alone:
-            stream.launch_all([self.link.seconds(nbytes, to_host=to_host) for nbytes in sizes])
-            return
-        for nbytes in sizes:
-            stream.launch_until(partial(self.link.copy, nbytes=nbytes, to_host=to_host))
+        for target in targets:
+            if self._copies_are_alone:
+                stream.launch(self.link.seconds(target.nbytes, to_host=to_host))
+            else:
+                self.launch_copy(stream, target.nbytes, to_host=to_host)

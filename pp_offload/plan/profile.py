@@ -10,25 +10,24 @@ whole, and tapes do not say which groups are in it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pp_offload._common.checks import check_kind
-from pp_offload.plan.device import Bytes, NumberDevice
-from pp_offload.plan.staying import staying
+from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.tape import (
     Backward,
-    Close,
     Event,
-    Open,
+    GroupTape,
+    Mark,
     RankTapes,
     Stretch,
     Tape,
     Update,
-    Use,
 )
 from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.link import Link
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,6 @@ class GroupProfile:
     def bytes_per_ms(self) -> float:
         """Bytes for each millisecond of the group's forward; 0 if the forward takes no time."""
         return self.nbytes / self.forward_ms if self.forward_ms else 0.0
-
-
-@dataclass(frozen=True)
-class GroupKind:
-    """Groups that are alike but for the layer and the stage."""
-
-    first: GroupProfile
-    num: int
-    stages: tuple[int, ...]
-    """Stages that have such groups."""
 
 
 @dataclass(frozen=True)
@@ -131,24 +120,6 @@ class Profile:
     a rank without an optimizer.
     """
 
-    def kinds(self) -> list[GroupKind]:
-        """Collect groups that are alike, in the order in which the first of each kind comes."""
-        alike: dict[GroupProfile, list[GroupProfile]] = {}
-        for group in self.groups:
-            alike.setdefault(_kind(group), []).append(group)
-        return [
-            GroupKind(groups[0], len(groups), tuple(sorted({each.stage for each in groups})))
-            for groups in alike.values()
-        ]
-
-
-def _kind(group: GroupProfile) -> GroupProfile:
-    """Return the group without its place, and with times in whole nanoseconds: those of equal
-    operators differ by the rounding of the clock.
-    """
-    forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)
-    return replace(group, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
-
 
 def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
     """Read the profile of a pipeline from its tapes.
@@ -164,11 +135,12 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
     check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
     groups: dict[int, list[GroupProfile]] = {}
     stages: dict[int, StageProfile] = {}
+    link = NumberDevice(hardware).link
     for rank, rank_tapes in enumerate(tapes):
         every = rank_tapes.recomputing(rank_tapes.num_layers)
         layers = dict(zip(sorted(every.stages), every.recomputed, strict=False))
         for stage, tape in rank_tapes.stages.items():
-            groups[stage] = list(_groups(stage, tape, hardware))
+            groups[stage] = list(_groups(stage, tape, link))
             stages[stage] = _stage(
                 *(stage, rank, tape), every.stages[stage], len(layers.get(stage, ()))
             )
@@ -183,74 +155,64 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
 
 def _optimizer(update: Update) -> ActionProfile | None:
     """Profile an optimizer's step, with the state that it made in the first one."""
-    return (
-        replace(_action(update.later), resident_bytes=update.state_bytes) if update.later else None
-    )
+    later = _action(update.later)
+    return replace(later, resident_bytes=update.state_bytes) if update.later else None
 
 
-def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile]:
-    forward, backward = _forward_seconds(tape), _backward_seconds(tape)
-    shared = _shared(tape)
+def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
+    forward_s, backward_s = _seconds(tape)
     num: Counter[str] = Counter()
     for position, group in enumerate(tape.groups):
-        device = NumberDevice(hardware)
-        payloads = [tape.payloads[index] for index in group.payloads]
-        payloads = [payload for payload in payloads if payload.again is None]
-        device.copy(device.d2h, payloads, payloads, group.name)
+        copied = [tape.payloads[index] for index in group.payloads]
+        copied = [payload for payload in copied if payload.again is None]
         yield GroupProfile(
             name=group.name,
             layer=num[group.name],
             stage=stage,
             nbytes=tape.nbytes(group),
-            shared_with=shared[position],
-            forward_ms=forward[position] * 1e3,
-            backward_ms=backward[position] * 1e3,
-            copy_ms=device.offload_s * 1e3,
+            shared_with=_shared_with(tape, position),
+            forward_ms=forward_s[position] * 1e3,
+            backward_ms=backward_s[position] * 1e3,
+            copy_ms=sum(link.seconds(each.nbytes, to_host=True) for each in copied) * 1e3,
         )
         num[group.name] += 1
 
 
-def _forward_seconds(tape: Tape) -> list[float]:
-    """Sum times of operators by position of the innermost group that is open."""
-    seconds = [0.0] * len(tape.groups)
+def _seconds(tape: Tape) -> tuple[Mapping[int, float], Mapping[int, float]]:
+    """Sum times of operators by position of the innermost group that is open in forward, and of the
+    group that backward has asked last.
+    """
+    forward_s, backward_s = defaultdict[int, float](float), defaultdict[int, float](float)
     are_open: list[int] = []
     for event in tape.forward:
         match event:
-            case Open(position):
+            case Mark("begin", position):
                 are_open.append(position)
-            case Close(position):
+            case Mark("end", position):
                 are_open.remove(position)
             case Stretch() if are_open:
-                seconds[are_open[-1]] += sum(event.seconds)
-    return seconds
-
-
-def _backward_seconds(tape: Tape) -> list[float]:
-    """Sum times of operators by position of the group that backward has asked last."""
-    seconds = [0.0] * len(tape.groups)
+                forward_s[are_open[-1]] += sum(event.seconds)
     group_of = {payload: i for i, group in enumerate(tape.groups) for payload in group.payloads}
     asked: int | None = None
     for event in _backward(tape).later:
         match event:
-            case Use(payload):
+            case Mark("use", payload):
                 asked = group_of[payload]
             case Stretch() if asked is not None:
-                seconds[asked] += sum(event.seconds)
-    return seconds
+                backward_s[asked] += sum(event.seconds)
+    return forward_s, backward_s
 
 
-def _shared(tape: Tape) -> list[tuple[str, ...]]:
-    """List for each position the names of the groups with which its group shares copies."""
-    savers: dict[tuple[int, int], set[int]] = {}
-    for position, group in enumerate(tape.groups):
-        for payload in (tape.payloads[index] for index in group.payloads):
-            if payload.version is not None:
-                savers.setdefault((payload.source, payload.version), set()).add(position)
-    names_of: list[set[str]] = [set() for _ in tape.groups]
-    for positions in savers.values():
-        for position in positions:
-            names_of[position] |= {tape.groups[i].name for i in positions - {position}}
-    return [tuple(sorted(names)) for names in names_of]
+def _shared_with(tape: Tape, position: int) -> tuple[str, ...]:
+    """List the names of the groups with which a group shares copies."""
+
+    def sources(group: GroupTape) -> set[tuple[int, int | None]]:
+        payloads = [tape.payloads[index] for index in group.payloads]
+        return {(each.source, each.version) for each in payloads if each.version is not None}
+
+    own, others = sources(tape.groups[position]), list(tape.groups)
+    del others[position]
+    return tuple(sorted({other.name for other in others if own & sources(other)}))
 
 
 def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int) -> StageProfile:
@@ -272,7 +234,7 @@ def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int)
 
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
     """Profile forward, first backward and later ones of a microbatch that offloads nothing."""
-    still = staying(tape)
+    still = tape.staying()
     backward = _backward(still)
     return _action(still.forward), _action(backward.first), _action(backward.later)
 
@@ -284,11 +246,7 @@ def _backward(tape: Tape) -> Backward:
     return tape.backward if tape.backward.later else in_two
 
 
-def _action(events: Sequence[Event]) -> ActionProfile:
+def _action(events: Iterable[Event]) -> ActionProfile:
     """Sum the bytes and times of stretches."""
-    memory, seconds = Bytes(), 0.0
-    for event in events:
-        assert isinstance(event, Stretch), "nothing leaves"
-        memory.pass_by(event.nbytes, event.rise)
-        seconds += sum(event.seconds)
-    return ActionProfile(memory.live, memory.peak, seconds * 1e3)
+    whole = Stretch.joined(event for event in events if isinstance(event, Stretch))
+    return ActionProfile(whole.nbytes, whole.rise, sum(whole.seconds) * 1e3)

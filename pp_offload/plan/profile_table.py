@@ -6,9 +6,11 @@ print(profile_table(profile(tapes, hardware)))
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pp_offload._common.tables import format_table
-from pp_offload.plan.profile import GroupKind, Profile, StageProfile
+from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
+from pp_offload.plan.record import neighbours
 
 MIB, GIB = 2**20, 2**30
 
@@ -31,47 +33,48 @@ from its forward to its backward if nothing leaves. peaks: the most that the dev
 it runs, the backward's with the gradients that it makes. recompute: of each layer that backward
 computes anew, and how much less a microbatch holds for it."""
 
-
 OPTIMIZERS_NOTE = """\
 Of the end of each step; the state is there from that of the first one on."""
 
 
-def profile_table(found: Profile) -> str:
+def profile_table(profile: Profile) -> str:
     """Format a row for each kind of group, for each stage, and for each optimizer."""
-    kinds = [_group(kind) for kind in found.kinds()]
-    stages = [_stage(stage, found.resident_bytes[stage.rank]) for stage in found.stages]
-    return "\n".join(
-        [
-            format_table([GROUPS, *kinds]),
-            NOTE.format(link=found.link_bytes_per_ms / MIB),
-            "",
-            format_table([STAGES, *stages]),
-            STAGES_NOTE,
-            *_optimizers(found),
-        ]
-    )
-
-
-def _optimizers(profile: Profile) -> list[str]:
-    rows = [
-        (
-            str(rank),
-            f"{optimizer.resident_bytes / GIB:.2f}",
-            f"{optimizer.transient_peak_bytes / GIB:.2f}",
-            f"{optimizer.ms:.2f}",
-        )
-        for rank, optimizer in enumerate(profile.optimizers)
-        if optimizer is not None
+    alike: dict[GroupProfile, list[GroupProfile]] = {}
+    for group in profile.groups:
+        alike.setdefault(_kind(group), []).append(group)
+    text = [
+        format_table([GROUPS, *map(_group, alike.values())]),
+        NOTE.format(link=profile.link_bytes_per_ms / MIB),
+        "",
+        format_table([STAGES, *(_stage(each, profile.resident_bytes) for each in profile.stages)]),
+        STAGES_NOTE,
     ]
-    return ["", format_table([OPTIMIZERS, *rows]), OPTIMIZERS_NOTE] if rows else []
+    optimizers = [
+        (str(rank), _gib(each.resident_bytes), _gib(each.transient_peak_bytes), f"{each.ms:.2f}")
+        for rank, each in enumerate(profile.optimizers)
+        if each is not None
+    ]
+    if optimizers:
+        text += ["", format_table([OPTIMIZERS, *optimizers]), OPTIMIZERS_NOTE]
+    return "\n".join(text)
 
 
-def _group(kind: GroupKind) -> tuple[str, ...]:
-    group = kind.first
+def _kind(group: GroupProfile) -> GroupProfile:
+    """Return the group without its place, and with times in whole nanoseconds: those of equal
+    operators differ by the rounding of the clock.
+    """
+    forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)
+    return replace(group, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
+    """Make the row of groups that are alike."""
+    group, runs = groups[0], neighbours(sorted({each.stage for each in groups}))
+    stages = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return (
         group.name,
-        _numbers(kind.stages),
-        str(kind.num),
+        ", ".join(stages),
+        str(len(groups)),
         f"{group.nbytes / MIB:.1f}",
         f"{group.forward_ms:.2f}",
         f"{group.backward_ms:.2f}",
@@ -81,27 +84,20 @@ def _group(kind: GroupKind) -> tuple[str, ...]:
     )
 
 
-def _stage(stage: StageProfile, resident_bytes: int) -> tuple[str, ...]:
+def _stage(stage: StageProfile, resident_bytes: Sequence[int]) -> tuple[str, ...]:
     return (
         str(stage.stage),
         str(stage.rank),
-        f"{resident_bytes / GIB:.2f}",
-        f"{stage.forward.resident_bytes / GIB:.2f}",
-        f"{stage.forward.transient_peak_bytes / GIB:.2f}",
-        f"{stage.first_backward.transient_peak_bytes / GIB:.2f}",
+        _gib(resident_bytes[stage.rank]),
+        _gib(stage.forward.resident_bytes),
+        _gib(stage.forward.transient_peak_bytes),
+        _gib(stage.first_backward.transient_peak_bytes),
         f"{stage.forward.ms:.2f}",
         f"{stage.backward.ms:.2f}",
         "-" if stage.recompute_ms is None else f"{stage.recompute_ms:.2f}",
-        "-" if stage.recompute_frees_bytes is None else f"{stage.recompute_frees_bytes / GIB:.2f}",
+        "-" if stage.recompute_frees_bytes is None else _gib(stage.recompute_frees_bytes),
     )
 
 
-def _numbers(stages: Sequence[int]) -> str:
-    """Format ascending numbers; consecutive numbers as a range."""
-    runs: list[list[int]] = []
-    for stage in stages:
-        if runs and stage == runs[-1][-1] + 1:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"

@@ -9,7 +9,7 @@ rank.ended().peak_bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,37 +20,14 @@ from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
-from pp_offload.plan.device import NumberDevice
+from pp_offload.plan.device import Bytes, NumberDevice
 from pp_offload.plan.engine import NumberChunk, NumberManager
-from pp_offload.plan.staying import staying
-from pp_offload.plan.tape import (
-    Backward,
-    Close,
-    Drop,
-    Event,
-    Gone,
-    Lost,
-    Open,
-    RankTapes,
-    Release,
-    Stretch,
-    Use,
-)
+from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 from pp_offload.simulate.rank import VirtualRank
-
-_TELL: dict[type, Callable[..., None]] = {
-    Open: NumberChunk.open,
-    Close: NumberChunk.close_group,
-    Use: NumberChunk.use,
-    Lost: NumberChunk.lose,
-    Drop: NumberChunk.drop,
-    Release: NumberChunk.release,
-    Gone: NumberChunk.gone,
-}
-"""What a chunk does at each kind of event."""
+from pp_offload.simulate.stages import RankWork
 
 
 def number_rank(
@@ -75,21 +52,18 @@ def number_rank(
         has_state: Whether its optimizer has made its state.
     """
     if config is None:
-        stages = {stage: staying(tape) for stage, tape in tapes.stages.items()}
+        stages = {stage: tape.staying() for stage, tape in tapes.stages.items()}
         config, tapes = OffloadConfig(), replace(tapes, stages=stages)
     host_bytes = UNLIMITED if config.host_budget_bytes is None else config.host_budget_bytes
     config = replace(config, device_limit_bytes=None, host_budget_bytes=host_bytes)
     device = NumberDevice(hardware)
-    plan = config.offload_plan
-    has_bounds = plan is not None and plan.rank(number).bounds is not None
     with as_another_process():
-        manager: Any = NumberManager(config, device, has_bounds=has_bounds)
-    work: Any = TapeWork(order, number, tapes, manager)
-    work.has_state = has_state
+        manager: Any = NumberManager(config, device)
+    work = TapeWork(order, number, tapes, manager, has_state=has_state)
     return VirtualRank(order, number, manager, device, work, messages)
 
 
-class TapeWork:
+class TapeWork(RankWork):
     """Work of a rank's actions, played from its tapes.
 
     Args:
@@ -97,15 +71,19 @@ class TapeWork:
         number: Number of the rank.
         tapes: Work of the rank.
         manager: Manager of the rank.
-
-    Attributes:
         has_state: Whether its optimizer has made its state.
     """
 
     def __init__(
-        self, order: PipelineOrder, number: int, tapes: RankTapes, manager: NumberManager
+        self,
+        order: PipelineOrder,
+        number: int,
+        tapes: RankTapes,
+        manager: NumberManager,
+        *,
+        has_state: bool,
     ) -> None:
-        self.has_state = False
+        self._has_state = has_state
         self._tapes, self._number = tapes, number
         self._manager = manager
         self._device: Any = manager.backend
@@ -139,11 +117,10 @@ class TapeWork:
         manager.offloader.follow_parts(self._split)
         manager.step.pipeline_rank = self._number
         manager.step.queue.know_order(self._order, is_told=True)
-        state_bytes = self._tapes.update.state_bytes * self.has_state
-        self._device.begin_step(self._tapes.resident_bytes + state_bytes)
+        state_bytes = self._tapes.update.state_bytes * self._has_state
+        self._device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """Play a forward; see :class:`RankWork`."""
         manager, tape, vp_stage = self._manager, self._tapes.stages[stage], self._vp_stage[stage]
         manager.begin_chunk(
             len(self._vp_stage),
@@ -159,18 +136,14 @@ class TapeWork:
         return tape.sent_bytes
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """Play a backward, or its first part; see :class:`RankWork`."""
-        tape = self._tapes.stages[stage]
-        if kind == "BACKWARD_INPUT":
-            self._play_backward(kind, stage, microbatch, tape.input_part)
-        else:
-            self._play_backward(kind, stage, microbatch, self._last(stage, tape.backward))
+        tape, is_input = self._tapes.stages[stage], kind == "BACKWARD_INPUT"
+        events = tape.input_part if is_input else self._last(stage, tape.backward)
+        self._play_backward(Action(kind, stage, microbatch), events)
         return tape.sent_back_bytes
 
     def weight(self, stage: int, microbatch: int) -> None:
-        """Play the second part of a backward; see :class:`RankWork`."""
         events = self._last(stage, self._tapes.stages[stage].weight_part)
-        self._play_backward("BACKWARD_WEIGHT", stage, microbatch, events)
+        self._play_backward(Action("BACKWARD_WEIGHT", stage, microbatch), events)
 
     def _last(self, stage: int, part: Backward) -> Sequence[Event]:
         """Return the events of the part of a backward that makes gradients of parameters."""
@@ -178,42 +151,34 @@ class TapeWork:
         self._have_gradients.add(stage)
         return part.first if is_first else part.later
 
-    def _play_backward(
-        self, kind: str, stage: int, microbatch: int, events: Sequence[Event]
-    ) -> None:
-        key, manager = ChunkKey(self._vp_stage[stage], microbatch), self._manager
+    def _play_backward(self, action: Action, events: Sequence[Event]) -> None:
+        manager = self._manager
+        key = ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
         if self._split is not None and key in self._split.chunks:
-            part = BackwardPass.WEIGHT if kind == "BACKWARD_WEIGHT" else BackwardPass.INPUT
+            is_weight = action.kind == "BACKWARD_WEIGHT"
+            part = BackwardPass.WEIGHT if is_weight else BackwardPass.INPUT
             with manager.backward_pass(key, part):
                 self._play(events, self._chunks[key])
             return
-        if self._key(Action(kind, stage, microbatch)) is not None:
+        if self._key(action) is not None:
             manager.begin_backward(key)
         self._play(events, self._chunks[key])
 
-    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        """Do nothing: tapes have no tensors to hand over."""
-
     def reduce(self, stage: int) -> None:
-        """Play the end of a stage's backwards; see :class:`RankWork`."""
         self._play(self._tapes.stages[stage].reduce, None)
 
     def update(self) -> None:
-        """Play the optimizer's step; see :class:`RankWork`."""
         update = self._tapes.update
-        self._play(update.later if self.has_state else update.first, None)
-        self.has_state = True
-
-    def close(self) -> None:
-        """Do nothing: no resource is open."""
+        self._play(update.later if self._has_state else update.first, None)
+        self._has_state = True
 
     def _play(self, events: Sequence[Event], chunk: NumberChunk | None) -> None:
         run, pass_by = self._device.run, self._device.memory.pass_by
         for event in events:
-            if type(event) is Stretch:  # nearly half of all
+            if isinstance(event, Stretch):
                 if event.seconds:
                     run(event.seconds)
                 pass_by(event.nbytes, event.rise)
                 continue
             assert chunk is not None, "nothing is saved behind the last backward"
-            _TELL[type(event)](chunk, *event)
+            getattr(chunk, event.kind)(event.number, event.use)

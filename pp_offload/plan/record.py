@@ -10,11 +10,12 @@ what the program had let go of.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pp_offload._common.garbage import collector_off
 from pp_offload._core.group import Group
@@ -26,12 +27,11 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
-from pp_offload.plan.tape import Backward, Event, GroupTape, RankTapes, Stretch, Tape, Update
-from pp_offload.simulate.clocks import VirtualStream
+from pp_offload.plan.tape import Backward, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.orders import PipelineOrder
-from pp_offload.simulate.stages import Modules, RankWork, Work
+from pp_offload.simulate.stages import Modules, Work
 
 _T = TypeVar("_T")
 
@@ -50,8 +50,8 @@ def record(
 
     Raises:
         ValueError: Something is not known to :func:`predict`: a view that is copied without the
-            rest of its storage, or bytes that several microbatches or stages save; other streams,
-            or copies of the program's own; or the first two microbatches differ.
+            rest of its storage, or bytes that several microbatches or stages save; copies of the
+            program's own; or the first two microbatches differ.
     """
     still = replace(
         hardware,
@@ -72,13 +72,80 @@ def record(
     work.prepare(order, VirtualBackend(hardware))
     variants: list[_Variants] = []
     for rank in range(order.num_ranks):
-        variants.append(_Variants(order, work, still, options, rank, has_disk))
-        variants[-1].find_equal(variants[:-1])
+        recording = partial(_Recording, order, work, still, options, rank, has_disk)
+        variants.append(_Variants(order.stages_of(rank), work, recording, variants))
     return [each(0) for each in variants]
 
 
 class _Variants:
-    """Recordings of a rank with more or fewer layers recomputed, each made at its first use."""
+    """Recordings of a rank with more or fewer layers recomputed, each made at its first use.
+
+    Args:
+        stages: Stages of the rank.
+        work: Work of all ranks.
+        recording: Makes a :class:`_Recording` of the rank.
+        others: Recordings of other ranks, which are shared where the rank does the same: most ranks
+            of a model are equal.
+    """
+
+    def __init__(
+        self, stages: Sequence[int], work: Work, recording: Any, others: Iterable[_Variants]
+    ) -> None:
+        self._work, self._recording = work, recording
+        self._layers: list[tuple[int, str]] = []
+        """Stage and name of each layer that may be recomputed, in forward order."""
+
+        if isinstance(work, Modules):
+            self._layers = [(stage, name) for stage in stages for name in work.layers_of(stage)]
+        self._recorded = {0: self._record(stages, 0)}
+        self._equal = next((each for each in others if each._key == self._key), None)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """Tapes and names of layers, which are equal for ranks that do the same."""
+        tapes, names = self._recorded[0], [name for _, name in self._layers]
+        return replace(tapes, stages={}), [*tapes.stages.values()], names
+
+    def __call__(self, num: int) -> RankTapes:
+        if num not in self._recorded:
+            stages = self._recorded[0].stages
+            if self._equal is None:
+                self._recorded[num] = self._record([*stages], num)
+            else:
+                tapes = self._equal(num)
+                own = dict(zip(stages, tapes.stages.values(), strict=True))
+                self._recorded[num] = replace(tapes, stages=own, variant=self)
+        return self._recorded[num]
+
+    def _record(self, stages: Sequence[int], num: int) -> RankTapes:
+        chosen, work = spread(self._layers, num), self._work
+        names = {stage: tuple(name for at, name in chosen if at == stage) for stage in stages}
+        with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
+            tapes = self._recording().tapes(self._recorded[0].update if num else None)
+        recomputed = tuple(names.values())
+        return replace(tapes, recomputed=recomputed, num_layers=len(self._layers), variant=self)
+
+
+def spread(layers: Sequence[_T], num: int) -> list[_T]:
+    """Choose ``num`` layers, spread evenly: what is sent away in between has more time."""
+    return [layers[index * len(layers) // num] for index in range(num)]
+
+
+class _AllAnew(SplitBackward):
+    """Split backward that reloads nothing ahead: see :class:`Recorder`."""
+
+    def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
+        """Expect no use in the second part."""
+
+
+class _Recording:
+    """Recording of a rank. Adjacent stages run together, because they hand over tensors.
+
+    Args:
+        order, work, hardware, config: As for :func:`record`.
+        rank: Number of the rank.
+        has_disk: Whether some of what leaves may go there, in what is predicted.
+    """
 
     def __init__(
         self,
@@ -89,262 +156,135 @@ class _Variants:
         rank: int,
         has_disk: bool,
     ) -> None:
-        self._what = order, work, hardware, config, rank, has_disk
-        self._layers = _layers_of(work, order.stages_of(rank))
-        self._recorded: dict[int, RankTapes] = {}
-        self._equal: _Variants | None = None
-
-    def find_equal(self, variants: Sequence[_Variants]) -> None:
-        """Share the recordings of a rank that does the same: most ranks of a model are equal."""
-        tapes = self(0)
-        for variant in variants:
-            is_equal = replace(variant(0), stages={}) == replace(tapes, stages={})
-            if is_equal and [*variant(0).stages.values()] == [*tapes.stages.values()]:
-                names = [[name for _, name in rank._layers] for rank in (self, variant)]
-                if names[0] == names[1]:
-                    self._equal = variant
-                    return
-
-    def __call__(self, num: int) -> RankTapes:
-        if num not in self._recorded and self._equal is not None:
-            tapes = self._equal(num)
-            stages = dict(zip(self._recorded[0].stages, tapes.stages.values(), strict=True))
-            self._recorded[num] = replace(tapes, stages=stages, variant=self)
-        if num not in self._recorded:
-            chosen = spread(self._layers, num)
-            order, work, *_, rank, _ = self._what
-            names = {
-                stage: tuple(name for layer_stage, name in chosen if layer_stage == stage)
-                for stage in order.stages_of(rank)
-            }
-            with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
-                tapes = _record_rank(*self._what, self._recorded.get(0))
-            self._recorded[num] = replace(
-                tapes,
-                recomputed=tuple(names.values()),
-                num_layers=len(self._layers),
-                variant=self,
-            )
-        return self._recorded[num]
-
-
-def _layers_of(work: Work, stages: Sequence[int]) -> list[tuple[int, str]]:
-    """List stage and name of each layer that may be recomputed, in forward order."""
-    if not isinstance(work, Modules):
-        return []
-    return [(stage, name) for stage in stages for name in work.layers_of(stage)]
-
-
-def spread(layers: Sequence[_T], num: int) -> list[_T]:
-    """Choose ``num`` layers, spread evenly: what is sent away in between has more time."""
-    return [layers[index * len(layers) // num] for index in range(num)]
-
-
-def _record_rank(
-    order: PipelineOrder,
-    work: Work,
-    hardware: Hardware,
-    config: OffloadConfig,
-    rank: int,
-    has_disk: bool,
-    without: RankTapes | None,
-) -> RankTapes:
-    """Record the tapes of one rank.
-
-    Args:
-        order, work, hardware, config: As for :func:`record`.
-        rank: Its number.
-        has_disk: Whether some of what leaves may go there, in what is predicted.
-        without: The same rank where no layer is recomputed, if some are: optimizers do the same.
-    """
-    backend = _OneStream(hardware, is_blocking=True)
-    recorder = Recorder(backend)
-    backend.memory = recorder.memory
-    with as_another_process():
-        manager = PipelineOffloadManager(config=config, backend=backend)
-    recipes = manager.offloader.engine.recipes
-    if recipes is not None:
-        recipes.may_reach = not has_disk
-    try:
-        with use_manager(manager):
-            rank_work = work.on(order, rank, backend)
-            if without is not None:  # groups are idle in layers that are recomputed
-                manager.idle_groups.num_steps_left = 0
-            try:
-                rank_work.begin_step()
-                _run_once(rank_work, order.stages_of(rank))
-                made = Update()
-                if without is None:
-                    made = _updates(rank_work, order.stages_of(rank), recorder)
-                rank_work.begin_step()
-                # From now on stages run alone, without groups of others.
-                manager.idle_groups.num_steps_left = 0
-                gc.collect()
-                resident = hardware.workspace_bytes + backend.memory.live_bytes - made.state_bytes
-                manager.offloader.observers.add(recorder)
-                with collector_off():
-                    stages = _Recording(order, rank, rank_work, manager, recorder).tapes()
-                manager.offloader.observers.remove(recorder)
-                _check_copies(backend, manager)
-            finally:
-                rank_work.close()
-    finally:
-        manager.retire()
-    return RankTapes(
-        stages,
-        resident,
-        made if without is None else without.update,
-        min_offloaded_tensor_size=config.min_offloaded_tensor_size,
-    )
-
-
-def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Update:
-    """Record the first update, when all gradients exist, and the second one."""
-    recorder.taken()
-    work.update()
-    first = recorder.taken()
-    if not first:
-        return Update()
-    work.begin_step()
-    _run_once(work, stages)
-    recorder.taken()
-    work.update()
-    return Update(*[_stretches(recorder.told(raw)) for raw in (first, recorder.taken())])
-
-
-def _stretches(events: Sequence[Event]) -> tuple[Stretch, ...]:
-    stretches = tuple(event for event in events if isinstance(event, Stretch))
-    assert len(stretches) == len(events), "an optimizer has no groups"
-    return stretches
-
-
-def _run_once(work: RankWork, stages: Sequence[int]) -> None:
-    """Run a microbatch, which makes all that is made once."""
-    for run in neighbours(stages):
-        for stage in run:
-            work.forward(stage, 0)
-            if stage + 1 in run:
-                work.hand_over("FORWARD", stage, 0)
-        for stage in reversed(run):
-            work.backward("FULL_BACKWARD", stage, 0)
-            if stage - 1 in run:
-                work.hand_over("FULL_BACKWARD", stage, 0)
-
-
-class _AllAnew(SplitBackward):
-    """Split backward that reloads nothing ahead: see :class:`Recorder`."""
-
-    def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
-        """Expect no use in the second part."""
-
-
-class _OneStream(VirtualBackend):
-    """Device on which a program computes on one stream."""
-
-    def new_stream(self, name: str = "") -> VirtualStream:
-        if hasattr(self, "h2d"):  # its own are there
-            raise ValueError(
-                "the program makes a stream, expected one whose operators are on one; see what it "
-                "costs with run_pipeline"
-            )
-        return super().new_stream(name)
-
-
-def _check_copies(backend: VirtualBackend, manager: PipelineOffloadManager) -> None:
-    link, moved = backend.link, manager.statistics()
-    if (link.bytes_to_host, link.bytes_to_device) != (moved.bytes_offloaded, moved.bytes_reloaded):
-        raise ValueError(
-            f"{link.bytes_to_host} bytes went to the host and {link.bytes_to_device} came back, of "
-            f"which the engine moved {moved.bytes_offloaded} and {moved.bytes_reloaded}; expected "
-            "a program without copies of its own: see what it costs with run_pipeline"
-        )
-
-
-class _Recording:
-    """Recording of a rank. Adjacent stages run together, because they hand over tensors.
-
-    Args:
-        order: Actions of all ranks; backwards may come in two parts.
-        rank: Number of the rank.
-        work: Work of the rank.
-        manager: Manager of the rank.
-        recorder: Recorder of the work and of the engine.
-    """
-
-    def __init__(
-        self,
-        order: PipelineOrder,
-        rank: int,
-        work: RankWork,
-        manager: PipelineOffloadManager,
-        recorder: Recorder,
-    ) -> None:
-        self._stages = order.stages_of(rank)
+        self._backend = backend = VirtualBackend(hardware, is_blocking=True)
+        self._recorder = recorder = Recorder(backend)
+        backend.memory = recorder.memory
+        with as_another_process():
+            self._manager = manager = PipelineOffloadManager(config=config, backend=backend)
+        if (recipes := manager.offloader.engine.recipes) is not None:
+            recipes.may_reach = not has_disk
+        self._runs = neighbours(order.stages_of(rank))
         self._kinds = {(action.kind, action.stage_index) for action in order.actions[rank]}
         self._num = min(2, order.num_microbatches)
-        self._work = work
-        self._manager = manager
-        self._recorder = recorder
+        with ExitStack() as stack:
+            stack.callback(manager.retire)
+            stack.enter_context(use_manager(manager))
+            self._work = work.on(order, rank, backend)
+            stack.callback(self._work.close)
+            self._stack = stack.pop_all()
 
-    def tapes(self) -> dict[int, Tape]:
-        """Record the tape of each stage."""
-        tapes: dict[int, Tape] = {}
-        for run in neighbours(self._stages):
-            whole = self._played(run, "FULL_BACKWARD")
-            split = self._played(run, "BACKWARD_INPUT")
-            tapes |= {stage: _tape(whole.get(stage), split.get(stage)) for stage in run}
-        return tapes
+    def tapes(self, update: Update | None) -> RankTapes:
+        """Record the tapes, and end the recording.
 
-    def _played(self, run: Sequence[int], kind: str) -> dict[int, _Played]:
-        """Run two microbatches of the stages with such backwards, and return their notes."""
+        Args:
+            update: The optimizer's work; None to record that, too. Then no layer is recomputed.
+        """
+        manager, recorder = self._manager, self._recorder
+        with self._stack:
+            if update is not None:  # groups are idle in layers that are recomputed
+                manager.idle_groups.num_steps_left = 0
+            self._run_once()
+            state_bytes = 0
+            if update is None:
+                update = self._updates()
+                state_bytes = update.state_bytes
+            self._work.begin_step()
+            # From now on stages run alone, without groups of others.
+            manager.idle_groups.num_steps_left = 0
+            gc.collect()
+            used_bytes = self._backend.hardware.workspace_bytes + recorder.memory.live_bytes
+            manager.offloader.observers.add(recorder)
+            with collector_off():
+                stages = {stage: tape for run in self._runs for stage, tape in self._tapes(run)}
+            manager.offloader.observers.remove(recorder)
+            self._check_copies()
+        smallest = manager.config.min_offloaded_tensor_size
+        return RankTapes(
+            stages, used_bytes - state_bytes, update, min_offloaded_tensor_size=smallest
+        )
+
+    def _run_once(self) -> None:
+        """Run a microbatch, which makes all that is made once."""
+        self._work.begin_step()
+        for run in self._runs:
+            self._run(run, "FULL_BACKWARD", 1)
+
+    def _updates(self) -> Update:
+        """Record the first update, when all gradients exist, and the second one."""
+        recorder = self._recorder
+        recorder.taken()
+        self._work.update()
+        first = recorder.taken()
+        if not first:
+            return Update()
+        self._run_once()
+        recorder.taken()
+        self._work.update()
+        updates = [recorder.events_of(raw) for raw in (first, recorder.taken())]
+        return Update(*(tuple(e for e in each if isinstance(e, Stretch)) for each in updates))
+
+    def _tapes(self, run: Sequence[int]) -> Iterable[tuple[int, Tape]]:
+        """Record the tapes of adjacent stages."""
+        whole, split = (self._played(run, kind) for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"))
+        for stage in run:
+            if stage in whole and stage in split:
+                yield stage, replace(split[stage], backward=whole[stage].backward)
+            else:
+                yield stage, split.get(stage) or whole[stage]
+
+    def _played(self, run: Sequence[int], kind: str) -> dict[int, Tape]:
+        """Run two microbatches with such backwards; return tapes of stages that have them."""
         with_these = [stage for stage in run if (kind, stage) in self._kinds]
         if not with_these:
             return {}
-        self._begin_step()
-        notes = {stage: _StageNotes() for stage in run}
-        for microbatch in range(self._num):
-            for stage in run:
-                self._forward(run, stage, microbatch, notes[stage])
-        for microbatch in range(self._num):
-            for stage in reversed(run):
-                self._backward(run, stage, microbatch, kind, notes[stage])
+        self._work.begin_step()
+        offloader = self._manager.offloader
+        offloader.plan = Plan()  # everything leaves, and nothing is reloaded ahead
+        chunks = frozenset[ChunkKey]() if offloader.split is None else offloader.split.chunks
+        offloader.split = _AllAnew(chunks, is_keeping=False)
+        self._recorder.forget()
+        notes = self._run(run, kind, self._num)
         for stage in run:
             self._work.reduce(stage)
             notes[stage].reduce = self._recorder.taken()
-        return {stage: notes[stage].told(stage, self._recorder) for stage in with_these}
+        return {stage: notes[stage].tape(stage, self._recorder) for stage in with_these}
 
-    def _begin_step(self) -> None:
-        """Begin a step in which everything leaves, and nothing is reloaded ahead."""
-        self._work.begin_step()
-        offloader = self._manager.offloader
-        offloader.plan = Plan()
-        split = offloader.split
-        chunks = frozenset[ChunkKey]() if split is None else split.chunks
-        offloader.split = _AllAnew(chunks, is_keeping=False)
-        self._recorder.forget()
+    def _run(self, run: Sequence[int], kind: str, num_microbatches: int) -> dict[int, _StageNotes]:
+        """Run microbatches of adjacent stages: all forwards, then all backwards."""
+        work, recorder = self._work, self._recorder
+        by_stage = {stage: _StageNotes() for stage in run}
+        for microbatch in range(num_microbatches):
+            for stage, notes in by_stage.items():
+                notes.chunks.append(recorder.begin_chunk())
+                notes.sent_bytes = work.forward(stage, microbatch)
+                if stage + 1 in run:
+                    work.hand_over("FORWARD", stage, microbatch)
+                notes.forwards.append(recorder.taken())
+        for microbatch in range(num_microbatches):
+            for stage, notes in reversed(by_stage.items()):
+                recorder.chunk = notes.chunks[microbatch]
+                notes.sent_back_bytes = work.backward(kind, stage, microbatch)
+                if stage - 1 in run:
+                    work.hand_over(kind, stage, microbatch)
+                if kind == "BACKWARD_INPUT":
+                    notes.inputs.append(recorder.taken())
+                    work.weight(stage, microbatch)
+                notes.lasts.append(recorder.taken())
+        return by_stage
 
-    def _forward(self, run: Sequence[int], stage: int, microbatch: int, notes: _StageNotes) -> None:
-        notes.chunks.append(self._recorder.begin_chunk())
-        notes.sent_bytes = self._work.forward(stage, microbatch)
-        if stage + 1 in run:
-            self._work.hand_over("FORWARD", stage, microbatch)
-        notes.forwards.append(self._recorder.taken())
-
-    def _backward(
-        self, run: Sequence[int], stage: int, microbatch: int, kind: str, notes: _StageNotes
-    ) -> None:
-        self._recorder.chunk = notes.chunks[microbatch]
-        notes.sent_back_bytes = self._work.backward(kind, stage, microbatch)
-        if stage - 1 in run:
-            self._work.hand_over(kind, stage, microbatch)
-        if kind == "BACKWARD_INPUT":
-            notes.inputs.append(self._recorder.taken())
-            self._work.weight(stage, microbatch)
-        notes.lasts.append(self._recorder.taken())
+    def _check_copies(self) -> None:
+        link, moved = self._backend.link, self._manager.statistics()
+        engine = moved.bytes_offloaded, moved.bytes_reloaded
+        if (link.bytes_to_host, link.bytes_to_device) != engine:
+            raise ValueError(
+                f"{link.bytes_to_host} bytes went to the host and {link.bytes_to_device} came "
+                f"back, of which the engine moved {engine[0]} and {engine[1]}; expected a program "
+                "without copies of its own: see what it costs with run_pipeline"
+            )
 
 
 def neighbours(stages: Sequence[int]) -> list[list[int]]:
-    """Divide a rank's stages into runs of adjacent stages."""
+    """Divide ascending numbers of stages into runs of adjacent stages."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and runs[-1][-1] + 1 == stage:
@@ -369,60 +309,32 @@ class _StageNotes:
         self.reduce: list[Raw] = []
         self.sent_bytes = self.sent_back_bytes = 0
 
-    def told(self, stage: int, recorder: Recorder) -> _Played:
-        """Turn the notes into events, when all backwards are over.
+    def tape(self, stage: int, recorder: Recorder) -> Tape:
+        """Turn the notes of the last microbatch into a tape, when all backwards are over; and those
+        of the first one, for the last part of its backward.
 
         Raises:
             ValueError: Microbatches have other groups.
         """
-        first, last, events_of = self.chunks[0], self.chunks[-1], recorder.told
+        first, last, events_of = self.chunks[0], self.chunks[-1], recorder.events_of
         if first.groups != last.groups or first.payloads != last.payloads:
             raise ValueError(
                 f"the groups of stage {stage} differ between its first two microbatches, expected "
                 "the same names and sizes"
             )
-        groups = [
-            group._replace(copies=first.copies.get(position))
-            for position, group in enumerate(last.groups)
-        ]
-        return _Played(
-            tuple(groups),
-            last,
-            events_of(self.forwards[-1]),
-            events_of(self.inputs[-1]) if self.inputs else (),
-            Backward(events_of(self.lasts[0]), events_of(self.lasts[-1])),
-            events_of(self.reduce),
-            self.sent_bytes,
-            self.sent_back_bytes,
+        copies = first.copies  # made once in a step
+        forward = events_of(self.forwards[-1])
+        input_part = events_of(self.inputs[-1]) if self.inputs else ()
+        last_part = Backward(events_of(self.lasts[0]), events_of(self.lasts[-1]))
+        return Tape(
+            groups=tuple(each._replace(copies=copies.get(i)) for i, each in enumerate(last.groups)),
+            payloads=last.payloads_of_groups(),
+            source_bytes=tuple(last.source_bytes),
+            forward=forward,
+            backward=Backward() if self.inputs else last_part,
+            input_part=input_part,
+            weight_part=last_part if self.inputs else Backward(),
+            reduce=events_of(self.reduce),
+            sent_bytes=self.sent_bytes,
+            sent_back_bytes=self.sent_back_bytes,
         )
-
-
-class _Played(NamedTuple):
-    """Events of the last microbatch; and of the first one, for the last part of its backward."""
-
-    groups: tuple[GroupTape, ...]
-    chunk: ChunkNotes
-    forward: tuple[Event, ...]
-    input_part: tuple[Event, ...]
-    last_part: Backward
-    reduce: tuple[Event, ...]
-    sent_bytes: int
-    sent_back_bytes: int
-
-
-def _tape(whole: _Played | None, split: _Played | None) -> Tape:
-    """Make the tape of a stage from its events with backwards in one part, and in two."""
-    last = split or whole
-    assert last is not None, "each stage of a schedule has backwards"
-    return Tape(
-        groups=last.groups,
-        payloads=last.chunk.payloads_of_groups(),
-        source_bytes=tuple(last.chunk.source_bytes),
-        forward=last.forward,
-        backward=Backward() if whole is None else whole.last_part,
-        input_part=() if split is None else split.input_part,
-        weight_part=Backward() if split is None else split.last_part,
-        reduce=last.reduce,
-        sent_bytes=last.sent_bytes,
-        sent_back_bytes=last.sent_back_bytes,
-    )

@@ -6,19 +6,20 @@ chunk = recorder.begin_chunk()
 ...                                      # a forward
 raw = recorder.taken()
 ...                                      # all backwards
-recorder.told(raw)
+recorder.events_of(raw)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, UntypedStorage
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
@@ -26,39 +27,20 @@ from pp_offload._core.observer import Observer
 from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
-from pp_offload.plan.tape import (
-    Again,
-    Close,
-    Drop,
-    Event,
-    Gone,
-    GroupTape,
-    Lost,
-    Open,
-    Payload,
-    Release,
-    Stretch,
-    Use,
-)
+from pp_offload.plan.tape import Again, Event, GroupTape, Mark, Payload, Stretch
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
 
 
-class _Run(NamedTuple):
-    seconds: float
+class _Memory(NamedTuple):
+    """A storage that was allocated, or freed."""
 
-
-class _Allocated(NamedTuple):
     number: int
     nbytes: int
+    """Bytes that a device allocator took; below 0 if it freed them."""
 
 
-class _Freed(NamedTuple):
-    number: int
-    nbytes: int
-
-
-Raw = Event | _Run | _Allocated | _Freed
+Raw = Event | _Memory
 
 
 class ChunkNotes:
@@ -84,17 +66,7 @@ class ChunkNotes:
         """Copies of parameters, by position of the group whose recipes needed them first."""
 
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
-        """Payload of each place in a batch."""
-
-        self._copies: defaultdict[int, list[tuple[weakref.ref[Batch], int]]] = defaultdict(list)
-        """Copies of each source."""
-
-    def version_of(self, source: int, batch: weakref.ref[Batch], index: int) -> int:
-        """Return a number that is the same for all payloads that share a copy of a source."""
-        copies = self._copies[source]
-        if (batch, index) not in copies:
-            copies.append((batch, index))
-        return copies.index((batch, index))
+        """First payload of each place in a batch."""
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
         """List all payloads, without the version of a source that only one group saves."""
@@ -157,15 +129,15 @@ class Recorder(Observer):
     """
 
     def __init__(self, backend: VirtualBackend) -> None:
-        self.memory = _WatchedMemory(self._allocated, self._freed, self._resized)
+        self.memory = _WatchedMemory(self._note_memory)
         self.chunk = ChunkNotes()
         self.problem: str | None = None
         self._raw: list[Raw] = []
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         """Chunk and source of each storage, by number of the storage."""
 
-        self._reloads: dict[int, Release] = {}
-        """Event that ends each reload, by number of the reloaded storage."""
+        self._reloads: dict[int, Mark] = {}
+        """Mark that ends each reload, by number of the reloaded storage."""
 
         self._of_recipes: set[int] = set()
         """Numbers of storages that recipes use, or whose bytes leave."""
@@ -199,123 +171,101 @@ class Recorder(Observer):
         """Have :meth:`taken` raise the problem: here the program's forward would raise it."""
         self.problem = self.problem or problem
 
-    def told(self, raw: list[Raw]) -> tuple[Event, ...]:
+    def events_of(self, raw: list[Raw]) -> tuple[Event, ...]:
         """Turn notes into events of sources and payloads, when all backwards are over."""
         events: list[Event] = []
         for event in map(self._event, raw):
             last = events[-1] if events else None
-            if isinstance(event, Release) and last == Lost(*event):
+            if isinstance(event, Mark) and last == event._replace(kind="lose"):
                 events[-1] = event
             elif isinstance(event, Stretch) and isinstance(last, Stretch):
-                events[-1] = _together(last, event)
+                events[-1] = Stretch.joined((last, event))
             else:
                 events.append(event)
         return tuple(events)
 
     def _event(self, raw: Raw) -> Event:
-        if isinstance(raw, _Run):
-            return Stretch((raw.seconds,), 0, 0)
-        if isinstance(raw, _Allocated):
-            is_counted = raw.number not in self._reloads and raw.number not in self._of_recipes
-            nbytes = raw.nbytes if is_counted else 0
-            return Stretch((), nbytes, nbytes)
-        if isinstance(raw, _Freed):
-            if raw.number in self._reloads:
-                return self._reloads[raw.number]
-            if raw.number in self._of_recipes:
-                return _NOTHING
-            if raw.number in self._sources:
-                return Drop(self._sources[raw.number][1])
-            return Stretch((), -raw.nbytes, 0)
-        return raw
+        if not isinstance(raw, _Memory):
+            return raw
+        number, nbytes = raw
+        if number in self._reloads:
+            return self._reloads[number] if nbytes < 0 else _NOTHING
+        if number in self._of_recipes:
+            return _NOTHING
+        if number in self._sources and nbytes < 0:
+            return Mark("drop", self._sources[number][1])
+        return Stretch((), nbytes, max(0, nbytes))
 
     def _ran(self, ready_s: float, begin_s: float, end_s: float) -> None:
-        self._raw.append(_Run(end_s - begin_s))
+        self._raw.append(Stretch((end_s - begin_s,), 0, 0))
 
-    def _allocated(self, number: int, nbytes: int) -> None:
-        self._raw.append(_Allocated(number, nbytes))
-
-    def _freed(self, number: int, nbytes: int) -> None:
-        self._raw.append(_Freed(number, nbytes))
-
-    def _resized(self, before: int, now: int) -> None:
-        self._refuse(
-            f"a storage of {before} bytes was resized to {now}, expected tensors that keep theirs"
-        )
+    def _note_memory(self, number: int, nbytes: int) -> None:
+        self._raw.append(_Memory(number, nbytes))
 
     def opened(self, group: Group) -> None:
         assert group.key is not None
-        self._raw.append(Open(group.key.position))
+        self._raw.append(Mark("begin", group.key.position))
         self.chunk.groups.append(GroupTape(group.name, ()))
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if group.key is None:
             self._refuse(f"'{group.name}' leaves by itself, expected a group of a microbatch")
             return
-        chunk, position = self.chunk, group.key.position
-        has_left = group.state is GroupState.OFFLOADED
-        if payloads is None or not has_left:
-            self._raw.append(Close(position))
+        end = Mark("end", group.key.position)
+        if payloads is None or group.state is not GroupState.OFFLOADED:
+            self._raw.append(end)
             return
-        made = payloads.tensors
-        gathered = {index: self._taken_out(made[index]) for index in payloads.gathered}
-        self._note_copies(group)
-        self._raw.append(Close(position))  # before the sources go: the payloads still hold them
-        indices: list[int] = []
+        made = {index: self._taken_out(payloads.tensors[index]) for index in payloads.gathered}
+        self._note_copies(group, group.key.position)
+        self._raw.append(end)  # before the sources go: the payloads still hold them
+        first = len(self.chunk.payloads)
         recipes = payloads.chosen.recipes if payloads.chosen else []
         needed_for = {
             id(leaf): storage for recipe, _, storage in recipes for leaf in _leaves(recipe.term)
         }
-        chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
-        for index in range(len(payloads.sizes)):
+        self.chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
+        for index, nbytes in enumerate(payloads.sizes):
             tensor, members = payloads.tensors[index], payloads.members[index]
             storage = tensor.untyped_storage()
             if index in payloads.views:
                 if any(id(saved) not in needed_for for saved in members):
                     self._refuse(
-                        f"group '{group.name}' saves a view of shape "
-                        f"{tuple(tensor.shape)} that is copied without the rest of "
-                        "its storage, expected whole storages"
+                        f"group '{group.name}' saves a view of shape {tuple(tensor.shape)} that is "
+                        "copied without the rest of its storage, expected whole storages"
                     )
                     continue
                 storage = needed_for[id(members[0])]
-            indices.append(len(chunk.payloads))
-            self._note(group.name, payloads.sizes[index], storage, members, gathered.get(index))
+            self._note(group.name, nbytes, storage, members, made.get(index))
         for saved in payloads.chosen.reached if payloads.chosen else ():
             self._bring_anew(saved.batch)
         for _, members, storage in recipes:
-            indices.append(len(chunk.payloads))
-            nbytes = storage.nbytes()
-            self._add(Payload(nbytes, self._source_of(group.name, nbytes, storage), 0), members)
+            source = self._source_of(group.name, storage)
+            self._add(Payload(storage.nbytes(), source, 0), members)
             for saved in members:
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
-        their = indices[len(indices) - len(recipes) :]
-        for (recipe, *_), index in zip(recipes, their, strict=True):
-            recipe.term, chunk.recipes[index] = self._with_recorded(recipe.term)
-        chunk.groups[position] = GroupTape(group.name, tuple(indices))
+        num = len(self.chunk.payloads)
+        for index, (recipe, *_) in zip(range(num - len(recipes), num), recipes, strict=True):
+            recipe.term, self.chunk.recipes[index] = self._with_recorded(recipe.term)
+        self.chunk.groups[end.number] = GroupTape(group.name, tuple(range(first, num)))
 
-    def _note_copies(self, group: Group) -> None:
+    def _note_copies(self, group: Group, position: int) -> None:
         """Note the copies of parameters that were made for a group's recipes."""
-        recipes = group.engine.recipes
-        stretch = _NOTHING
-        for _, copy in recipes.copies.values() if recipes else ():
-            made = self._taken_out(copy.tensor)
-            if made is not None:
-                stretch = _together(stretch, made)
-        assert group.key is not None
+        copies = group.engine.recipes.copies.values() if group.engine.recipes else ()
+        made = [self._taken_out(copy.tensor) for _, copy in copies]
+        stretch = Stretch.joined(each for each in made if each is not None)
         if stretch.seconds:
-            self.chunk.copies[group.key.position] = stretch
+            self.chunk.copies[position] = stretch
 
     def _taken_out(self, tensor: Tensor) -> Stretch | None:
         """Take out the notes of how a tensor was made; None if this forward did not make it."""
         number = self.memory.number_of(tensor.untyped_storage())
         for at, raw in enumerate(self._raw):
-            if isinstance(raw, _Allocated) and raw.number == number:
+            if isinstance(raw, _Memory) and raw.number == number:
                 run = self._raw[at + 1]
-                assert isinstance(run, _Run), "it was allocated for that"
+                assert isinstance(run, Stretch), "the tensor was allocated for that"
                 del self._raw[at : at + 2]
                 self._of_recipes.add(number)
-                return Stretch((run.seconds,), raw.nbytes, raw.nbytes)
+                return Stretch(run.seconds, raw.nbytes, raw.nbytes)
         return None
 
     def _with_recorded(self, term: Call) -> tuple[Call, _RecordedFunction]:
@@ -344,11 +294,9 @@ class Recorder(Observer):
         result = function()
         raw = self._raw[begin:]
         del self._raw[begin:]
-        stretch = _NOTHING
-        for each in map(self._event, raw):
-            assert isinstance(each, Stretch), "nothing is saved here"
-            stretch = _together(stretch, each)
-        self._of_recipes.update(each.number for each in raw if isinstance(each, _Allocated))
+        stretch = Stretch.joined(self._event(each) for each in raw)  # type: ignore[misc]
+        memory = [each for each in raw if isinstance(each, _Memory)]
+        self._of_recipes.update(each.number for each in memory if each.nbytes > 0)
         return result, stretch
 
     def _note(
@@ -361,10 +309,10 @@ class Recorder(Observer):
     ) -> None:
         """Note a payload that has left."""
         chunk, batch = self.chunk, members[0].batch
-        source = self._source_of(name, nbytes, storage)
+        source = self._source_of(name, storage)
         copy = weakref.ref(batch), members[0].index
-        chunk.payload_of_copy.setdefault(copy, len(chunk.payloads))
-        version = chunk.version_of(source, *copy) if gathered is None else None
+        first = chunk.payload_of_copy.setdefault(copy, len(chunk.payloads))
+        version = first if gathered is None else None
         gather_s = None if gathered is None else sum(gathered.seconds)
         self._add(Payload(nbytes, source, 0, version, None, gather_s), members)
         self._bring_anew(batch)
@@ -378,14 +326,14 @@ class Recorder(Observer):
         mover: Any = batch.mover
         mover.arrived.expect_uses(batch.back, [0] * len(batch.sizes))
 
-    def _source_of(self, name: str, nbytes: int, storage: UntypedStorage) -> int:
+    def _source_of(self, name: str, storage: UntypedStorage) -> int:
         chunk = self.chunk
         number = self.memory.number_of(storage)
         saved_by, source = self._sources.setdefault(number, (chunk, len(chunk.source_bytes)))
         if saved_by is not chunk:
             self._refuse(
-                f"group '{name}' saves {nbytes} bytes that another microbatch or stage saved as "
-                "well, expected that each saves its own"
+                f"group '{name}' saves {storage.nbytes()} bytes that another microbatch or stage "
+                "saved as well, expected that each saves its own"
             )
         if source == len(chunk.source_bytes):
             chunk.source_bytes.append(rounded(storage.nbytes()))
@@ -403,7 +351,7 @@ class Recorder(Observer):
             nonlocal living
             living -= 1
             if not living:
-                self._raw.append(Gone(index))
+                self._raw.append(Mark("gone", index))
 
         for holder in holders:
             weakref.finalize(holder, gone).atexit = False
@@ -420,30 +368,22 @@ class Recorder(Observer):
         saved.recipe.given = None
         return payload if restore is None else restore(payload)
 
-    def _use(self, holder: Any, tensor: Tensor) -> None:
-        index, uses = self.chunk.payload_of.get(holder), self.chunk.uses
+    def _use(self, holder: Saved, tensor: Tensor) -> None:
+        number = self.memory.number_of(tensor.untyped_storage())
         if holder in self.chunk.inputs:  # by a recipe
-            self._of_recipes.add(self.memory.number_of(tensor.untyped_storage()))
+            self._of_recipes.add(number)
             return
-        if index is not None:  # else it is refused
-            number = self.memory.number_of(tensor.untyped_storage())
-            self._reloads[number] = Release(index, uses[index])
-            self._raw.append(Use(index))
-            # Bound late: another list may be noted in by then.
-            lost = partial(self._lost, Lost(index, uses[index]))
-            weakref.finalize(tensor, lost).atexit = False
-            uses[index] += 1
+        index, uses = self.chunk.payload_of.get(holder), self.chunk.uses
+        if index is None:
+            return  # it is refused
+        release = self._reloads[number] = Mark("release", index, uses[index])
+        self._raw.append(Mark("use", index))
+        # Bound late: another list may be noted in by then.
+        weakref.finalize(tensor, self._lost, release._replace(kind="lose")).atexit = False
+        uses[index] += 1
 
-    def _lost(self, lost: Lost) -> None:
-        self._raw.append(lost)
-
-
-def _together(stretch: Stretch, following: Stretch) -> Stretch:
-    return Stretch(
-        stretch.seconds + following.seconds,
-        stretch.nbytes + following.nbytes,
-        max(stretch.rise, stretch.nbytes + following.rise),
-    )
+    def _lost(self, mark: Mark) -> None:
+        self._raw.append(mark)
 
 
 def _leaves(term: Any) -> Iterator[Saved]:
@@ -455,52 +395,33 @@ def _leaves(term: Any) -> Iterator[Saved]:
             yield from _leaves(arg)
 
 
-class _Storage(weakref.ref[UntypedStorage]):
-    __slots__ = ("nbytes", "number")
-    number: int
-    nbytes: int
-
-
 class _WatchedMemory(DeviceMemory):
     """Memory that reports each storage when it is made and when it is gone.
 
     Args:
-        allocated: Called with a new number, and the bytes of the storage.
-        freed: Called with the same.
-        resized: Called with the bytes before and after.
+        note: Called with a new number, and the bytes that an allocator takes for the storage; and
+            when the storage is gone, with these bytes below 0.
     """
 
-    def __init__(
-        self,
-        allocated: Callable[[int, int], None],
-        freed: Callable[[int, int], None],
-        resized: Callable[[int, int], None],
-    ) -> None:
+    def __init__(self, note: Callable[[int, int], None]) -> None:
         super().__init__()
-        self._allocated = allocated
-        self._freed = freed
-        self._resized = resized
-        self._numbered: dict[int, _Storage] = {}
+        self._note = note
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._num = 0
 
     def number_of(self, storage: UntypedStorage) -> int:
         """Number of a storage."""
-        return self._numbered[storage._cdata].number
+        number: int = self._numbers[storage]
+        return number
 
     def _seen(self, storage: UntypedStorage) -> Any:
-        numbered = self._numbered.get(storage._cdata)
-        if numbered is None or numbered() is not storage:
-            numbered = _Storage(storage, self._tell)
-            numbered.number, numbered.nbytes = self._num, rounded(storage.nbytes())
+        if storage not in self._numbers:
+            number, nbytes = self._num, rounded(storage.nbytes())
+            self._numbers[storage] = number
             self._num += 1
-            self._numbered[storage._cdata] = numbered
-            self._allocated(numbered.number, numbered.nbytes)
-        elif numbered.nbytes != rounded(storage.nbytes()):
-            self._resized(numbered.nbytes, storage.nbytes())
+            weakref.finalize(storage, self._note, number, -nbytes).atexit = False
+            self._note(number, nbytes)
         return super()._seen(storage)
-
-    def _tell(self, storage: _Storage) -> None:
-        self._freed(storage.number, storage.nbytes)
 
 
 def rounded(nbytes: int) -> int:

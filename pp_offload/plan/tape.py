@@ -6,8 +6,9 @@ decides: whether a group leaves, when its sources go and when its payloads come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
@@ -74,55 +75,47 @@ class Stretch(NamedTuple):
     rise: int
     """Most device memory allocated on the way; 0 if there never is more than before."""
 
-
-class Open(NamedTuple):
-    """A group starts."""
-
-    group: int
-
-
-class Close(NamedTuple):
-    """A group is committed."""
-
-    group: int
-
-
-class Drop(NamedTuple):
-    """The program has let go of a source; autograd and copies may still hold it."""
-
-    source: int
+    @classmethod
+    def joined(cls, stretches: Iterable[Stretch]) -> Stretch:
+        """Join stretches that follow each other."""
+        seconds: list[float] = []
+        nbytes = rise = 0
+        for stretch in stretches:
+            seconds += stretch.seconds
+            rise = max(rise, nbytes + stretch.rise)
+            nbytes += stretch.nbytes
+        return cls(tuple(seconds), nbytes, rise)
 
 
-class Use(NamedTuple):
-    """Backward asks for a payload."""
+class Mark(NamedTuple):
+    """A point of the program that the engine sees.
 
-    payload: int
+    ========= ==================================================================================
+    kind      at this point
+    ========= ==================================================================================
+    begin     a group starts
+    end       a group is committed
+    drop      the program has let go of a source; autograd and copies may still hold it
+    use       backward asks for a payload
+    lose      backward has let go of the tensor that it was given, and still has a view of it
+    release   backward has let go of the memory that it was given
+    gone      autograd will not ask for a payload any more
+    ========= ==================================================================================
+    """
+
+    kind: str
+    """Name of the method of :class:`NumberChunk` that is called."""
+
+    number: int
+    """Position of the group, or number of the source or of the payload."""
+
+    use: int = 0
+    """Number of the payload's use in its chunk, where backward lets go; parts of a backward count
+    on.
+    """
 
 
-class Release(NamedTuple):
-    """Backward has let go of the memory that it was given."""
-
-    payload: int
-
-    use: int
-    """Number of the payload's use in its chunk, from 0; parts of a backward count on."""
-
-
-class Lost(NamedTuple):
-    """Backward has let go of the tensor that it was given, and still has a view of its memory."""
-
-    payload: int
-    use: int
-    """Number of the use; see :class:`Release`."""
-
-
-class Gone(NamedTuple):
-    """Autograd will not ask for a payload any more."""
-
-    payload: int
-
-
-Event = Stretch | Open | Close | Drop | Use | Lost | Release | Gone
+Event = Stretch | Mark
 
 
 class Backward(NamedTuple):
@@ -162,16 +155,46 @@ class Tape:
     sent_back_bytes: int
     """Bytes that the stage before gets for a microbatch."""
 
-    @property
-    def num_events(self) -> int:
-        """Number of events of a microbatch."""
-        parts = len(self.input_part) + len(self.weight_part.later)
-        return len(self.forward) + max(len(self.backward.later), parts)
-
     def nbytes(self, group: GroupTape) -> int:
         """Bytes that a group of the tape may send."""
         payloads = [self.payloads[index] for index in group.payloads]
         return sum([payload.nbytes for payload in payloads if payload.again is None])
+
+    def staying(self) -> Tape:
+        """Make the tape of the same stage where nothing leaves: stretches, without groups."""
+        begun = Counter(range(len(self.source_bytes)))  # holders of each source
+        begun.update(payload.source for payload in self.payloads if payload.num_uses)
+        forward = self._without_marks(self.forward, begun)
+        whole = [self._without_marks(events, begun.copy()) for events in self.backward]
+        input_part = self._without_marks(self.input_part, begun)
+        weight = [self._without_marks(events, begun.copy()) for events in self.weight_part]
+        return replace(
+            self,
+            groups=(),
+            payloads=(),
+            source_bytes=(),
+            forward=forward,
+            backward=Backward(*whole),
+            input_part=input_part,
+            weight_part=Backward(*weight),
+            reduce=self._without_marks(self.reduce, begun),
+        )
+
+    def _without_marks(self, events: Sequence[Event], holders: Counter[int]) -> tuple[Stretch, ...]:
+        """Join events into a stretch that frees each source when its last holder goes."""
+
+        def stretches() -> Iterator[Stretch]:
+            for event in events:
+                if isinstance(event, Stretch):
+                    yield event
+                elif event.kind in ("drop", "gone"):
+                    is_source = event.kind == "drop"
+                    source = event.number if is_source else self.payloads[event.number].source
+                    holders[source] -= 1
+                    if not holders[source]:
+                        yield Stretch((), -self.source_bytes[source], 0)
+
+        return (Stretch.joined(stretches()),) if events else ()
 
 
 class Update(NamedTuple):
