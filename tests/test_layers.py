@@ -26,7 +26,7 @@ MOST_LINES = {
     "cli": 1270,
     "compat": 112,
     "integrations": 1332,
-    "plan": 3837,
+    "plan": 3360,
     "simulate": 2972,
     "testing": 973,
     "trace": 1746,

@@ -55,12 +55,11 @@ from pp_offload.plan.fills import (
     Fill,
     Place,
     as_saved,
-    fewer,
     first_saved,
     largest_first,
     spread_out,
 )
-from pp_offload.plan.pipeline import check_smallest, predict, predict_each
+from pp_offload.plan.pipeline import check_smallest, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
@@ -78,21 +77,26 @@ BOUNDS = (1.0, 0.5, 0.0)
 part a group at a time is in flight.
 """
 
-ORDERS = (as_saved, spread_out, largest_first, first_saved)
-"""Orders in which groups come to stay."""
+Order = Callable[[RankTapes], list[Candidate]]
+"""Function that sorts groups in the order in which they come to stay."""
+
+ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
 
 FEW = 12
-"""Up to so many groups of all ranks, each is tried by itself: of many a single group makes no
-difference.
+"""Up to so many groups of all ranks, each order is tried within all bounds: of many groups a single
+one makes no difference.
 """
-
-NUM_IMPROVED = 4
-"""Number of the best ways in which single groups are tried."""
 
 NUM_PROVEN = 4
 """Steps that are predicted of a plan before it is returned: the first step, in which an optimizer
 has no state yet, and some in which what is carried from step to step could make a difference.
 """
+
+FIGURES = (
+    *("peak_bytes", "host_peak_bytes", "seconds", "busy_s", "stalled_s", "bytes_offloaded"),
+    *("on_demand_reloads", "offload_s"),
+)
+"""Figures of a predicted step that a plan has, too."""
 
 SAME = 1e-6
 """Steps are as short as each other up to this part of them."""
@@ -208,6 +212,8 @@ class Chooser:
         num_groups = sum(len(as_saved(rank)) for rank in tapes)
         self._has_few = num_groups <= FEW
         self._short = order if self._has_few else order.shortened()
+        self._nothing: Nums = (0,) * len(tapes)
+        self._all_layers: Nums = tuple(rank.num_layers for rank in tapes)
         self._config = config or OffloadConfig()
         self._peers, self._progress = peers, progress
         self._num_predicted = 0
@@ -234,22 +240,15 @@ class Chooser:
     def _ranks_of(self, best: Tried) -> Iterator[RankPlan]:
         """Make the ranks of a plan, each with its predicted figures."""
         plans, tapes = self._plans(best.choice), self._tapes_of(best.choice)
-        for plan, rank, tape in zip(plans, best.step.ranks, tapes, strict=True):
-            in_flight, ahead = rank.bounds
+        for plan, step, tape in zip(plans, best.step.ranks, tapes, strict=True):
+            in_flight, ahead = step.bounds
             yield replace(
                 plan,
+                **{name: getattr(step, name) for name in FIGURES},
                 max_in_flight_bytes=in_flight,
                 prefetch_bytes=ahead,
                 recomputed=tape.recomputed,
-                peak_bytes=rank.peak_bytes,
                 optimizer_bytes=tape.update.state_bytes,
-                host_peak_bytes=rank.host_peak_bytes,
-                seconds=rank.seconds,
-                busy_s=rank.busy_s,
-                stalled_s=rank.stalled_s,
-                bytes_offloaded=rank.bytes_offloaded,
-                on_demand_reloads=rank.on_demand_reloads,
-                offload_s=rank.offload_s,
             )
 
     def without_offload(self) -> PipelineStep:
@@ -260,6 +259,12 @@ class Chooser:
         """Predict the step in which all layers are recomputed; None without such layers."""
         layers = self._all_layers
         return self._without_offload(self._order, layers) if any(layers) else None
+
+    @property
+    def least_limit_bytes(self) -> int:
+        """The least limit for which there is a plan."""
+        with collector_off():
+            return self._least[0]
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
         """Make a plan for the same limit with unlimited host memory, if its step is shorter.
@@ -289,14 +294,10 @@ class Chooser:
     def _best(self, limit_bytes: int) -> Tried | None:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
         fitting = self._each_settled(self._ways(limit_bytes), limit_bytes, self._try)
-        if self._has_few and fitting and not self._is_enough(fitting[0], limit_bytes):
-            improved = [self._improved(way, limit_bytes) for way in fitting[:NUM_IMPROVED]]
-            fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
         shortest_s = fitting[0].step.seconds if fitting else 0.0
         nearly = [way for way in fitting if not _is_longer(way.step.seconds, shortest_s, NEARLY)]
         best = self._best_proven(nearly, limit_bytes)
-        if best is None:
-            best = self._best_proven(fitting[len(nearly) :], limit_bytes)
+        best = best or self._best_proven(fitting[len(nearly) :], limit_bytes)
         if best is None and self._lowest.peak_bytes <= limit_bytes:
             return self._lowest
         return best
@@ -325,7 +326,7 @@ class Chooser:
         choice, num = way.choice, 1
         while (tried := play(choice)).peak_bytes > limit_bytes:
             less = tuple(
-                old._replace(stay=fewer(old.stay, num)) if rank.peak_bytes > limit_bytes else old
+                old._replace(stay=old.stay[:-num]) if rank.peak_bytes > limit_bytes else old
                 for old, rank in zip(choice, tried.step.ranks, strict=True)
             )
             if less == choice:
@@ -390,51 +391,24 @@ class Chooser:
 
         return self._try(tuple(map(least, range(len(self._tapes)))))
 
-    def _improved(self, way: Tried, limit_bytes: int) -> Tried:
-        """Exchange a group on a rank, as long as that makes the step shorter."""
-        while True:
-            neighbours = [self._try(choice) for choice in self._neighbours(way.choice)]
-            best = _best_of([way, *neighbours], limit_bytes)
-            if not _is_longer(way.step.seconds, best.step.seconds, SAME):
-                return way
-            way = best
-
-    def _neighbours(self, choice: Choice) -> Iterator[Choice]:
-        """Choices in which one group more stays, or one less, or another one in place of it."""
-        groups = [as_saved(tapes) for tapes in self._tapes_of(choice)]
-        for rank, own in enumerate(groups):
-            stay = choice[rank].stay
-            more = [group.place for group in own if group.place not in stay]
-            for place in (None, *stay):
-                rest = tuple(staying for staying in stay if staying != place)
-                for changed in [rest, *((*rest, another) for another in more)]:
-                    yield (*choice[:rank], choice[rank]._replace(stay=changed), *choice[rank + 1 :])
-
     def _own_bounds(self, choice: Choice) -> list[Bounds]:
         """Return the bounds that an engine would choose for what leaves."""
         free = tuple(rank._replace(bounds=None) for rank in choice)
         return [rank.bounds for rank in self._steps(self._short, free, 2, has_state=True)[-1].ranks]
 
-    def _fill(
-        self,
-        nums: Nums,
-        bounds: Sequence[Bounds],
-        order: Callable[[RankTapes], list[Candidate]],
-        limit_bytes: int,
-    ) -> Tried:
+    def _fill(self, nums: Nums, bounds: Sequence[Bounds], order: Order, limit_bytes: int) -> Tried:
         """Keep as much on each rank as fits, as if other ranks stayed as they were. Returns the
         shortest way of the search: sometimes less stays in it than in the last one.
         """
         fills = [Fill(order(tapes), limit_bytes) for tapes in self._recomputing(nums)]
         ways = list[Tried]()
-        while True:
-            stays = [fill.stay for fill in fills]
-            ways.append(self._try(_choice(nums, bounds, stays)))
-            if not any(fill.is_trying for fill in fills):
-                return _best_of(ways[::-1], limit_bytes)
-            for fill, rank in zip(fills, ways[-1].step.ranks, strict=True):
-                if fill.is_trying:
-                    fill.learn(rank.peak_bytes)
+        while not ways or any(fill.is_trying for fill in fills):
+            if ways:
+                for fill, rank in zip(fills, ways[-1].step.ranks, strict=True):
+                    if fill.is_trying:
+                        fill.learn(rank.peak_bytes)
+            ways.append(self._try(_choice(nums, bounds, [fill.stay for fill in fills])))
+        return _best_of(ways[::-1], limit_bytes)
 
     def _first_fill(self, nums: Nums, limit_bytes: int) -> Tried:
         return self._fill(nums, self._first_bounds, ORDERS[0], limit_bytes)
@@ -460,14 +434,6 @@ class Chooser:
                 else:
                     enough[rank], costs[rank] = num, cost
         return _with(self._nothing, enough)
-
-    @property
-    def _nothing(self) -> Nums:
-        return (0,) * len(self._tapes)
-
-    @property
-    def _all_layers(self) -> Nums:
-        return tuple(tapes.num_layers for tapes in self._tapes)
 
     def _layers_of_needy(self, limit_bytes: int) -> dict[int, int]:
         """Return the number of layers of each rank that is above the limit if all stays."""
@@ -544,28 +510,22 @@ class Chooser:
         """Predict the step in which all stays; the second one if an optimizer has a state."""
         key = order.num_microbatches, nums
         if key not in self._without:
-            self._count()
             tapes = self._recomputing(nums)
             num_steps = 1 + any(rank.update.state_bytes for rank in tapes)
-            how = order, tapes, self._hardware
-            self._without[key] = predict(*how, peers=self._peers, num_steps=num_steps)
+            self._without[key] = self._predicted(order, tapes, None, num_steps)[-1]
         return self._without[key]
 
     def _all_leave(self, order: PipelineOrder) -> PipelineStep:
         """Predict the step in which all groups leave, within the bounds that an engine chooses."""
-        self._count()
-        how = order, self._tapes, self._hardware
-        return predict(*how, config=without_plan(self._config), peers=self._peers)
+        return self._predicted(order, self._tapes, without_plan(self._config), 2)[-1]
 
     def _try(self, choice: Choice) -> Tried:
         """Predict a short step by a choice."""
-        (step,) = self._steps(self._short, choice, 1, has_state=True)
-        return Tried(choice, step)
+        return Tried(choice, *self._steps(self._short, choice, 1, has_state=True))
 
     def _try_whole(self, choice: Choice) -> Tried:
         """Predict a step with all microbatches by a choice."""
-        (step,) = self._steps(self._order, choice, 1, has_state=True)
-        return Tried(choice, step)
+        return Tried(choice, *self._steps(self._order, choice, 1, has_state=True))
 
     def _prove(self, choice: Choice) -> Tried:
         """Predict several steps by a choice from the first on; return the last with all's peaks."""
@@ -580,11 +540,10 @@ class Chooser:
         ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
         key = order.num_microbatches, ranks, num, has_state
         if key not in self._played:
-            self._count()
             plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self._plans(choice)))
             config = replace(without_plan(self._config), plan=plan)
-            how = order, self._tapes_of(choice), self._hardware, config, self._peers
-            self._played[key] = predict_each(*how, num, has_state=has_state)
+            tapes = self._tapes_of(choice)
+            self._played[key] = self._predicted(order, tapes, config, num, has_state=has_state)
         return self._played[key]
 
     def _plans(self, choice: Choice) -> Iterator[RankPlan]:
@@ -600,10 +559,20 @@ class Chooser:
     def _recomputing(self, nums: Sequence[int]) -> list[RankTapes]:
         return [tapes.recomputing(num) for tapes, num in zip(self._tapes, nums, strict=True)]
 
-    def _count(self) -> None:
+    def _predicted(
+        self,
+        order: PipelineOrder,
+        tapes: Sequence[RankTapes],
+        config: OffloadConfig | None,
+        num_steps: int,
+        *,
+        has_state: bool = False,
+    ) -> list[PipelineStep]:
         if self._progress is not None:
             self._progress(self._num_predicted)
         self._num_predicted += 1
+        how = order, tapes, self._hardware, config, self._peers
+        return predict_each(*how, num_steps, has_state=has_state)
 
 
 def _best_of(ways: Sequence[Tried], limit_bytes: int) -> Tried:

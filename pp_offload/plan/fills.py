@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from functools import partial
-from itertools import accumulate, count, islice
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from pp_offload._groups.demand import reversed_bits
@@ -182,8 +182,3 @@ class Fill:
 
 def _places(groups: Sequence[Candidate]) -> tuple[Place, ...]:
     return tuple(group.place for group in groups)
-
-
-def fewer(stay: Sequence[Place], num: int) -> tuple[Place, ...]:
-    """Return ``stay`` without the ``num`` groups that came to stay last."""
-    return tuple(islice(stay, max(0, len(stay) - num)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
@@ -30,6 +31,7 @@ from pp_offload.simulate.rank import PipelineStep
 HEIGHT_INCHES = 5.0
 FRONT_HEIGHT_INCHES = 4.0
 BAR_WIDTH = 0.38
+WITHOUT = "device, without offload"
 
 
 def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -56,63 +58,50 @@ def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str
         axes.legend(fontsize=8, loc="upper right")
     groups.set_xticks(range(len(plan.ranks)))
     groups.set_xlabel("pipeline rank")
-    peaks.set_title(_title(plan), fontsize=9, loc="left", wrap=True)
-    save(figure, path)
-
-
-def _title(plan: OffloadPlan) -> str:
     slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
     times = f"{plan.seconds * 1e3:.1f} ms a step, {slower:.1%} more than without offload"
-    return f"{plan.made_for}\n{times}" if plan.made_for else times
+    peaks.set_title(f"{plan.made_for}\n{times}".strip(), fontsize=9, loc="left", wrap=True)
+    save(figure, path)
 
 
 def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
     ranks = range(len(plan.ranks))
-    left_edges = [rank - BAR_WIDTH / 2 for rank in ranks]
-    right_edges = [rank + BAR_WIDTH / 2 for rank in ranks]
+    limit = plan.limit_bytes / GIB
     without = [rank.peak_bytes / GIB for rank in none.ranks]
     planned = [rank.peak_bytes / GIB for rank in plan.ranks]
     host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
-    axes.bar(left_edges, without, BAR_WIDTH, color=GREY, label="device, without offload")
-    axes.bar(right_edges, planned, BAR_WIDTH, color=BLUE, label="device, by the plan")
+    bars = {"width": BAR_WIDTH, "align": "edge"}
+    axes.bar([rank - BAR_WIDTH for rank in ranks], without, color=GREY, label=WITHOUT, **bars)
+    axes.bar(ranks, planned, color=BLUE, label="device, by the plan", **bars)
     axes.plot(ranks, host, color=ORANGE, marker="o", linestyle="", label="host memory")
-    axes.axhline(plan.limit_bytes / GIB, color=BLACK, linestyle="--", linewidth=0.8, label="limit")
-    axes.set_ylim(top=1.25 * max(*without, *planned, *host, plan.limit_bytes / GIB))  # the legend's
+    axes.axhline(limit, color=BLACK, linestyle="--", linewidth=0.8, label="limit")
+    axes.set_ylim(top=1.25 * max(*without, *planned, *host, limit))  # room for the legend
     axes.set_ylabel("peak, GiB")
 
 
 def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
     """Draw the bytes of groups that leave and that stay, by rank."""
-    bottom = [0.0] * len(ranks)
-    for name, colour, keeps in (("leave", BLUE, False), ("stay", GREY, True)):
-        heights = [_planned_bytes(rank, keeps=keeps) / GIB for rank in ranks]
-        axes.bar(range(len(ranks)), heights, color=colour, bottom=bottom, label=name)
-        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-    for number, (top, rank) in enumerate(zip(bottom, ranks, strict=True)):
-        num = sum(map(len, rank.recomputed))
-        if num:
-            axes.annotate(
-                f"{num} recomputed",
-                (number, top),
-                ha="center",
-                va="bottom",
-                fontsize=8,
-                color=VERMILION,
-            )
-    axes.set_ylim(top=1.25 * max(bottom) or 1.0)
+    groups = [[group for stage in rank.stages for group in stage] for rank in ranks]
+    leave, stay = (
+        [sum(group.nbytes for group in each if group.keeps is keeps) / GIB for each in groups]
+        for keeps in (False, True)
+    )
+    tops = [low + high for low, high in zip(leave, stay, strict=True)]
+    axes.bar(range(len(ranks)), leave, color=BLUE, label="leave")
+    axes.bar(range(len(ranks)), stay, color=GREY, bottom=leave, label="stay")
+    where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": VERMILION}
+    for number, rank in enumerate(ranks):
+        if num := sum(map(len, rank.recomputed)):
+            axes.annotate(f"{num} recomputed", (number, tops[number]), **where)
+    axes.set_ylim(top=1.25 * max(tops) or 1.0)
     axes.set_ylabel("groups of a microbatch, GiB")
 
 
-def _planned_bytes(rank: RankPlan, *, keeps: bool) -> int:
-    groups = [group for stage in rank.stages for group in stage if group.keeps is keeps]
-    return sum(group.nbytes for group in groups)
-
-
-def draw_front(found: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
+def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw the time of a step against the limit.
 
     Args:
-        found: Plans of :func:`front`.
+        front: Plans of :func:`front`.
         path: File, whose suffix names the format.
         title: Model, schedule and device, in words.
 
@@ -122,37 +111,26 @@ def draw_front(found: Front, path: str | os.PathLike[str], *, title: str = "") -
         ValueError: Its name ends otherwise than pictures do.
     """
     check_format(path)
-    none = found.without_offload
+    none = front.without_offload
     figure = new_figure(FRONT_HEIGHT_INCHES, layout="constrained")
     axes = figure.add_subplot()
-    limits = [plan.limit_bytes / GIB for plan in found.plans]
-    times_ms = [plan.seconds * 1e3 for plan in found.plans]
-    axes.plot(limits, times_ms, color=BLUE, marker="o", markersize=4, label="by a plan")
-    partly = [plan for plan in found.plans if any(any(rank.recomputed) for rank in plan.ranks)]
-    axes.plot(
-        [plan.limit_bytes / GIB for plan in partly],
-        [plan.seconds * 1e3 for plan in partly],
-        color=VERMILION,
-        marker="o",
-        linestyle="",
-        markersize=8,
-        markerfacecolor="none",
-        label="with layers recomputed",
-    )
-    points = [("without offload", none, BLACK, "s")]
-    if found.recomputed is not None:
-        points.append(("all layers recomputed, nothing leaves", found.recomputed, ORANGE, "D"))
-    for name, step, colour, marker in points:
-        axes.plot(
-            [peak_of(step) / GIB],
-            [step.seconds * 1e3],
-            color=colour,
-            marker=marker,
-            linestyle="",
-            label=name,
-        )
+
+    def draw(label: str, points: Sequence[tuple[float, float]], marker: str, **style: Any) -> None:
+        gib, ms = [nbytes / GIB for nbytes, _ in points], [seconds * 1e3 for _, seconds in points]
+        axes.plot(gib, ms, marker, label=label, **style)
+
+    by_limit = [(plan.limit_bytes, plan.seconds) for plan in front.plans]
+    partly = [any(any(rank.recomputed) for rank in plan.ranks) for plan in front.plans]
+    draw("by a plan", by_limit, "o-", color=BLUE, markersize=4)
+    recomputed = [*compress(by_limit, partly)]
+    circles = {"color": VERMILION, "markersize": 8, "markerfacecolor": "none"}
+    draw("with layers recomputed", recomputed, "o", **circles)
+    draw("without offload", [(peak_of(none), none.seconds)], "s", color=BLACK)
+    if (every := front.recomputed) is not None:
+        label = "all layers recomputed, nothing leaves"
+        draw(label, [(peak_of(every), every.seconds)], "D", color=ORANGE)
     axes.axhline(none.seconds * 1e3, color=BLACK, linewidth=0.6, linestyle="--")
-    axes.axvspan(0, limits[0], color=FAINT, label="no plan was found")
+    axes.axvspan(0, by_limit[0][0] / GIB, color=FAINT, label="no plan was found")
     axes.set_xlim(left=0)
     axes.set_xlabel("limit of each device, GiB")
     axes.set_ylabel("step, ms")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.tables import format_table
-from pp_offload.plan.chooser import Chooser, InfeasibleError
+from pp_offload.plan.chooser import Chooser
 from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
@@ -52,22 +52,13 @@ def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
     """
     check_count("num", num, least=2)
     without = chooser.without_offload()
-    low, high = least_limit(chooser), peak_of(without)
+    low, high = chooser.least_limit_bytes, peak_of(without)
     if low >= high:
         limits = [low]  # offload lowers no peak
     else:
         limits = [low + (high - low) * part // (num - 1) for part in range(num)]
     plans = [chooser.plan(limit, made_for=made_for) for limit in limits]
     return Front(tuple(_monotone(plans)), without, chooser.recomputed())
-
-
-def least_limit(chooser: Chooser) -> int:
-    """Return the least limit in bytes for which there is a plan."""
-    try:
-        chooser.plan(1)
-    except InfeasibleError as refused:
-        return refused.least_bytes
-    return 1
 
 
 def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
@@ -84,43 +75,37 @@ def peak_of(step: PipelineStep | OffloadPlan) -> int:
     return max(rank.peak_bytes for rank in step.ranks)
 
 
-def front_table(found: Front) -> str:
+def front_table(front: Front) -> str:
     """Format a row for each limit, and for each step without a plan."""
-    none = found.without_offload
-    rows = [_planned(number, plan) for number, plan in enumerate(found.plans)]
-    if found.recomputed is not None:
-        rows.append(_unplanned("all recomputed", found.recomputed, none, recomputed="all"))
-    rows.append(_unplanned("without offload", none, none, recomputed="-"))
+    none = front.without_offload
+    rows = [_planned(number, plan, none) for number, plan in enumerate(front.plans)]
+    if front.recomputed is not None:
+        rows.append(_row("all recomputed", front.recomputed, none, recomputed="all"))
+    rows.append(_row("without offload", none, none))
     return "\n".join([format_table([HEAD, *rows]), NOTE])
 
 
-def _planned(number: int, plan: OffloadPlan) -> tuple[str, ...]:
+def _planned(number: int, plan: OffloadPlan, none: PipelineStep) -> tuple[str, ...]:
     num = sum(len(names) for rank in plan.ranks for names in rank.recomputed)
-    host = max(rank.host_peak_bytes for rank in plan.ranks)
-    return (
+    return _row(
         f"plan {number}",
-        f"{plan.limit_bytes / GIB:.2f}",
-        f"{peak_of(plan) / GIB:.2f}",
-        f"{plan.seconds * 1e3:.1f}",
-        _longer(plan.seconds, plan.least_seconds),
-        f"{host / GIB:.2f}",
-        str(num) if num else "-",
+        plan,
+        none,
+        limit=f"{plan.limit_bytes / GIB:.2f}",
+        host=f"{max(rank.host_peak_bytes for rank in plan.ranks) / GIB:.2f}",
+        recomputed=str(num or "-"),
     )
 
 
-def _unplanned(
-    name: str, step: PipelineStep, none: PipelineStep, *, recomputed: str
+def _row(
+    name: str,
+    step: PipelineStep | OffloadPlan,
+    none: PipelineStep,
+    *,
+    limit: str = "-",
+    host: str = "-",
+    recomputed: str = "-",
 ) -> tuple[str, ...]:
-    return (
-        name,
-        "-",
-        f"{peak_of(step) / GIB:.2f}",
-        f"{step.seconds * 1e3:.1f}",
-        _longer(step.seconds, none.seconds),
-        "-",
-        recomputed,
-    )
-
-
-def _longer(seconds: float, least: float) -> str:
-    return f"{seconds / least - 1:.1%}" if least else "-"
+    step_ms = f"{step.seconds * 1e3:.1f}"
+    longer = f"{step.seconds / none.seconds - 1:.1%}" if none.seconds else "-"
+    return name, limit, f"{peak_of(step) / GIB:.2f}", step_ms, longer, host, recomputed

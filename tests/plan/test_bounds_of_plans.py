@@ -11,11 +11,10 @@ from pp_offload.plan import (
     InfeasibleError,
     chooser,
 )
-from pp_offload.plan.trade_off import least_limit
 
 
 @pytest.mark.parametrize(
-    "seed", [22, 160, *(pytest.param(one, marks=pytest.mark.slow) for one in (90, 1044))]
+    "seed", [22, 160, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (90, 1044))]
 )
 def test_hardly_any_choice_of_groups_and_bounds_is_better(seed: int, small_floor: None) -> None:
     drawn, tapes = planned(seed)
@@ -31,12 +30,12 @@ def test_smaller_bounds_meet_a_lower_limit(
     small_floor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, tapes = planned(24)
-    least = least_limit(chooser_of(drawn, tapes))
+    least = chooser_of(drawn, tapes).least_limit_bytes
     plan = chosen(drawn, tapes, least)
     assert plan is not None
     check_follows(drawn, plan)
     given = {"max_in_flight_bytes": 2**40, "prefetch_bytes": 2**40}
-    assert least_limit(chooser_of(drawn, tapes, **given)) > least, "an option is not changed"
+    assert chooser_of(drawn, tapes, **given).least_limit_bytes > least, "an option is not changed"
     monkeypatch.setattr(chooser, "BOUNDS", chooser.BOUNDS[:1])
     with pytest.raises(InfeasibleError):
         chooser_of(drawn, tapes).plan(least)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pp_offload.plan.fills import Candidate, Fill, fewer, spread_out
+from pp_offload.plan.fills import Candidate, Fill, spread_out
 from pp_offload.plan.tape import GroupTape, Payload, RankTapes, Tape
 
 Peak = Callable[[Sequence[Candidate]], int]
@@ -67,12 +67,6 @@ def test_all_may_be_lower_than_some() -> None:
         return 100 + 1000 * (len(others) < len(stay)) + 50 * (0 < len(others) < 4)
 
     assert filled(groups(90, 10, 10, 10, 10), 110, peak)[0] == [1, 2, 3, 4]
-
-
-def test_fewer_are_without_those_that_came_last() -> None:
-    stay = ((0, 3), (0, 1), (0, 2))
-    assert fewer(stay, 2) == ((0, 3),)
-    assert fewer(stay, 4) == ()
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 21, 64])
