@@ -31,7 +31,7 @@ class Reload:
 
     Attributes:
         stream: The compute stream that their memory was allocated on, and that may use it.
-        event: Behind the copy; None before it is queued, and where there is none.
+        event: Behind the copy; None where there is none, or an exception came while it was queued.
         is_there: Whether that stream has waited for it.
         read: What a thread has to read before the copy can be queued.
     """
@@ -44,8 +44,9 @@ class Reload:
         self.is_there = is_there
         self.read: Any = None
 
+    @property
     def is_cut_off(self) -> bool:
-        """Whether an exception came before its copy was known to be queued."""
+        """Whether an exception came while its copy was queued, which may run all the same."""
         return self.event is None and not self.is_there and self.read is None
 
 
@@ -205,7 +206,7 @@ class Back(weakref.ref[Batch]):
 
     def put(self, index: int, tensor: Tensor, reload: Reload) -> None:
         """A payload is on the device, or on its way; if it was used up, for all its uses anew."""
-        self.device[index], self.reloads[index], self.versions[index] = tensor, reload, -1
+        self.reloads[index], self.versions[index], self.device[index] = reload, -1, tensor
         if self.left[index] > 0:
             self.num_away -= 1
         else:

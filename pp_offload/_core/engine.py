@@ -84,21 +84,16 @@ class Engine:
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
-        payloads, counts = self._collected(group), group.counts
-        counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
-        if payloads.chosen is not None:
-            recipes = payloads.chosen.recipes
-            counts.num_tensors += len(recipes)
-            counts.narrowed_bytes = sum([payloads.sizes[part] for part in payloads.parts])
-            counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
-            payloads.beside_bytes += counts.recipe_bytes
-        return payloads
-
-    def _collected(self, group: Group) -> Payloads:
-        saved = by_storage(group.saved_refs)
+        saved, counts = by_storage(group.saved_refs), group.counts
         chosen = None if self.recipes is None else self.recipes.choose(group, saved)
         payloads = collect(saved)
         payloads.chosen = chosen
+        counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
+        if chosen is not None:
+            counts.num_tensors += len(chosen.recipes)
+            counts.narrowed_bytes = sum([payloads.sizes[part] for part in payloads.parts])
+            counts.recipe_bytes = sum([storage.nbytes() for *_, storage in chosen.recipes])
+            payloads.beside_bytes += counts.recipe_bytes
         return payloads
 
     def tear(self, failure: BaseException) -> None:
@@ -182,10 +177,16 @@ class Engine:
             may_share = self.shared.copies and not self.mover.backend.is_capturing
             shared = self.shared.share(payloads) if may_share else {}
             own = payloads.without(shared.keys()) if shared else payloads
-            try:
-                batch = self._copy(group, own) if own.tensors else None
-            except Busy as busy:
-                return busy.event
+            batch = None
+            if own.tensors:
+                try:
+                    batch = self.mover.offload(group.name, own, group.streams)
+                except Busy as busy:
+                    return busy.event
+                except MemoryError as failure:
+                    self._warn(group, failure)
+                else:
+                    self._let_go(group, own, batch)
             if shared:
                 self._borrow(group, payloads, shared)
             group.engine = self  # it may have started in another epoch
@@ -202,13 +203,8 @@ class Engine:
             self.window.expect(group.counts.copied_bytes)
         return None
 
-    def _copy(self, group: Group, own: Payloads) -> Batch | None:
-        """The batch that these payloads left with; None without room."""
-        try:
-            batch = self.mover.offload(group.name, own, group.streams)
-        except MemoryError as failure:
-            self._warn(group, failure)
-            return None
+    def _let_go(self, group: Group, own: Payloads, batch: Batch) -> None:
+        """The batch has the bytes of these payloads from now on."""
         if not self.mover.backend.is_capturing:
             self.shared.add(own, batch)
         group.batch = weakref.ref(batch)
@@ -217,7 +213,6 @@ class Engine:
             for saved in members:
                 saved.batch, saved.index = batch, index
                 saved.tensor = saved.wrapper = None
-        return batch
 
     def _give_up(self, group: Group, chosen: Chosen) -> None:
         """What recipes compute again is needed no more, and what they need a while longer."""

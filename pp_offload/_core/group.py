@@ -147,11 +147,7 @@ class Group:
 
     def on_use(self) -> None:
         """Backward is about to use one of its tensors for the first time."""
-        try:
-            self.engine.reach(self)
-        except BaseException as failure:
-            self.engine.tear(failure)
-            raise
+        self.engine.guarded(self.engine.reach, self)
 
     def note_use(self) -> None:
         """Backward has reached the group: its uses are not later ones any more."""

@@ -35,12 +35,10 @@ class InFlight:
         self.bound = bound
 
     def add(self, leaving: Leaving) -> None:
-        """Keep the sources of a copy that was queued."""
         self.queue.append(leaving)
         self.nbytes += leaving.nbytes
 
     def poll(self) -> None:
-        """Let go of what finished copies kept. Never blocks."""
         queue = self.queue
         while queue and queue[0].offloaded.query():
             self.let_go_first()
@@ -61,7 +59,6 @@ class InFlight:
             action()
 
     def after_last(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when the sources of the copies queued so far were let go."""
         if self.queue:
             self.then.append((self.queue[-1], action))
         else:
@@ -81,7 +78,6 @@ class ComputeStreams(list[Stream]):
     """
 
     def follow(self, stream: Stream) -> None:
-        """Remember a compute stream."""
         if stream not in self:
             self.append(stream)
 

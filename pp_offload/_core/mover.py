@@ -278,9 +278,9 @@ class Mover:
         for (batch, indices), tensors in zip(on_host, begun, strict=True):
             back, hosts = batch.back, batch.place.tensors
             if len(indices) == len(hosts) == back.num_away:  # nearly always, and in C
-                back.device[:] = tensors
-                back.reloads[:] = [reload] * len(tensors)
+                back.reloads[:] = [reload] * len(tensors)  # first: see Arrived.put_away()
                 back.versions[:] = [-1] * len(tensors)
+                back.device[:] = tensors
                 back.num_away = 0
                 targets += tensors
                 sources += hosts
@@ -453,7 +453,7 @@ class Mover:
                     raise _changed(batch, index)
                 back = batch.back
                 reload = back.reloads[index]
-                if reload is None or reload.is_cut_off():
+                if reload is not None and reload.is_cut_off:
                     self.arrived.put_away(back, index)
                 if reload is None or reload.stream != live or back.device[index] is None:
                     tensor = None
@@ -524,7 +524,6 @@ class Mover:
         return record()
 
     def _wait(self, wait: Callable[[Event], None], event: Event) -> None:
-        """Have compute wait for copies."""
         if self.observers.waited:
             timed_wait(self.observers, self.backend, wait, event)
         else:
@@ -618,30 +617,26 @@ class Arrived:
         unused_bytes: Device bytes that autograd has still to ask for.
         backs: Of each living batch, whether or not anything is back.
         gone: Those whose batches are gone.
-        abandoned: Memory that nobody wants, until the copy into it has run, and that copy.
-        cut_off: Memory of reloads that an exception cut off: a copy into it may be queued, and has
-            no event. It is there as long as the engine, whose epoch is over.
+        abandoned: Memory that nobody wants, until the copy into it has run. Behind a reload that an
+            exception cut off, which has no event, as long as the engine, whose epoch is over.
     """
 
     def __init__(self) -> None:
         self.unused_bytes = 0
         self.backs: set[Back] = set()
         self.gone: deque[Back] = deque()
-        self.abandoned: deque[tuple[Tensor, Event]] = deque()
-        self.cut_off: list[Tensor] = []
+        self.abandoned: deque[tuple[Tensor, Reload]] = deque()
 
     def is_needed(self) -> bool:
-        """Whether a batch lives."""
         return any([back() is not None for back in self.backs])
 
     def put_away(self, back: Back, index: int) -> None:
         """A payload leaves the device; its memory stays until a copy into it has run."""
         tensor, reload = back.device[index], back.reloads[index]
         if tensor is not None:
-            if reload is None or reload.is_cut_off():
-                self.cut_off.append(tensor)
-            elif reload.event is not None and not reload.is_there:
-                self.abandoned.append((tensor, reload.event))
+            assert reload is not None
+            if not reload.is_there and reload.read is None:  # else no copy is queued, or it has run
+                self.abandoned.append((tensor, reload))
             back.device[index] = None
             back.num_away += 1
             self.unused_bytes -= back.sizes[index]
@@ -677,7 +672,10 @@ class Arrived:
 
     def poll(self) -> None:
         """Let go of abandoned memory whose copy has run. Never blocks."""
-        while self.abandoned and self.abandoned[0][1].query():
+        while self.abandoned:
+            event = self.abandoned[0][1].event
+            if event is None or not event.query():
+                return
             self.abandoned.popleft()
 
 

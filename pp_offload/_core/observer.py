@@ -97,7 +97,6 @@ class Observers:
                 )
 
     def remove(self, observer: Observer) -> None:
-        """Call ``observer`` no more."""
         for event in fields(self):
             calls = getattr(self, event.name)
             rest = [call for call in calls if getattr(call, "__self__", None) is not observer]

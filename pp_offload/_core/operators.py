@@ -36,6 +36,11 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     """What it gives, where an operator in place would have given another."""
 
+    def with_leaves(self, leaf: Callable[[Any], Any]) -> Call:
+        """The same of ``leaf(part)`` in place of each part that is no call."""
+        parts = [a.with_leaves(leaf) if type(a) is Call else leaf(a) for a in self.args]
+        return self._replace(args=tuple(parts))
+
 
 class Guess(NamedTuple):
     """The ``eps`` of a norm, whose node does not tell it."""
@@ -166,7 +171,6 @@ _NAMED = {
 
 
 def _of_node(node: type, operator: Operator) -> Operator:
-    """With names as the node has them."""
     return operator._replace(
         saves_output=hasattr(node, "_raw_saved_result"),
         inputs=tuple(

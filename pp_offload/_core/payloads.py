@@ -59,7 +59,6 @@ class Payloads:
         self.chosen: Any = None
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
-        """Add a payload."""
         self.tensors.append(tensor)
         self.members.append(members)
         self.sizes.append(tensor.nbytes)
@@ -85,7 +84,6 @@ class Payloads:
                     member.version = part._version
 
     def without(self, indices: Collection[int]) -> Payloads:
-        """All but these."""
         rest = Payloads()
         for index, tensor in enumerate(self.tensors):
             if index not in indices:
@@ -119,7 +117,6 @@ def by_storage(refs: Iterable[weakref.ref[Saved]]) -> ByStorage:
 
 
 def collect(by_storage: ByStorage) -> Payloads:
-    """The payloads of saved tensors."""
     payloads = Payloads()
     for key, (storage, members) in by_storage.items():
         tensor = members[0].tensor

@@ -174,7 +174,6 @@ class Recipes:
         self.is_planned = old.is_planned
 
     def forget_copies(self) -> None:
-        """Another step begins, and parameters may be others."""
         self._has_steps = True
         self.copies.clear()
 
@@ -202,12 +201,7 @@ class Recipes:
 
     def _copy_parameters(self, recipes: list[Recipe]) -> None:
         for recipe in recipes:
-            recipe.term = self._with_copies(recipe.term)
-
-    def _with_copies(self, term: Any) -> Any:
-        if type(term) is Call:
-            return term._replace(args=tuple(map(self._with_copies, term.args)))
-        return self._copied(term) if type(term) is Resident else term
+            recipe.term = recipe.term.with_leaves(self._copied)
 
     def proved(self, term: Any, walk: Walk, members: list[Saved], place: Any) -> Any:
         """The term, if it gives the same bits; see NOTE [ Never another bit ]."""
@@ -286,8 +280,10 @@ class Recipes:
         restore = leaf.unobserved
         return payload if restore is None else restore(payload)
 
-    def _copied(self, resident: Resident) -> Resident:
-        """It, or a copy of a parameter; see NOTE [ Parameters ]."""
+    def _copied(self, resident: Any) -> Any:
+        """A copy of a parameter, or what was given; see NOTE [ Parameters ]."""
+        if type(resident) is not Resident:
+            return resident
         tensor = resident.tensor
         storage = tensor.untyped_storage()
         if not self.eligibility.kept.has(storage):
@@ -314,7 +310,6 @@ def _unpacked(leaf: Saved | Resident) -> Tensor:
 
 
 def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
-    """The tensor that a term stands for."""
     if type(term) is Call:
         result = term.function(*[computed(arg, value_of) for arg in term.args])
         if term.dtype is not None and result.dtype is not term.dtype:
@@ -335,14 +330,9 @@ def _run(term: Call, value_of: Callable[[Any], Tensor], device: str) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The bytes of its storage."""
     whole = storage_bytes(tensor)
     return flat_bytes(tensor) if whole is None else whole
 
 
-def _with_eps(term: Any, eps: float | None) -> Any:
-    if type(term) is Guess:
-        return eps
-    if type(term) is not Call:
-        return term
-    return term._replace(args=tuple([_with_eps(arg, eps) for arg in term.args]))
+def _with_eps(term: Call, eps: float | None) -> Call:
+    return term.with_leaves(lambda part: eps if type(part) is Guess else part)

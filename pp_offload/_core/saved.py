@@ -102,7 +102,7 @@ class Saved:
         group = self.group
         try:
             if not group.is_used:
-                group.on_use()
+                group.engine.reach(group)
             if tensor is None:
                 if self.recipe is None:
                     payload = self.batch.mover.deliver(self.batch, self.index)

@@ -6,6 +6,7 @@ search.take_out()  # of the dictionary, what recipes give; their inputs join it
 
 from __future__ import annotations
 
+from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ class Search:
         if term is UNKNOWN or calls + above > MOST_CALLS:
             return None
         if is_flat:
-            term = self._with_part(term, key)
+            term = term.with_leaves(partial(self._with_part, key))
         for member in members:
             if is_flat or views or member.maker is None or member.maker[1:] != maker[1:]:
                 member.restore = Geometry.of(member.here).on_storage_of
@@ -161,16 +162,14 @@ class Search:
         order[key] = max([order[key], *[self._needed_at(user, order) for user in users]])
         return order[key]
 
-    def _with_part(self, term: Any, key: int) -> Any:
-        """With a saved tensor in place of what is :class:`Narrow`."""
-        if type(term) is Narrow:
-            source = Saved(term.view, self.group)
-            source.restore = methodcaller("view", term.dtype)
-            self._parts[-key] = term.view.untyped_storage(), [source]
-            return source
-        if type(term) is not Call:
-            return term
-        return term._replace(args=tuple([self._with_part(arg, key) for arg in term.args]))
+    def _with_part(self, key: int, part: Any) -> Any:
+        """A saved tensor in place of what is :class:`Narrow`."""
+        if type(part) is not Narrow:
+            return part
+        source = Saved(part.view, self.group)
+        source.restore = methodcaller("view", part.dtype)
+        self._parts[-key] = part.view.untyped_storage(), [source]
+        return source
 
 
 class Walk:
@@ -210,7 +209,6 @@ class Walk:
         return self._num_calls + max([below.get(key, 0) for key, _ in self.inputs], default=0)
 
     def call(self, node: Any, index: int) -> Any:
-        """The term of what a node gives."""
         self._num_calls += 1
         return UNKNOWN if self._num_calls > MOST_CALLS else call_of(node, index, self)
 
@@ -238,7 +236,6 @@ class Walk:
         return self.call(*edge) if saved is None else self._leaf(saved)
 
     def _leaf(self, packed: Any) -> Any:
-        """What an operator has saved, as a part of a term."""
         kind = type(packed)
         if kind is not Saved:
             return self._constant(packed) if kind is Tensor else self._resident(packed)

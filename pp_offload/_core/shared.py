@@ -56,7 +56,6 @@ class SharedCopies:
         self.copies: dict[int, Copy] = {}
 
     def share(self, payloads: Payloads) -> dict[int, tuple[Batch, int]]:
-        """Which payloads are copied already, and where."""
         shared: dict[int, tuple[Batch, int]] = {}
         for position, storage in enumerate(payloads.storages):
             copy = None if storage is None else self.copies.get(storage._cdata)
@@ -92,7 +91,6 @@ class SharedCopies:
             del self.copies[key]
 
     def clear(self) -> None:
-        """Forget all: a storage that is saved again is copied again."""
         self.copies.clear()
 
 

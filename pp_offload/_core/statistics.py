@@ -120,7 +120,6 @@ class OffloadStatistics:
 
 
 def collect(mover: Mover) -> OffloadStatistics:
-    """The statistics of an engine."""
     with mover.lock:
         mover.poll()
         pools, disk = mover.tier.pools, mover.tier.disk

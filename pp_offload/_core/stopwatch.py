@@ -78,7 +78,6 @@ class Laps(Observer):
 
 
 def seconds(laps: Iterable[Lap]) -> float:
-    """How long they took together."""
     return sum([lap.begin.elapsed_time(lap.end) for lap in laps]) / 1e3
 
 
@@ -129,7 +128,6 @@ def _lap(begin: TimedEvent | None, end: TimedEvent | None, nbytes: int) -> Lap |
 
 
 def direction(to_host: bool) -> str:
-    """As names say it."""
     return "offload" if to_host else "reload"
 
 

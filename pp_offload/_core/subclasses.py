@@ -36,7 +36,6 @@ class Wrapper:
     """Attributes it names that are not tensors, such as the mesh of a DTensor."""
 
     def around(self, inner: Mapping[str, Tensor]) -> Tensor:
-        """The tensor, made of these."""
         parts = {**self.others, **inner}
         made: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
         return made

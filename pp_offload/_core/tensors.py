@@ -58,7 +58,6 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """The geometry of ``tensor``."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     @property
@@ -197,7 +196,6 @@ class StorageSet:
                 del self.refs[ref.key]
 
     def add_module(self, module: Module) -> None:
-        """Add every parameter and buffer of ``module``."""
         for tensor in (*module.parameters(), *module.buffers()):
             self.add(tensor)
 

@@ -243,7 +243,6 @@ class DiskTier(HostTier):
         self._has_warned = True
 
     def retry(self) -> None:
-        """See :meth:`HostTier.retry`."""
         self._failure = None
 
     def check_capture(self, act: str) -> None:

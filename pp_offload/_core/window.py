@@ -10,10 +10,9 @@ is filled again.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,27 +21,8 @@ from pp_offload._core.bound import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
 
-
-class Visit(Protocol):
-    """Backward comes to a group."""
-
-    @property
-    def batch(self) -> weakref.ref[Batch] | None:
-        """The group's own."""
-        ...
-
-    @property
-    def borrowed(self) -> Sequence[object]:
-        """What it has of other batches."""
-        ...
-
-    def wanted(self) -> list[Wanted]:
-        """Payloads that it will ask for and that are not on the device, by batch."""
-        ...
-
-    def uses(self) -> list[Wanted]:
-        """Payloads that it will ask for, by batch."""
-        ...
+Visit = Any
+"""Backward comes to a group. It has ``batch``, ``borrowed``, ``wanted`` and ``uses`` as a Group."""
 
 
 class Order(Protocol):
@@ -132,7 +112,6 @@ class Window:
             self.below_bytes = self._few_bytes  # also where all was brought
 
     def resize(self) -> None:
-        """The bound has changed."""
         self._few_bytes = refill_below(self.bound.nbytes)
 
     def fill(self) -> None:

@@ -4,9 +4,7 @@ What is really available is the least of what the kernel, and every cgroup above
 still give. The default budget is a share of that, divided among the ranks of the host.
 
     budget = HostBudget(limit_bytes=2**30)
-    reserved = budget.reserve(nbytes)   # counted for as long as somebody refers to it
-    if reserved is None:                # stay below it: keep the tensor, or go to the next tier
-        ...
+    reserved = budget.reserve(nbytes)  # counted for as long as somebody refers to it
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class _Process:
 
     @property
     def nbytes(self) -> int:
-        """Exact at the call."""
         return sum(live.nbytes for ref in self.reserved if (live := ref()) is not None)
 
 
@@ -131,16 +128,19 @@ class HostBudget:
         """What may still be reserved; never negative."""
         return max(0, self.limit_bytes - self._process.nbytes)
 
-    def reserve(self, nbytes: int, *, force: bool = False) -> Reserved | None:
+    def reserve(self, nbytes: int, *, force: bool = False) -> Reserved:
         """Count ``nbytes`` as used for as long as the result lives.
 
-        Returns:
-            None, and nothing is counted, if they are over the limit; with ``force`` never.
+        Raises:
+            MemoryError: They are over the limit, and are not counted; with ``force`` they are.
         """
         process = self._process
         with process.lock:
             if nbytes > self.left_bytes and not force:
-                return None
+                raise MemoryError(
+                    f"{nbytes} more bytes of host memory would be over the budget of this process: "
+                    f"{self.left_bytes} of {self.limit_bytes} bytes are left; {self.advice}"
+                )
             reserved = Reserved(nbytes)
             live = [ref for ref in process.reserved if ref() is not None]
             process.reserved = [*live, weakref.ref(reserved)]

@@ -329,7 +329,6 @@ class DiskFile:
 
 
 def room_for(nbytes: int) -> int:
-    """Bytes of the file for a batch of ``nbytes``."""
     return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
 
 

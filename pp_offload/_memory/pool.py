@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from functools import partial
 from itertools import chain, starmap
 from typing import TypedDict
 
@@ -22,41 +21,28 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_flag, check_kind, described, said
-from pp_offload._memory.budget import UNLIMITED, HostBudget, as_another_process
-from pp_offload._memory.host_pool import HostPool, pageable
+from pp_offload._memory.budget import HostBudget
+from pp_offload._memory.host_pool import pageable
 from pp_offload._memory.storages import has_storage, owned_by
 from pp_offload.backends import default_backend
 
 _Key = tuple[tuple[int, ...], torch.dtype]
 
-ALIGNMENT = 512
-"""Of each tensor, in bytes."""
-
-MIN_SLAB_BYTES = 2**16
-"""A pool may have few tensors."""
-
 
 class _Lease:
-    """A tensor of the pool, and the owner of its bytes."""
+    """A tensor of the pool, and the bytes it lies on."""
 
-    __slots__ = ("__weakref__", "data", "freed_at", "key", "tensor")
+    __slots__ = ("data", "freed_at", "key", "tensor")
 
-    tensor: Tensor
-    data: Tensor  # its bytes
-    freed_at: int  # how many tensors the pool had taken back by then
-
-    def __init__(self, key: _Key) -> None:
-        self.key = key
+    def __init__(self, key: _Key, data: Tensor) -> None:
+        self.key, self.data = key, data
+        self.freed_at = 0  # how many tensors the pool had taken back by then
+        self.make_tensor()
 
     def make_tensor(self) -> None:
         """A new tensor on the same bytes."""
         shape, dtype = self.key
         self.tensor = self.data.view(dtype).view(shape).detach()
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is this one, or begins in its bytes."""
-        begin = self.data.data_ptr()
-        return tensor is self.tensor or begin <= tensor.data_ptr() < begin + self.data.numel()
 
 
 class PoolStatus(TypedDict):
@@ -75,14 +61,12 @@ class PoolStatus(TypedDict):
 class GPUTensorPool:
     """Tensors on one device, handed out and taken back in constant time.
 
-    NOTE [ Footprint ]. Before a tensor of a new shape or dtype is made, free tensors of others are
-    let go, the longest unused first, until they have as many bytes, and more if their bytes do not
-    lie together. So tensors never hold more bytes than were once in use at the same time, however
-    many shapes there are. If that does not help, unused memory goes back, and more is acquired.
+    Before a tensor of a new shape or dtype is made, free tensors of others are let go, the longest
+    unused first, until they have as many bytes. So tensors never hold more bytes than were once in
+    use at the same time, however many shapes there are.
 
     A view of a pooled tensor frees the whole of it. The pool does not order streams: free a tensor
     only after waiting for the copies that use it. It is not safe to call from two threads at once.
-    Do not resize the storage of its tensors: it is shared.
 
     Args:
         device: Where the tensors live.
@@ -101,16 +85,10 @@ class GPUTensorPool:
         if pin_memory and self.device.type != "cpu":
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
         self.pin_memory = pin_memory and torch.accelerator.is_available()
-        self._acquire = default_backend().allocate_host if self.pin_memory else pageable
-        self._budget = HostBudget()
-        if self.device.type != "cpu":
-            self._acquire = partial(torch.empty, dtype=torch.uint8, device=self.device)
-            with as_another_process():  # host memory alone is counted
-                self._budget = HostBudget(UNLIMITED)
+        self._budget = HostBudget() if self.device.type == "cpu" else None
         self._in_use: dict[int, _Lease] = {}
         self._free: dict[_Key, deque[_Lease]] = {}
         self._num_freed = 0
-        self._memory: HostPool | None = None  # also after an interrupt inside one of its calls
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A contiguous tensor with undefined contents: the longest free one, or else a new one.
@@ -168,7 +146,6 @@ class GPUTensorPool:
         """
         self._in_use.clear()
         self._free.clear()
-        self._memory = None
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
@@ -192,29 +169,18 @@ class GPUTensorPool:
         return math.prod(shape) * dtype.itemsize
 
     def _make(self, key: _Key) -> _Lease:
-        """A new tensor: see NOTE [ Footprint ]."""
-        needed = nbytes = self._calculate_memory_size(*key)
+        nbytes = needed = self._calculate_memory_size(*key)
         while needed > 0 and self._free:
             needed -= self._let_go()
-        memory, self._memory = self._memory or HostPool(self._acquire, self._budget), None
-        memory.min_slab_bytes = MIN_SLAB_BYTES
-        room = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-        while room > memory.longest_free_bytes and self._free:
-            self._let_go()
-        if room > memory.longest_free_bytes:
-            memory.trim()
-        lease = _Lease(key)
-        try:
-            host = memory.take([room], lease)
-        except MemoryError:
-            self._memory = memory
-            raise
-        data = host.views[0][:nbytes]
-        is_counted = nbytes and self.device.type == "cpu"  # for as long as a tensor is on it
-        lease.data = owned_by(host, data) if is_counted else data
-        lease.make_tensor()
-        self._memory = memory
-        return lease
+        return _Lease(key, self._bytes(nbytes))
+
+    def _bytes(self, nbytes: int) -> Tensor:
+        """New memory; that of the host is counted for as long as a tensor is on it."""
+        if self._budget is None or not nbytes:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        reserved = self._budget.reserve(nbytes)
+        allocate = default_backend().allocate_host if self.pin_memory else pageable
+        return owned_by(reserved, allocate(nbytes))
 
     def _let_go(self) -> int:
         """Forget the longest unused tensor; returns its bytes."""
@@ -234,20 +200,19 @@ class GPUTensorPool:
         if tensor.requires_grad or tensor.shape != key[0] or not tensor.is_contiguous():
             lease.make_tensor()
         self._num_freed = lease.freed_at = self._num_freed + 1
-        if key in self._free:
-            self._free[key].append(lease)
-        else:  # an interrupt must not leave an empty queue
-            self._free[key] = deque([lease])
+        self._free.setdefault(key, deque()).append(lease)
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
-        """The lease in whose bytes ``tensor`` begins."""
+        """The lease of the same storage."""
         check_kind("tensor", tensor, Tensor, "one that allocate() gave")
         what = f"{described(tensor)} on {tensor.device}"
         if has_storage(tensor):
+            storage = tensor.untyped_storage()
             for lease in self._in_use.values():
-                if lease.holds(tensor):
+                if lease.data.untyped_storage() is storage:
                     return lease
-            if any(lease.holds(tensor) for lease in chain(*self._free.values())):
+            free = chain(*self._free.values())
+            if any(lease.data.untyped_storage() is storage for lease in free):
                 raise ValueError(f"{what} is already free; free each tensor once")
         raise ValueError(
             f"{what} does not belong to this pool; free it where it was allocated. If this pool "

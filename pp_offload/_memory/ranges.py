@@ -24,13 +24,7 @@ class Ranges:
         self._sizes: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Start and bytes of each."""
         return zip(self._starts, self._sizes, strict=True)
-
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest range."""
-        return max(self._sizes, default=0)
 
     def take(self, nbytes: int) -> int | None:
         """Take ``nbytes`` out; returns where they start, or None if no range is long enough."""

@@ -210,5 +210,4 @@ def _with_number(device: torch.device | None) -> torch.device:
 
 
 def _of(stats: dict[str, Any], name: str, kind: str) -> int:
-    """A number of an allocator's."""
     return int(stats.get(name, {}).get("all", {}).get(kind, 0))

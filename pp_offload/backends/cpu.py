@@ -145,7 +145,6 @@ def timed_by_host(stream: Stream) -> TimedEvent:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy in the stream's thread."""
     with inside_torch():
         foreach_copy_(targets, sources)
 

@@ -57,11 +57,9 @@ class Extent(NamedTuple):
     """One past the last byte."""
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether both extents share a byte."""
         return self.start < other.stop and other.start < self.stop
 
     def contains(self, other: Extent) -> bool:
-        """Whether every byte of ``other`` is in this extent."""
         return self.start <= other.start and other.stop <= self.stop
 
 

@@ -161,7 +161,6 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self._timeline.synchronize()
 
     def _inside(self) -> AbstractContextManager[None]:
-        """Hide operators inside from :meth:`activate`."""
         return unwatched()
 
     def _check_copy(

@@ -98,7 +98,6 @@ class SimulatedStream:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the stream copies; otherwise it computes."""
         return self.clock.is_copy
 
     def wait_event(self, event: Event) -> None:
@@ -174,7 +173,6 @@ class Timeline:
         self.lock = threading.RLock()
 
     def begin_capture(self, stream: SimulatedStream) -> None:
-        """Begin to capture ``stream``, and each stream that waits for it."""
         self._num_captures += 1
         self.capture = stream.capture = self._num_captures
 
@@ -213,7 +211,6 @@ class Timeline:
                 )
 
     def end_capture(self) -> None:
-        """End the capture of all streams."""
         self.capture = 0
         for stream in self.streams.values():
             stream.capture = 0

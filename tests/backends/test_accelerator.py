@@ -82,14 +82,6 @@ def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
     assert len(Meeting.inside) == 40 and all(one is shared for one in Meeting.inside)
 
 
-def test_a_copy_that_fails_leaves_the_stream(current: Current) -> None:
-    backend = backend_without_a_device()
-    mine = current.stream
-    with pytest.raises(RuntimeError):
-        backend.copy(torch.Stream(device="cpu"), [torch.zeros(2)], [torch.zeros(3)], "group")
-    assert current.stream is mine
-
-
 class Graphs:
     """Streams that capture, as a device tells: of the current one alone.
 
@@ -171,13 +163,6 @@ def test_memory_is_what_tensors_of_this_process_may_have(
     }
     monkeypatch.setattr(accelerator, "accelerator_stats", lambda index: stats)
     assert backend_without_a_device().memory_bytes() == expected * GIB
-
-
-def test_a_device_that_does_not_say_what_it_has_is_not_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    assert backend_without_a_device().memory_bytes() is None
 
 
 @pytest.mark.parametrize(

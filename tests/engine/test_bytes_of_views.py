@@ -63,20 +63,6 @@ def test_so_many_bytes_leave_and_come_back(
     assert statistics.bytes_offloaded == statistics.bytes_reloaded == nbytes
 
 
-@on_two_backends
-@pytest.mark.usefixtures("vectors_move")
-@pytest.mark.parametrize("name", ["permuted", "padded rows", "a row, expanded"])
-def test_offload_and_reload_of_one_tensor_do_the_same(
-    manager: PipelineOffloadManager, name: str
-) -> None:
-    begin_step()
-    chunk = manager.cur_forward_chunk()
-    assert chunk is not None
-    (view,) = VIEWS[name][0](whole(manager))
-    state = chunk.offload(view)
-    assert Saved.of(chunk.reload(state)) == Saved.of(chunk.reload(state)) == Saved.of(view)
-
-
 @pytest.mark.usefixtures("vectors_move")
 @pytest.mark.parametrize("kind", ["cpu", "late"])
 @pytest.mark.parametrize(

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_backend, on_two_backends
-from helpers.processes import HANG_S
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    GroupStateError,
-    OffloadActivations,
     OffloadConfig,
     PipelineOffloadManager,
     use_backend,
@@ -41,22 +37,6 @@ def test_a_group_that_backward_used_before_its_commit_stays(
     assert manager.statistics().bytes_offloaded == 0
     (behind,) = torch.autograd.grad(y.sum(), x)
     assert same_bits([inside], [behind])
-
-
-@on_two_backends
-def test_what_is_saved_behind_a_backward_in_the_forward_leaves(
-    activations: OffloadActivations, backend: Backend
-) -> None:
-    """What that backward used stays, and holds nothing else back."""
-    x = leaf_on(backend)
-    with activations:
-        y = (x * 2).sin()
-        torch.autograd.grad(y.sum(), x, retain_graph=True)
-        assert activations.statistics().bytes_offloaded == 0
-        z = y.exp()
-    activations.stash.send()
-    assert activations.statistics().bytes_offloaded == z.nbytes
-    z.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -88,32 +68,3 @@ def test_over_budget_the_advice_is_nothing_that_is_set(
     assert "raise host_budget_bytes" in message
     assert advice in message
     assert ("tiers=" in message) == (tiers == ("host",))
-
-
-@on_two_backends
-def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
-    manager: PipelineOffloadManager,
-) -> None:
-    """Another thread begins while the delayed groups are committed."""
-    may_end, has_begun = threading.Event(), threading.Event()
-    device = manager.backend.device
-
-    def forward() -> None:
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        with off_interface(True, torch.ones(3, device=device), "core"):
-            has_begun.set()
-            assert may_end.wait(HANG_S)
-
-    def begin(_: object) -> None:
-        thread.start()
-        assert has_begun.wait(HANG_S)
-
-    thread = threading.Thread(target=forward, daemon=True)
-    manager.push_offload_groups(begin, None)
-    try:
-        with pytest.raises(GroupStateError, match="waits for its backward"):
-            manager.reset()
-        assert manager.step.num_chunks == 1
-    finally:
-        may_end.set()
-        thread.join(HANG_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from typing import Any
 
 import pytest
@@ -91,26 +90,3 @@ def test_what_leaves_with_an_engine_that_has_just_ended_comes_back() -> None:
     saved = engine.offload(torch.ones(NUMEL))
     engine.mover.synchronize()
     assert torch.equal(saved.unpack(), torch.ones(NUMEL))
-
-
-class Interrupted(deque):  # type: ignore[type-arg]
-    """A signal is handled behind its first ``popleft``."""
-
-    is_over = False
-
-    def popleft(self) -> Any:
-        first = super().popleft()
-        if not self.is_over:
-            self.is_over = True
-            raise KeyboardInterrupt
-        return first
-
-
-def test_bytes_that_stay_counted_in_flight_do_not_stop_a_commit() -> None:
-    """The queue is empty, and there is nothing left to wait for."""
-    engine = Offloader(make_backend("cpu threads"), OffloadConfig(max_in_flight_bytes=0)).engine
-    engine.mover.in_flight.queue = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        engine.offload(torch.ones(NUMEL))
-    assert engine.is_torn
-    assert torch.equal(engine.offload(torch.ones(NUMEL)).unpack(), torch.ones(NUMEL))

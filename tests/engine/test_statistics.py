@@ -56,15 +56,6 @@ def test_statistics_that_counted_more_are_none_of_before() -> None:
         numbered(0).since({})  # type: ignore[arg-type]
 
 
-def test_another_engine_counts_from_0() -> None:
-    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        run_step(make_model(), batches(1))
-        before = manager.statistics()
-        manager.configure(OffloadConfig())
-        with pytest.raises(ValueError, match=r"configure\(\) makes another one"):
-            manager.statistics().since(before)
-
-
 def test_a_logger_gets_plain_numbers() -> None:
     found = replace(numbered(1), stalled_ms=2.5).as_dict("offload/")
     assert list(found) == [f"offload/{name}" for name in NAMES]

@@ -133,21 +133,6 @@ def test_the_next_groups_are_reloaded_the_earliest_needed_first() -> None:
     assert bench.on_device() == bench.needed()[:3]
 
 
-def test_a_tensor_that_does_not_fit_is_not_overtaken_by_a_smaller_one() -> None:
-    bench = Bench([[1], [100], [10]], 50)
-    bench.groups[2].on_use()
-    assert bench.sizes() == [10]
-
-
-def test_one_tensor_may_be_ahead_however_large() -> None:
-    bench = Bench([[5], [1000]], 1)
-    bench.groups[1].on_use()
-    assert bench.sizes() == [1000]
-    bench.saved[1][0].unpack()
-    bench.groups[0].on_use()
-    assert bench.sizes() == [5]
-
-
 def test_the_window_is_filled_again_when_half_of_it_was_used() -> None:
     bench = Bench([[10], [10], [10], [10], [10, 10]], 40)
     bench.groups[4].on_use()
@@ -159,25 +144,8 @@ def test_the_window_is_filled_again_when_half_of_it_was_used() -> None:
     assert len(bench.on_device()) == 4
 
 
-def test_reloads_are_counted_as_on_demand_or_prefetched() -> None:
-    bench = Bench([[10], [10], [10]], 100)
-    bench.groups[2].on_use()
-    assert bench.counts.on_demand_reloads == 1
-    assert bench.counts.prefetched_reloads == 2
-
-
 def test_an_automatic_window_holds_two_of_the_largest_group() -> None:
     bench = Bench([[2**20], [2**20], [2**20]], AUTO)
     bench.mover.synchronize()  # or the sources would be taken back
     bench.groups[2].on_use()
     assert bench.on_device() == bench.needed()[:2]
-
-
-def test_after_reset_it_has_no_place_in_the_step() -> None:
-    bench = Bench([[10], [10]], 10)
-    bench.groups[1].on_use()
-    bench.saved[1].clear()
-    bench.mover.poll()  # the window is empty, so it would be filled
-    bench.window.begin_at(None)
-    bench.window.fill()
-    assert bench.on_device() == []

@@ -40,25 +40,6 @@ def test_what_left_is_gone(
 
 
 @on_two_backends
-def test_rows_of_several_lengths_stay(manager: PipelineOffloadManager) -> None:
-    """A jagged tensor knows its shape by the very tensor of offsets it has."""
-    device = manager.backend.device
-
-    def run(is_on: bool) -> list[Tensor]:
-        rows = [x[:length] for x, length in zip(inputs(2, device), (2, 4), strict=True)]
-        if is_on:
-            begin(manager)
-        values = torch.cat(rows).requires_grad_()
-        offsets = torch.tensor([0, 2, 6], device=device)
-        jagged = torch.nested.nested_tensor_from_jagged(values, offsets)
-        y = in_group(is_on, jagged * 1, lambda h: h.sin() * h)
-        (y * jagged).values().sum().backward()
-        return [y.values().detach(), values.grad]
-
-    assert same_bits(run(True), run(False))
-
-
-@on_two_backends
 @pytest.mark.parametrize("waits_when", ["before", "in the group", "in backward"])
 def test_a_collective_leaves_when_somebody_has_waited_for_it(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch, waits_when: str

@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -115,14 +114,6 @@ def test_the_threads_wait_for_earlier_copies(tmp_path: Path) -> None:
     assert other.eq(9).all()
 
 
-def test_a_copy_that_failed_is_not_written(tmp_path: Path) -> None:
-    copy = Copy(RuntimeError("the copy failed"))
-    copy.has_ended.set()
-    write = DiskFile(tmp_path).write([some_bytes(10)], after=[copy])
-    write.synchronize()
-    assert write.failure is not None and "the copy failed" in str(write.failure)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=30))
 def test_no_batch_is_written_into_another(
@@ -191,14 +182,6 @@ def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
     assert read(file, written(file, *payloads)).equal(torch.cat(payloads))
 
 
-def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path)
-    write = written(file, some_bytes(10_000))
-    os.ftruncate(descriptor(file), 5000)
-    with pytest.raises(DiskTierError, match="the file ends at 5000"):
-        read(file, write)
-
-
 @pytest.mark.parametrize(("place", "bit"), [(0, 0), (511, 7), (299_999, 7)])
 def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None:
     file = DiskFile(tmp_path)
@@ -210,12 +193,6 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None
         read(file, write)
     os.pwrite(descriptor(file), bytes([int(data[place])]), at)
     assert read(file, write).equal(data), "an error is not remembered"
-
-
-def test_a_read_into_another_number_of_bytes_is_refused(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path)
-    with pytest.raises(ValueError, match="100 bytes into what has 99"):
-        file.read_into(written(file, some_bytes(99)), [some_bytes(100)])
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -239,18 +216,6 @@ def test_a_directory_in_memory_is_warned_of(
     assert "tmpfs" in caplog.text and "set disk_dir" in caplog.text
 
 
-def test_a_file_system_without_unnamed_files_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
-    file = DiskFile(tmp_path)
-    data = some_bytes(5000)
-    assert read(file, written(file, data)).equal(data)
-    status = os.fstat(descriptor(file))
-    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     file = DiskFile(tmp_path, num_threads=1)
@@ -266,14 +231,6 @@ def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) 
         with pytest.raises(ClosedError):
             do()
     wait_until(lambda: set(threading.enumerate()) <= before)
-
-
-def test_listeners_are_told_of_ended_work(tmp_path: Path) -> None:
-    events: list[tuple[str, int]] = []
-    file = DiskFile(tmp_path)
-    file.listeners = (lambda kind, nbytes, begin, end: events.append((kind, nbytes)),)
-    read(file, written(file, some_bytes(10)))
-    assert events == [("write", 10), ("read", 10)]
 
 
 def run_python(code: str, *arguments: object) -> Run:
@@ -294,58 +251,3 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     )
     assert result.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.field("F59")
-def test_the_exit_waits_for_no_write(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    result = run_python(
-        """
-        import sys, time, torch
-        from pp_offload._memory.disk_file import DiskFile
-        file = DiskFile(sys.argv[1])
-        file._pwrite = lambda *call: time.sleep(60)
-        writes = [file.write([torch.ones(10, dtype=torch.uint8)]) for _ in range(20)]
-        time.sleep(0.1)
-        """,
-        tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
-    assert time.monotonic() - begin < 40
-
-
-@pytest.mark.field("F58")
-def test_a_forked_process_is_refused_and_does_not_hang(tmp_path: Path) -> None:
-    result = run_python(
-        """
-        import os, sys, time, torch
-        from pp_offload import ForkedError
-        from pp_offload._memory.disk_file import DiskFile
-        file = DiskFile(sys.argv[1], num_threads=1)
-        slow = file._pwrite
-        file._pwrite = lambda *call: (time.sleep(0.3), slow(*call))[1]
-        data = torch.arange(100, dtype=torch.uint8)
-        write, target = file.write([data]), torch.zeros_like(data)
-        if os.fork() == 0:
-            number = 0
-            for do in (
-                write.synchronize,
-                lambda: file.write([data]),
-                lambda: file.read_into(write, [target]),
-            ):
-                try:
-                    do()
-                except ForkedError:
-                    number += 1
-            file.close()
-            own = DiskFile(sys.argv[1])
-            own.read_into(own.write([data]), [target]).synchronize()
-            os._exit(number if target.equal(data) else 99)
-        print(os.waitstatus_to_exitcode(os.wait()[1]))
-        file.read_into(write, [target]).synchronize()
-        print(target.equal(data))
-        """,
-        tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["3", "True"]

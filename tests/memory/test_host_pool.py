@@ -6,7 +6,6 @@ import gc
 import logging
 import random
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,32 +65,6 @@ def small_pool(limit_bytes: int = LIMIT) -> HostPool:
 
 def bytes_of(host: HostBytes) -> list[tuple[int, int]]:
     return [(view.data_ptr(), view.data_ptr() + view.numel()) for view in host.views]
-
-
-def test_each_payload_is_contiguous_aligned_and_of_its_size() -> None:
-    owner = Owner(small_pool(), [1, 0, 4097, 64])
-    assert [view.numel() for view in owner.views] == [1, 0, 4097, 64]
-    for view in owner.views:
-        assert view.dtype is torch.uint8 and view.is_contiguous()
-        assert view.storage_offset() % ALIGNMENT == 0
-
-
-def test_bytes_are_counted_while_their_owner_lives() -> None:
-    pool = small_pool()
-    first, second = Owner(pool, [100, 28]), Owner(pool, [1000])
-    assert pool.in_use_bytes == 1128
-    del second
-    assert pool.in_use_bytes == 128
-    del first
-    assert pool.in_use_bytes == 0
-    assert pool.reserved_bytes == MIN_SLAB_BYTES
-
-
-def test_no_python_code_of_the_pool_runs_where_an_owner_dies() -> None:
-    pool = small_pool()
-    owner = Owner(pool, [100])
-    (ref,) = weakref.getweakrefs(owner)
-    assert type(ref.__callback__) is type([].append), "a function of C"
 
 
 def test_an_owner_may_take_twice_and_die_in_a_cycle_on_any_thread() -> None:
@@ -156,21 +129,6 @@ def test_the_next_owner_waits_for_the_last_copy_of_the_same_bytes() -> None:
     assert following.host.waits_for == (copy,)
     del following  # without a copy of its own
     assert Owner(pool, [100]).host.waits_for == (copy,)
-
-
-def test_an_owner_of_several_formers_bytes_waits_for_each_copy_once() -> None:
-    pool = small_pool()
-    first, both = Copy(), Copy()
-    owners = [Owner(pool, [MIB // 2, MIB // 2 - 64 * i]) for i in range(1, 3)]
-    for owner, copy in zip(owners, (first, both), strict=True):
-        owner.host.last_use = copy
-    rest = Owner(pool, [192])
-    rest.host.last_use = both
-    assert pool.reserved_bytes == 2 * MIB
-    del owner, owners, rest
-    whole = Owner(pool, [2 * MIB])
-    assert set(whole.host.waits_for) == {first, both}
-    assert len(whole.host.waits_for) == 2
 
 
 @settings(max_examples=60, deadline=None)

@@ -293,7 +293,7 @@ PACKAGE = {
         "tests/core/test_threads.py",
     ),
     "no room is an error": Fault(
-        "_core/engine:Engine._copy", "except MemoryError as", "except KeyError as", _BOUNDS
+        "_core/engine:Engine._try_to_send", "except MemoryError as", "except KeyError as", _BOUNDS
     ),
     "bytes from the disk are not compared": Fault(
         "_memory/disk_file:DiskFile.read_into",
