@@ -270,7 +270,7 @@ PACKAGE = {
     ),
     "unused memory is dropped under its copy": Fault(
         "_core/mover:Arrived.put_away",
-        "self.abandoned.append((tensor, reload.event))",
+        "self.abandoned.append((tensor, reload))",
         "pass",
         _ORDER,
     ),
