@@ -84,16 +84,20 @@ class Engine:
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
-        saved, counts = by_storage(group.saved_refs), group.counts
-        chosen = None if self.recipes is None else self.recipes.choose(group, saved)
-        payloads = collect(saved)
-        payloads.chosen = chosen
+        payloads, counts = self._collected(group), group.counts
         counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
-        if chosen is not None:
+        if (chosen := payloads.chosen) is not None:
             counts.num_tensors += len(chosen.recipes)
             counts.narrowed_bytes = sum([payloads.sizes[part] for part in payloads.parts])
             counts.recipe_bytes = sum([storage.nbytes() for *_, storage in chosen.recipes])
             payloads.beside_bytes += counts.recipe_bytes
+        return payloads
+
+    def _collected(self, group: Group) -> Payloads:
+        saved = by_storage(group.saved_refs)
+        chosen = None if self.recipes is None else self.recipes.choose(group, saved)
+        payloads = collect(saved)
+        payloads.chosen = chosen
         return payloads
 
     def tear(self, failure: BaseException) -> None:
