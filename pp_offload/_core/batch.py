@@ -1,7 +1,7 @@
 """The bytes of one group off the device: one place on the host, one event each way.
 
     leaving      ``leaving`` keeps the device memory until the copy to the host has run
-    away         only ``place`` has the bytes; on disk alone, ``write``
+    away         only ``place`` has the bytes; on disk alone, ``write``, until a thread reads them
     coming back  ``back.device[i]`` is memory for payload i, ``back.reloads[i]`` has its event
     used up      ``back.device[i]`` is None; ``back.given[i]`` refers weakly to what autograd got
 
@@ -33,21 +33,19 @@ class Reload:
         stream: The compute stream that their memory was allocated on, and that may use it.
         event: Behind the copy; None where there is none, or an exception came while it was queued.
         is_there: Whether that stream has waited for it.
-        read: What a thread has to read before the copy can be queued.
     """
 
-    __slots__ = ("event", "is_there", "read", "stream")
+    __slots__ = ("event", "is_there", "stream")
 
     def __init__(self, stream: Stream, *, is_there: bool = False) -> None:
         self.stream = stream
         self.event: Event | None = None
         self.is_there = is_there
-        self.read: Any = None
 
     @property
     def is_cut_off(self) -> bool:
         """Whether an exception came while its copy was queued, which may run all the same."""
-        return self.event is None and not self.is_there and self.read is None
+        return self.event is None and not self.is_there
 
 
 class Leaving(NamedTuple):
@@ -113,6 +111,8 @@ class Batch:
         place: Host memory that has the bytes; None once they are on disk alone.
         passage: Owns that memory, where the bytes only pass through it to the disk.
         write: The bytes on disk, or on their way there, if they go there.
+        reading: The end of the read that brings them back to host memory; None before the read is
+            queued, when it has failed, and once they are on the device.
         offloaded: Behind the copy to the host.
         leaving: What that copy reads; None once it has run.
         changed: Payloads that were changed in place before their copy had run.
@@ -123,8 +123,8 @@ class Batch:
     """
 
     __slots__ = (
-        "__weakref__ back changed label later leaving mover offloaded passage place sizes specs "
-        "write".split()
+        "__weakref__ back changed label later leaving mover offloaded passage place reading sizes "
+        "specs write".split()
     )
 
     place: Any
@@ -143,6 +143,7 @@ class Batch:
     ) -> None:
         self.mover, self.label, self.sizes, self.specs = mover, label, sizes, specs
         self.passage = self.write = None
+        self.reading: Event | None = None
         self.leaving: Leaving | None = None
         self.changed: frozenset[int] = frozenset()
         self.later: dict[int, dict[int | None, int]] = {}

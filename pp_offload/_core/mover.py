@@ -34,8 +34,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,11 +47,11 @@ from torch import Tensor
 
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted, address_of
 from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
-from pp_offload._core.in_flight import ComputeStreams, InFlight
+from pp_offload._core.in_flight import Arrived, ComputeStreams, InFlight
 from pp_offload._core.observer import Moved, Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import timed_copy, timed_wait
-from pp_offload._core.tiers import Busy, HostTier, Read
+from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._memory.host_pool import HostBytes
 from pp_offload.backends import Backend, Event, Stream, captured, those_captured
@@ -222,13 +221,8 @@ class Mover:
                 self.in_flight.poll()
             if self.arrived.abandoned:
                 self.arrived.poll()
-            if self.tier.disk is None:  # nearly always
-                return
-            self.tier.poll()
-            reads = self.tier.reads
-            while reads and reads[0].event.query():
-                with suppress(TierError):  # who asks for it reads it again, and hears why not
-                    self._send_on(reads.popleft())
+            if self.tier.disk is not None:
+                self.tier.poll()
 
     def _captured(self, stream: Stream) -> Stream:
         """The stream, as part of the capture that goes on, if any: NOTE [ Captures ]."""
@@ -241,41 +235,30 @@ class Mover:
 
     # Back to it
 
-    def reload(self, wanted: Sequence[Wanted], *, force: bool = False) -> int:
-        """Queue copies to the device, behind one event; or what a thread reads first. Never waits;
-        the lock is held.
-
-        Args:
-            wanted: Payloads, at least one of them not on the device, or on its way.
-            force: Go over the budget for host memory rather than leave payloads on disk.
-
-        Returns:
-            How many payloads have no host memory to be read to, and stay on disk.
+    def reload(self, wanted: Sequence[Wanted]) -> None:
+        """Queue copies of payloads in host memory to the device, behind one event. Never waits; the
+        lock is held.
 
         Raises:
-            torch.OutOfMemoryError: The device is full. A batch on disk may follow others that come.
+            torch.OutOfMemoryError: The device is full. Nothing was queued.
         """
         live, device = self._captured(self.current_stream()), self.backend.device
-        on_host: list[Wanted] = []
-        on_disk: list[Wanted] = []
+        selected: list[Wanted] = []
         begun: list[list[Tensor]] = []
         for batch, indices in wanted:
             if batch.write is not None:
                 self.tier.check_capture("reading from")
-            if batch.place is None:
-                on_disk.append((batch, indices))
-                continue
             hosts, there = batch.place.tensors, batch.back.device
             if len(indices) < len(hosts):
                 indices = [index for index in indices if there[index] is None]
                 hosts = [hosts[index] for index in indices]
-            on_host.append((batch, indices))
+            selected.append((batch, indices))
             begun.append(list(map(partial(torch.empty_like, device=device), hosts)))
         # All memory is there: without it, each payload would be where it was.
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for (batch, indices), tensors in zip(on_host, begun, strict=True):
+        for (batch, indices), tensors in zip(selected, begun, strict=True):
             back, hosts = batch.back, batch.place.tensors
             if len(indices) == len(hosts) == back.num_away:  # nearly always, and in C
                 back.reloads[:] = [reload] * len(tensors)  # first: see Arrived.put_away()
@@ -291,9 +274,7 @@ class Mover:
                     targets.append(target)
                     sources.append(hosts[index])
         if targets:
-            self._copy_back(reload, on_host, targets, sources)
-        # Behind the copies: it polls, and may set ``place`` to None of a batch that was used above.
-        return sum([len(i) for batch, i in on_disk if not self._read(batch, i, live, force=force)])
+            self._copy_back(reload, selected, targets, sources)
 
     def _copy_back(
         self, reload: Reload, wanted: Sequence[Wanted], targets: list[Tensor], sources: list[Tensor]
@@ -308,67 +289,38 @@ class Mover:
         h2d.wait_event(live.record_event())  # former users of the memory of the targets are done
         for batch, _ in wanted:
             h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
+            if batch.reading is not None:  # a thread has waited for these, not h2d
+                for event in batch.place.waits_for:
+                    h2d.wait_event(event)
         event = self._copy(self.backend.h2d, h2d.record_event, targets, sources, wanted)
         reload.event = event
         for batch, _ in wanted:
             batch.place.last_use = event
+            if batch.reading is not None and not batch.back.away():
+                batch.place = batch.passage = batch.reading = None  # the disk has the bytes
 
-    def _read(self, batch: Batch, indices: list[int], live: Stream, *, force: bool) -> bool:
-        """Have a thread read payloads that are on disk alone; False without room to read them to.
-        Their device memory is there at once, and :meth:`_send_on` has it filled.
+    def read(self, batch: Batch, *, force: bool = False) -> Event | None:
+        """Have a thread read what the disk alone has, unless one does. The lock is held.
+
+        Args:
+            batch: Without a ``place``.
+            force: Go over the budget for host memory where no thread's work makes room.
+
+        Returns:
+            What has to end first: the read, or what makes room for it. None without room, unless
+            forced.
         """
-        back = batch.back
-        indices = [index for index in indices if back.device[index] is None]
-        if not indices:
-            return True
-        try:
-            passage = self.tier.passage(batch.sizes, batch.specs, force=force)
-        except (Busy, MemoryError):
-            return False
-        reload, hosts, device = Reload(live), passage.host.tensors, self.backend.device
-        targets = [torch.empty_like(hosts[index], device=device) for index in indices]
-        event = self.tier.read(batch, passage)  # last, for a thread needs its memory until the end
-        for index, target in zip(indices, targets, strict=True):
-            back.put(index, target, reload)
-            self.arrived.unused_bytes += target.nbytes
-            self.counts.bytes_reloaded += target.nbytes
-        reload.read = read = Read(back, indices, reload, event, live.record_event(), passage)
-        self.tier.reads.append(read)
-        return True
-
-    def _send_on(self, read: Read) -> None:
-        """Queue the copy to the device of what a thread has read, unless that was done before.
-
-        Raises:
-            TierError: It could not be read. It is away again.
-        """
-        reload, back, batch = read.reload, read.back, read.back()
-        if reload.read is not read:
-            return
-        pairs = [(i, back.device[i]) for i in read.indices if back.reloads[i] is reload]
-        there = {index: tensor for index, tensor in pairs if tensor is not None}
-        try:
-            read.event.synchronize()  # which has ended
-        except TierError:
-            self._drop(read, there)
-            raise
-        if batch is None or not there:
-            self._drop(read, there)  # nobody wants it
-            return
-        reload.read = None
-        h2d, host = self.backend.h2d, read.passage.host
-        for event in (read.allocated, *host.waits_for):  # a thread has waited for these, not h2d
-            h2d.wait_event(event)
-        targets, sources = list(there.values()), [host.tensors[index] for index in there]
-        reload.event = host.last_use = self._copy(
-            h2d, h2d.record_event, targets, sources, [(batch, list(there))]
-        )
-
-    def _drop(self, read: Read, indices: Iterable[int]) -> None:
-        """Let go of the device memory that was to be filled."""
-        for index in indices:
-            self.arrived.put_away(read.back, index)
-        read.reload.read = None  # last: without it, the memory counts as that of a copy cut off
+        self.tier.check_capture("reading from")
+        if batch.reading is None:
+            try:
+                self.tier.read(batch, force=force)
+            except Busy as busy:
+                return busy.event
+            except MemoryError:
+                if force:
+                    raise
+                return None
+        return batch.reading
 
     def deliver(self, batch: Batch, index: int) -> Tensor:
         """A payload on the device, ready for the live compute stream. It is copied now if nobody
@@ -442,7 +394,7 @@ class Mover:
 
     def _bring(self, batch: Batch, index: int, live: Stream) -> Tensor:
         """The payload: its source, if the copy has still to run; else reloaded, or waited for."""
-        asked = None
+        is_asked = False
         while True:
             busy = None
             with self.lock:
@@ -461,18 +413,20 @@ class Mover:
                         tensor = self._again(back, index)
                     if tensor is not None:
                         return tensor
-                    busy = self._reload_now(batch, index, live)
-                    reload = asked = back.reloads[index]
-                read: Any = None if reload is None or busy is not None else reload.read
-                if read is not None:
-                    busy = read.event
+                    if batch.place is None:
+                        is_ahead = batch.reading is not None
+                        busy = self.read(batch, force=True)
+                        is_asked = not is_ahead and busy is batch.reading
+                    else:
+                        self._reload_now(batch, index, live)
+                        reload = back.reloads[index]
             if busy is not None:
-                with suppress(TierError):
+                try:
                     self._wait(methodcaller("synchronize"), busy)  # NOTE [ One lock ]
-                if read is not None:
-                    # What could not be read ahead, perhaps long ago, is read once more.
-                    with self.lock, suppress(*([] if reload is asked else [TierError])):
-                        self._send_on(read)
+                except TierError:
+                    if is_asked:
+                        raise
+                    # What was read ahead, perhaps long ago, is read once more.
                 continue
             assert reload is not None
             event = reload.event
@@ -485,29 +439,22 @@ class Mover:
                     if tensor is not None:
                         return tensor
 
-    def _reload_now(self, batch: Batch, index: int, live: Stream) -> Event | None:
+    def _reload_now(self, batch: Batch, index: int, live: Stream) -> None:
         """Queue the reload of a payload for the live stream, with all of its batch that is to come
-        and is not on the device. Or return what has to end first.
+        and is not on the device.
         """
         self.arrived.give_up(batch.back, live)
-        is_read = batch.place is None  # from disk, and all at once
         indices: list[int] = []
-        if is_read or self.window.is_at(batch):
+        if batch.write is not None or self.window.is_at(batch):  # what was read comes all at once
             indices = self.window.fitting(batch, batch.back.away())
         if index not in indices:
             indices = [index]
         try:
-            return self._reload_on_demand(batch, indices)
+            self.reload([(batch, indices)])
         except torch.OutOfMemoryError:  # the others wait until they are asked for
-            return self._reload_on_demand(batch, [index])
-
-    def _reload_on_demand(self, batch: Batch, indices: list[int]) -> Event | None:
-        """Queue the reload of payloads that backward waits for, or return what has to end first."""
-        busy = self.tier.furthest() if batch.place is None else None
-        if self.reload([(batch, indices)], force=busy is None):
-            return busy
+            indices = [index]
+            self.reload([(batch, indices)])
         self.counts.on_demand_reloads += len(indices)
-        return None
 
     def _copy(
         self,
@@ -608,75 +555,6 @@ def _changed(batch: Batch, index: int) -> OffloadError:
         "out-of-place operation there, mark the tensor with mark_not_offloadable, or have compute "
         "wait for copies with OffloadConfig(max_in_flight_bytes=0)"
     )
-
-
-class Arrived:
-    """What came back to the device, and is not used up.
-
-    Attributes:
-        unused_bytes: Device bytes that autograd has still to ask for.
-        backs: Of each living batch, whether or not anything is back.
-        gone: Those whose batches are gone.
-        abandoned: Memory that nobody wants, until the copy into it has run. Behind a reload that an
-            exception cut off, which has no event, as long as the engine, whose epoch is over.
-    """
-
-    def __init__(self) -> None:
-        self.unused_bytes = 0
-        self.backs: set[Back] = set()
-        self.gone: deque[Back] = deque()
-        self.abandoned: deque[tuple[Tensor, Reload]] = deque()
-
-    def is_needed(self) -> bool:
-        return any([back() is not None for back in self.backs])
-
-    def put_away(self, back: Back, index: int) -> None:
-        """A payload leaves the device; its memory stays until a copy into it has run."""
-        tensor, reload = back.device[index], back.reloads[index]
-        if tensor is not None:
-            assert reload is not None
-            if not reload.is_there and reload.read is None:  # else no copy is queued, or it has run
-                self.abandoned.append((tensor, reload))
-            back.device[index] = None
-            back.num_away += 1
-            self.unused_bytes -= back.sizes[index]
-
-    def expect_uses(
-        self, back: Back, uses: Sequence[int], part: frozenset[int] | None = None
-    ) -> None:
-        """What is left of a backward will use each payload so often, and its first part only those
-        of ``part``. What will not be used is put away. The lock is held.
-        """
-        back.part = part
-        for index, num in enumerate(uses):
-            if num <= 0:
-                self.put_away(back, index)
-        back.left = list(uses)
-        payloads = zip(back.device, uses, strict=True)
-        back.num_away = sum([tensor is None and num > 0 for tensor, num in payloads])
-
-    def give_up(self, back: Back, live: Stream) -> None:
-        """Drop what came for another stream than the live one: that one may use it no more."""
-        for index, reload in enumerate(back.reloads):
-            if reload is not None and reload.stream != live:
-                self.put_away(back, index)
-
-    def let_go(self) -> None:
-        """Batches are gone: abandon what came back of them and was never used."""
-        while self.gone:
-            back = self.gone.popleft()
-            self.backs.discard(back)
-            for index, tensor in enumerate(back.device):
-                if tensor is not None:  # nearly never
-                    self.put_away(back, index)
-
-    def poll(self) -> None:
-        """Let go of abandoned memory whose copy has run. Never blocks."""
-        while self.abandoned:
-            event = self.abandoned[0][1].event
-            if event is None or not event.query():
-                return
-            self.abandoned.popleft()
 
 
 _MOVERS: WeakSet[Mover] = WeakSet()

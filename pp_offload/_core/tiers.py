@@ -6,7 +6,8 @@
     ...                                           # all is free when the batch is garbage
 
 Once they are written, the disk alone has the bytes. To come back, a thread reads them to host
-memory, and h2d copies. What is asked for before it is written comes from host memory.
+memory; from there on their way is that of any batch, and once they are on the device the memory is
+free again. What is asked for before it is written comes from host memory.
 
 A tier of your own writes and reads as :class:`~pp_offload._memory.disk_file.DiskFile` does: it has
 ``write``, whose result has ``event`` and ``failure``, ``read_into``, ``close`` and the counts.
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.batch import Back, Batch, Reload, Spec
+from pp_offload._core.batch import Batch, Spec
 from pp_offload._core.bound import Bound
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk_file import DiskFile
@@ -46,7 +47,7 @@ from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
 from pp_offload._memory.host_tensors import Owner
 from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig, add_tier_name
-from pp_offload.errors import NotWhileCapturingError
+from pp_offload.errors import NotWhileCapturingError, TierError
 
 logger = logger_of(__name__)
 
@@ -71,16 +72,12 @@ class Busy(Exception):
 
 
 class Read(NamedTuple):
-    """What a thread reads, until it is sent on to the device."""
+    """A thread reads a batch back to host memory."""
 
-    back: Back
-    indices: Sequence[int]
-    reload: Reload
+    batch: weakref.ref[Batch]
     event: Event
-    allocated: Event
-    """Behind former uses of the device memory."""
-
     passage: Owner
+    """Kept until the read has ended, which may outlive the batch."""
 
 
 class HostTier:
@@ -92,7 +89,7 @@ class HostTier:
     Attributes:
         pools: All that deal out host memory.
         disk: What bytes go to behind host memory.
-        reads: What threads read for the mover, in order; it sends that on to the device.
+        reads: What threads read, in order.
     """
 
     disk: Any = None
@@ -188,13 +185,22 @@ class DiskTier(HostTier):
         batch.write = self.disk.write(batch.place.views, after=[batch.offloaded])
         self.writing.append(weakref.ref(batch))
 
-    def read(self, batch: Batch, passage: Owner) -> Event:
-        """Have a thread read a batch to host memory; returns the end of it."""
+    def read(self, batch: Batch, *, force: bool = False) -> None:
+        """Have a thread read a batch back to host memory; :meth:`poll` sees that it has. Raises as
+        :meth:`passage`.
+        """
+        passage = self.passage(batch.sizes, batch.specs, force=force)
         host = passage.host
-        return self.disk.read_into(batch.write, host.views, after=host.waits_for)  # type: ignore[no-any-return]
+        batch.reading = self.disk.read_into(batch.write, host.views, after=host.waits_for)
+        self.reads.append(Read(weakref.ref(batch), batch.reading, passage))
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
-        """Host memory on the way; see NOTE [ On the way ]. Arguments as those of :meth:`take`.
+        """Host memory on the way; see NOTE [ On the way ].
+
+        Args:
+            sizes: As for :meth:`take`.
+            specs: Likewise.
+            force: Go over the budget where no thread's work makes room.
 
         Raises:
             Busy: A thread's work makes room.
@@ -205,7 +211,7 @@ class DiskTier(HostTier):
         if furthest is not None and self.pool.in_use_bytes + sum(sizes) > self._bound.nbytes:
             raise Busy(furthest)
         try:
-            passage.host = super().take(passage, sizes, specs, force=force)
+            passage.host = super().take(passage, sizes, specs, force=force and furthest is None)
         except MemoryError:
             if furthest is None:
                 raise
@@ -220,17 +226,28 @@ class DiskTier(HostTier):
         return self.reads[0].event if self.reads else None
 
     def poll(self) -> None:
-        """Let go of host memory whose bytes are on disk; see NOTE [ When the disk fails ]."""
+        """Let go of host memory whose bytes are on disk, and hand over what was read; see
+        NOTE [ When the disk fails ].
+        """
         while self.writing:
             batch = self.writing[0]()
             if batch is not None:
                 if not batch.write.event.query():
-                    return
+                    break
                 if batch.write.failure is None:
                     batch.place = batch.passage = None
                 else:
                     self._note(batch.write.failure)
             self.writing.popleft()
+        while self.reads and self.reads[0].event.query():
+            read = self.reads.popleft()
+            if (batch := read.batch()) is not None:
+                try:
+                    read.event.synchronize()  # which has ended
+                except TierError:  # who asks for it reads it again, and hears why not
+                    batch.reading = None
+                else:
+                    batch.passage, batch.place = read.passage, read.passage.host
 
     def _note(self, failure: Exception) -> None:
         self._failure = failure

@@ -78,9 +78,10 @@ class Window:
                 mover.take_back(batch)
             if batch is not None and batch.back.num_away:
                 indices = self.fitting(batch, batch.back.away())
-                if indices:
-                    num_left = self._reload([(batch, indices)])
-                    mover.counts.on_demand_reloads += len(indices) - num_left
+                if indices and batch.place is None:
+                    mover.read(batch)
+                elif indices and self._reload([(batch, indices)]):
+                    mover.counts.on_demand_reloads += len(indices)
             if mover.arrived.unused_bytes <= self.below_bytes:
                 self.fill()
 
@@ -128,7 +129,7 @@ class Window:
         """Queue reloads up to ``room`` bytes; whether all that is known to come was queued."""
         mover = self._mover
         together: list[Wanted] = []
-        nbytes = 0
+        nbytes, is_complete = 0, True
         visits: Iterable[Visit] = chain((group,), self._order.after(group))
         for visit in visits:
             own = None if visit.batch is None else visit.batch()
@@ -143,6 +144,15 @@ class Window:
                 if batch.leaving is not None and size <= room and mover.take_back(batch):
                     room -= size
                     continue  # its sources are needed soon, and are there
+                if batch.place is None and (size <= room or room == self.bound.nbytes):
+                    if not self._queue(together):
+                        return False
+                    together, nbytes = [], 0
+                    mover.read(batch)
+                    if batch.reading is None:  # without room in host memory
+                        return False
+                    room, is_complete = room - size, False
+                    continue
                 if size > room or nbytes >= SMALL_BYTES:
                     # With its own event: compute waits for no more than it needs.
                     is_queued = self._queue(together)
@@ -150,10 +160,8 @@ class Window:
                     if not is_queued:
                         return False
                 if size > room:
-                    # A part of it, but no part of what a thread reads at once, for each part would
-                    # be one more read; nor of what may be taken back when backward is there.
-                    may_part = batch.place is not None or not mover.arrived.unused_bytes
-                    if may_part and batch.leaving is None:
+                    # A part of it, but not of what may be taken back when backward is there.
+                    if batch.place is not None and batch.leaving is None:
                         part = self.fitting(batch, indices)
                         if part and self._queue([(batch, part)]):
                             indices = indices[: -len(part)]
@@ -165,26 +173,26 @@ class Window:
                 together.append((batch, indices))
                 nbytes += size
                 room -= size
-        return self._queue(together)
+        return self._queue(together) and is_complete
 
     def _queue(self, wanted: list[Wanted]) -> bool:
-        """Queue what comes ahead; whether all of it comes."""
-        num_left = self._reload(wanted) if wanted else 0
-        self._mover.counts.prefetched_reloads -= num_left
+        """Queue what comes ahead; whether it comes."""
+        if wanted and not self._reload(wanted):
+            return False
         for _, indices in wanted:
             self._mover.counts.prefetched_reloads += len(indices)
-        return not num_left
+        return True
 
-    def _reload(self, wanted: list[Wanted]) -> int:
-        """How many payloads stay where they are. What is on disk needs host memory to be read to.
-        On a device that is full, nothing comes until it is asked for, or backward reaches another
-        group.
+    def _reload(self, wanted: list[Wanted]) -> bool:
+        """Whether it comes. On a device that is full, nothing does until it is asked for, or
+        backward reaches another group.
         """
         try:
-            return self._mover.reload(wanted)
+            self._mover.reload(wanted)
         except torch.OutOfMemoryError:
             self.below_bytes = 0
-            return sum([len(indices) for _, indices in wanted])
+            return False
+        return True
 
     def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
         """Those payloads of a batch that the window has room for; one of them always, where nothing

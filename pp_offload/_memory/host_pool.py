@@ -24,7 +24,7 @@ import logging
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -238,24 +238,14 @@ class HostPool:
         self._drop_slabs()
         self._peak_bytes = self._settled_bytes = 0
 
-    def forget_copies(self) -> None:
-        """All copies are over: no owner has to wait for them."""
-        self._pending.clear()
-        for host in self._hosts():
-            host.waits_for, host.last_use = (), None
-
     def copies(self) -> list[Event]:
         """Events of copies that may still access the slabs."""
         events = [use.event for use in self._pending]
-        for host in self._hosts():
+        for host in chain((host for _, host in self._lent.values()), *self._idle.values()):
             events += host.waits_for
             if host.last_use is not None:
                 events.append(host.last_use)
         return events
-
-    def _hosts(self) -> Iterator[HostBytes]:
-        yield from (host for _, host in self._lent.values())
-        yield from chain(*self._idle.values())
 
     def _collect(self) -> None:
         """Make memory idle whose owner is garbage."""

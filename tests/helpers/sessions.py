@@ -11,7 +11,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch.utils._mode_utils import no_dispatch
 import pp_offload.testing
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._core.mover import _MOVERS
+from pp_offload.errors import TierError
 
 Program = Callable[[bool], Sequence[Tensor]]
 """Runs one step, with groups if its argument is True, and returns what it computed."""
@@ -141,8 +143,17 @@ def assert_idle(owner: Any) -> None:
         # Autograd's queue keeps what is left of a graph whose backward raised until the next one.
         torch.ones((), requires_grad=True).backward()
         gc.collect()  # an exception holds frames, and they hold tensors
+        end_reads()
         assert not any(in_use(owner).values()), in_use(owner)
     assert_no_hooks()
+
+
+def end_reads() -> None:
+    """Wait for threads that read ahead what nobody needs any more."""
+    for mover in tuple(_MOVERS):
+        for read in tuple(mover.tier.reads):
+            with suppress(TierError):
+                read.event.synchronize()
 
 
 def in_use(owner: Any) -> dict[str, int]:

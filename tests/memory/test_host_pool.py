@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,19 +64,6 @@ def small_pool(limit_bytes: int = LIMIT) -> HostPool:
 
 def bytes_of(host: HostBytes) -> list[tuple[int, int]]:
     return [(view.data_ptr(), view.data_ptr() + view.numel()) for view in host.views]
-
-
-def test_an_owner_may_take_twice_and_die_in_a_cycle_on_any_thread() -> None:
-    pool = small_pool()
-    owner = Owner(pool, [100])
-    more = pool.take([200], owner)
-    owner.cycle = owner  # type: ignore[attr-defined]
-    assert pool.in_use_bytes == 300 and more is not owner.host
-    del owner
-    thread = threading.Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    assert pool.in_use_bytes == 0
 
 
 def test_the_same_sizes_get_the_same_views_again() -> None:

@@ -269,7 +269,7 @@ PACKAGE = {
         _BOUNDS,
     ),
     "unused memory is dropped under its copy": Fault(
-        "_core/mover:Arrived.put_away",
+        "_core/in_flight:Arrived.put_away",
         "self.abandoned.append((tensor, reload))",
         "pass",
         _ORDER,

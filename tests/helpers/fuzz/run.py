@@ -37,7 +37,7 @@ from helpers.fuzz.programs import (
     Step,
 )
 from helpers.processes import HANG_S
-from helpers.sessions import as_bytes, assert_no_hooks, in_use, unseen
+from helpers.sessions import as_bytes, assert_no_hooks, end_reads, in_use, unseen
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
@@ -151,6 +151,7 @@ class Offload(Plain):
             self.synchronize()
             end_failed_backward(self.device)
             gc.collect()
+            end_reads()
             assert not any(in_use(self).values()), f"in use without a graph: {in_use(self)}"
 
     def finish(self) -> OffloadStatistics:
