@@ -17,7 +17,7 @@ from helpers.optional import skips_what_needs_more
 from helpers.quick import mark_slow
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._checkpoint import shared
+from pp_offload._checkpoint import recompute
 from pp_offload.backends import Backend, CpuBackend, default_backend
 
 try:
@@ -253,6 +253,6 @@ def no_manager_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     yield
     PipelineOffloadManager.reset_instance()
-    shared._of_default.clear()
+    recompute._of_default.clear()
     if request.node.get_closest_marker("emulated"):
         torch.get_device_module("emulated").synchronize()

@@ -155,11 +155,8 @@ def test_outputs_in_a_tree_have_gradients_and_objects_may_be_refused(use_reentra
     assert torch.equal(x.grad, torch.ones(3).cos() - torch.ones(3).sin())
     x.grad = None
     if use_reentrant:
-        with pytest.raises(TypeError, match="a function .* returns a Hidden .*=False"):
+        with pytest.raises(TypeError, match="a function .* returns a Hidden, .*=False"):
             recompute(returns_object, x)
-        assert recompute(lambda x: (x.sin(), Hidden(3, [])), x)[1].number == 3
-        with pytest.warns(UserWarning, match="None of the inputs"):  # so nothing is lost
-            assert recompute(returns_object, x.detach())[1].number == 3
     else:
         sum(recompute(returns_object, x)[1].states).sum().backward()
         assert torch.equal(x.grad, torch.ones(3).cos())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ class OffloadHiddenStates(OffloadActivations):
             backend=backend,
         )
         self.keep_module(model)
-        self.pack_hook = _only_noted(self.stash)
+        self.pack_hook = partial(_pack_noted, self.stash)
         self._model = weakref.ref(model)
         self._has_warned = False
 
@@ -115,25 +115,21 @@ class _Noting(partial):  # type: ignore[type-arg]
 
 
 class _OfThread(threading.local):
-    """What the checkpoint that runs on a thread was given, until that is saved."""
+    """The tensor that the checkpoint on a thread was given, until that is saved."""
 
-    def __init__(self) -> None:
-        self.noted: Tensor | None = None
+    noted: Tensor | None = None
 
 
 _here = _OfThread()
 
 
-def _only_noted(stash: ActivationStash) -> Callable[[Tensor], Packed]:
-    def hook(tensor: Tensor) -> Packed:
-        if tensor is not _here.noted:
-            return Resident(tensor)
-        _here.noted = None
-        packed = stash.pack(tensor)
-        stash.send_if_full()  # no operator saves it, but a checkpoint, which writes nothing
-        return packed
-
-    return hook
+def _pack_noted(stash: ActivationStash, tensor: Tensor) -> Packed:
+    if tensor is not _here.noted:
+        return Resident(tensor)
+    _here.noted = None
+    packed = stash.pack(tensor)
+    stash.send_if_full()  # a checkpoint saves it, and writes nothing, as an operator may
+    return packed
 
 
 def _checkpointed(model: Module) -> Iterator[tuple[Module, str]]:

@@ -194,13 +194,13 @@ class ActivationCheckpointedModelConfig:
     SelectiveOpACParams = SelectiveOpACParams
 
 
-PARAMS = dict(
-    zip(
-        ActivationCheckpointingVariants,
-        (FullACParams, SelectiveLayerACParams, SelectiveOpACParams),
-        strict=True,
-    )
-)
+PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
+    ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING: FullACParams,
+    ActivationCheckpointingVariants.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING: (
+        SelectiveLayerACParams
+    ),
+    ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING: SelectiveOpACParams,
+}
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
@@ -217,9 +217,9 @@ def params_for(variant: object, given: Any) -> FullACParams:
     kind = _params_type(variant)
     if type(given) is kind:
         return given
-    # Some objects have attributes, but none that are meant as options.
-    is_no_options = (FullACParams, str, bytes, int, float, list, tuple, set, type, torch.Tensor)
-    if given is None or isinstance(given, is_no_options):
+    if isinstance(given, FullACParams) or not (
+        isinstance(given, Mapping) or hasattr(given, "__dict__")
+    ):
         raise ValueError(
             f"ac_fun_params is {said(given)}; expected {kind.__name__} for {variant}, or a mapping "
             "or an object with such options"
@@ -238,10 +238,9 @@ def params_for(variant: object, given: Any) -> FullACParams:
 
 
 def _params_type(variant: object) -> type[FullACParams]:
-    is_member = isinstance(variant, enum.Enum)
-    spellings = (variant.value, variant.name) if is_member else (variant,)  # type: ignore
+    spellings = (variant.value, variant.name) if isinstance(variant, enum.Enum) else (variant,)
     for member, kind in PARAMS.items():
-        if member.value in spellings or (is_member and member.name in spellings):
+        if {member.value, member.name}.intersection(map(str, spellings)):
             return kind
     names = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
     raise ValueError(f"unknown variant {said(variant)}; expected one of {names}")

@@ -6,14 +6,19 @@ that runs again sees its modules' buffers as they were, and changes none.
 
     recompute = Recompute(ActivationStash("inputs"))
     y = recompute(layer, x, mask=mask)
+
+A function that is called per layer has nowhere to keep streams and host memory, and inputs of
+layers that are wrapped separately should come back ahead of each other's backward. So the engine
+for some options stays for the process, and :func:`shared_for` finds it by these options.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -35,6 +40,18 @@ from pp_offload._common.torch_private import (
 )
 from pp_offload._hooks.hook_scopes import saving
 from pp_offload._hooks.regions import PackHook, expected, is_left_to_checkpoint, is_recomputing
+from pp_offload.backends import Backend, check_backend
+
+ATTRIBUTE = "_pp_offload_checkpoints"
+"""Of a backend: its engines. An engine holds its backend, so a table of ours would keep both for
+good; as an attribute of the backend they are a cycle, which goes when nobody else has the backend.
+"""
+
+_lock = threading.Lock()
+_of_default: list[Recompute] = []
+"""Engines of the default backend: few, so a search costs little. Options may hold mappings, which
+are no keys.
+"""
 
 
 class Recompute:
@@ -45,7 +62,7 @@ class Recompute:
         policy: Which operators' outputs are not recomputed; None recomputes all.
         offload_inputs: Whether inputs go to the stash.
         warns_of_groups: Whether a warning says that groups inside do nothing.
-        options: PyTorch's, as in :class:`FullACParams`.
+        params: How functions are checkpointed; made of ``options`` when None.
 
     Attributes:
         params: The options.
@@ -59,9 +76,10 @@ class Recompute:
         policy: OpPolicy | None = None,
         offload_inputs: bool = True,
         warns_of_groups: bool = True,
+        params: FullACParams | None = None,
         **options: Any,
     ) -> None:
-        self.params = FullACParams(**options)
+        self.params = FullACParams(**options) if params is None else params
         self.counts = CheckpointCounts()
         self.stash = stash
         self.warns_of_groups = warns_of_groups
@@ -74,6 +92,8 @@ class Recompute:
         return self
 
     def __reduce__(self) -> Any:
+        if self in _of_default:
+            return shared_for, (self.params,)
         raise TypeError(
             "a model with checkpoints of pp_offload cannot be pickled, for streams and host memory "
             "are part of it; save model.state_dict(), whose names are those without checkpoints"
@@ -151,7 +171,7 @@ class Recompute:
                 else:
                     self._send()
                 if outputs is not None:
-                    contexts.enter_context(outputs.again() if call.has_run else outputs.forward())
+                    contexts.enter_context(outputs.again() if call.has_run else outputs)
                 return call(*tensors)
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}
@@ -234,8 +254,14 @@ def _run_reentrant(
 
     def run_flat(*tensors: Tensor) -> tuple[Any, ...]:
         leaves, tree = tree_flatten(run(*tensors))
-        if not trees and any(tensor.requires_grad for tensor in tensors):
-            _check_outputs(leaves, call)
+        for leaf in leaves:
+            if is_dataclass(leaf):
+                raise TypeError(
+                    f"{call.subject} under a reentrant checkpoint returns a {type(leaf).__name__}, "
+                    "whose tensors would get no gradient; expected tensors, or tuples, lists and "
+                    "dictionaries of them; give use_reentrant=False, or make the class known with "
+                    "torch.utils._pytree.register_dataclass"
+                )
         trees.append(tree)
         return tuple(leaves)
 
@@ -243,25 +269,36 @@ def _run_reentrant(
     return tree_unflatten(outputs, trees[0])
 
 
-def _check_outputs(leaves: list[Any], call: _Call) -> None:
-    """Refuse outputs that a reentrant checkpoint would leave without gradients, and say nothing.
-
-    Raises:
-        TypeError: A tensor is in an object that is no tree.
-    """
-    for leaf in leaves:
-        names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else []
-        values = tree_leaves([getattr(leaf, name) for name in names])
-        if any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
-            raise TypeError(
-                f"{call.subject} under a reentrant checkpoint returns a {type(leaf).__name__} with "
-                "tensors, which would get no gradient; expected tensors, or tuples, lists and "
-                "dictionaries of them; give use_reentrant=False, or make the class known with "
-                "torch.utils._pytree.register_dataclass"
-            )
-
-
 def _is_cache(value: object) -> bool:
     # By name: importing transformers takes long, and few models are made with it.
     kinds = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
     return ("transformers.cache_utils", "Cache") in kinds
+
+
+def recompute_for(params: FullACParams, backend: Backend | None = None) -> Recompute:
+    """Make an engine for these options."""
+    if backend is not None:
+        check_backend(backend)
+    policy, stash = params.policy(), None
+    if params.offload_inputs or (policy is not None and policy.offload):
+        size = params.min_offload_size
+        stash = ActivationStash(
+            "checkpoints", params.config, min_offload_size=size, backend=backend
+        )
+    inputs = params.offload_inputs
+    return Recompute(stash, policy=policy, offload_inputs=inputs, params=params)
+
+
+def shared_for(params: FullACParams, backend: Backend | None = None) -> Recompute:
+    """Find the engine for these options, or make it."""
+    if backend is None:
+        engines = _of_default
+    else:
+        check_backend(backend)
+        engines = vars(backend).setdefault(ATTRIBUTE, [])  # not setattr: it may be frozen
+    with _lock:
+        for engine in engines:
+            if type(engine.params) is type(params) and engine.params == params:
+                return engine
+        engines.append(recompute_for(params, backend))
+        return engines[-1]

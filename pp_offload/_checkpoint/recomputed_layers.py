@@ -7,7 +7,7 @@ handle.remove()
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from torch.nn import Module
 
@@ -24,19 +24,18 @@ class RecomputedLayers:
         names: Names of the layers.
     """
 
-    def __init__(self, recompute: Recompute, layers: Mapping[str, tuple[Module, Module]]) -> None:
+    def __init__(self, model: Module, names: Collection[str], recompute: Recompute) -> None:
         self.recompute = recompute
-        self.names = tuple(layers)
-        self._layers = dict(layers)
-        for name, (owner, layer) in layers.items():
-            wrapped = CheckpointWrapper(layer, checkpoint_fn=recompute)
-            owner.register_module(_last_part(name), wrapped)
+        self.names = tuple(names)
+        self._model = model
+        self._layers = {name: model.get_submodule(name) for name in names}
+        for name, layer in self._layers.items():
+            model.set_submodule(name, CheckpointWrapper(layer, checkpoint_fn=recompute))
 
     def remove(self) -> None:
         """Put the layers back in their places. Twice is fine."""
         while self._layers:
-            name, (owner, layer) = self._layers.popitem()
-            owner.register_module(_last_part(name), layer)
+            self._model.set_submodule(*self._layers.popitem())
 
     def __enter__(self) -> RecomputedLayers:
         return self
@@ -70,13 +69,14 @@ def recompute_layers(
     check_flag("preserve_rng_state", preserve_rng_state)
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"names is {said(names)}, expected a list of names of modules")
-    layers = {name: _layer(model, name, names) for name in names}
-    if len(layers) != len(names):
+    for name in names:
+        _check_layer(model, name, names)
+    if len(set(names)) != len(names):
         raise ValueError(f"names is {list(names)}, expected each name once")
     recompute = Recompute(
         offload_inputs=False, preserve_rng_state=preserve_rng_state, warns_of_groups=False
     )
-    return RecomputedLayers(recompute, layers)
+    return RecomputedLayers(model, names, recompute)
 
 
 def is_recomputed(model: Module, name: str) -> bool:
@@ -96,10 +96,8 @@ def is_inside_recomputed(model: Module, name: str) -> bool:
     return any(is_recomputed(model, ".".join(parts[:num])) for num in range(1, len(parts) + 1))
 
 
-def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module, Module]:
-    """The module that has the layer of this name, and the layer."""
+def _check_layer(model: Module, name: str, names: Collection[str]) -> None:
     check_kind("a name of names", name, str, "the name of a module")
-    assert isinstance(name, str)
     try:
         layer = model.get_submodule(name)
     except AttributeError as error:
@@ -112,8 +110,3 @@ def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module,
     around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
     if any(isinstance(module, CheckpointWrapper) for module in (*around, *layer.modules())):
         raise ValueError(f"{name!r} has a checkpoint already, expected none; choose one of the two")
-    return around[-1], layer
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]

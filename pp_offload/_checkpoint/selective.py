@@ -3,8 +3,8 @@
 A dispatch mode around the forward saves or offloads the outputs that the policy chooses. A dispatch
 mode around the recomputation answers the same calls with these outputs, and runs all others.
 
-    kept = KeptOutputs(policy, stash, counts)
-    with kept.forward():
+    kept = KeptOutputs(policy, stash, counts, preserve_rng_state=True)
+    with kept:
         y = function(x)
     with kept.again():  # in backward, any number of times
         function(x)
@@ -135,8 +135,14 @@ class KeptCall:
     """Sets the random state behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
 
 
-class KeptOutputs:
-    """The kept outputs of one checkpointed forward."""
+class KeptOutputs(TorchDispatchMode):
+    """The kept outputs of one checkpointed forward, which runs inside this mode.
+
+    Compiled code inside runs uncompiled: operators are named as in the code, and a compiler makes
+    others of them.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -146,36 +152,37 @@ class KeptOutputs:
         *,
         preserve_rng_state: bool,
     ) -> None:
+        super().__init__()
         self._policy = policy
         self._stash = stash
         self._counts = counts
         self._preserve_rng_state = preserve_rng_state
-        kept = policy.kept - ({CAST} if _casts_may_be_cached() else frozenset())
+        # See NOTE [ Cached casts ].
+        is_cached = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+        kept = policy.kept - ({CAST} if is_cached else frozenset())
         self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in kept}
         self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[OpOverload, int]]]
         self._calls_in = WeakKeyDictionary()
-
-    def forward(self) -> TorchDispatchMode:
-        """The context of the forward."""
-        return _Forward(self)
 
     def again(self) -> TorchDispatchMode:
         """The context of a recomputation; there may be several."""
         return _Recomputation(self._calls, self._counts)
 
-    def add_call(self, op: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Keep the outputs of a call that has run, if the policy chooses them."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        calls = self._calls.get(func)
+        try:
+            outputs = func(*args, **kwargs)
+        except BaseException:
+            if calls is not None:
+                calls.append(None)  # the program may handle it, and the next call counts on
+            raise
         if self._calls_in:
-            self._drop_written(op, args, kwargs)
-        calls = self._calls.get(op)
+            self._drop_written(func, args, kwargs)
         if calls is not None:  # for most operators it is None
-            is_kept = self._policy.keeps(op, len(calls) + 1)
-            calls.append(self._keep(op, outputs) if is_kept else None)
-
-    def add_failed_call(self, op: Any) -> None:
-        """Note a call without outputs, which the recomputation runs again."""
-        if op in self._calls:
-            self._calls[op].append(None)
+            is_kept = self._policy.keeps(func, len(calls) + 1)
+            calls.append(self._keep(func, outputs) if is_kept else None)
+        return outputs
 
     def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
         sizes: list[int] = []
@@ -204,28 +211,6 @@ class KeptOutputs:
                         self._counts.add(call, -1)
                         self._counts.written_outputs += len(call.output_bytes)
                         self._calls[kept_op][number] = None
-
-
-class _Forward(TorchDispatchMode):
-    """Keeps outputs. Compiled code inside runs uncompiled: operators are named as in the code, and
-    a compiler makes others of them.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, outputs: KeptOutputs) -> None:
-        super().__init__()
-        self._kept = outputs
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        try:
-            outputs = func(*args, **kwargs)
-        except BaseException:
-            self._kept.add_failed_call(func)  # somebody may handle it, and the next call counts on
-            raise
-        self._kept.add_call(func, args, kwargs, outputs)
-        return outputs
 
 
 class _Recomputation(TorchDispatchMode):
@@ -261,11 +246,6 @@ class _Recomputation(TorchDispatchMode):
             )
         self._num_asked[op] += 1
         return calls[number]
-
-
-def _casts_may_be_cached() -> bool:
-    """Whether an autocast with a cache is active. See NOTE [ Cached casts ]."""
-    return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 
 def _random_state_behind(outputs: Any) -> Callable[[], None]:

@@ -1,36 +1,25 @@
 """Checkpoints of single calls and modules: those with equal options share one engine.
 
-    y = checkpoint(layer, x, mask=mask, offload_inputs=True)
-    block = checkpoint_wrapper(block, offload_inputs=True)
-    run = checkpoint_function(offload_inputs=True)  # the engine of both
-    y = run(layer, x, mask=mask)
-
-A function that is called per layer has nowhere to keep streams and host memory, and the inputs of
-layers that are wrapped separately shall come back ahead of each other's backward. So the engine for
-some options stays for the process, and is found by these options.
+y = checkpoint(layer, x, mask=mask, offload_inputs=True)
+block = checkpoint_wrapper(block, offload_inputs=True)
+run = checkpoint_function(offload_inputs=True)  # the engine of both
+y = run(layer, x, mask=mask)
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, cast
 
 from torch.nn import Module
 
-from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
-from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._checkpoint.recompute import Recompute, shared_for
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.torch_private import CheckpointWrapper
-from pp_offload.backends import Backend, check_backend
+from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
-
-ATTRIBUTE = "_pp_offload_checkpoints"
-"""Of a backend: its engines. An engine holds its backend, so a table of ours would keep both for
-good; as an attribute of the backend they are a cycle, which goes when nobody else has the backend.
-"""
 
 OP_OPTIONS = {option.name for option in fields(SelectiveOpACParams)} - {
     option.name for option in fields(FullACParams)
@@ -42,36 +31,8 @@ INSTEAD = {
 }
 """Arguments of PyTorch's that would reach the function, and what to do."""
 
-_lock = threading.Lock()
-_of_default: list[SharedRecompute] = []
-"""Engines of the default backend: few, so a search costs little. Options may hold mappings, which
-are no keys.
-"""
 
-
-class SharedRecompute(Recompute):
-    """Runs functions under a checkpoint with the options of ``params``."""
-
-    def __init__(self, params: FullACParams, backend: Backend | None = None) -> None:
-        if backend is not None:
-            check_backend(backend)
-        policy = params.policy()
-        stash = None
-        if params.offload_inputs or (policy is not None and policy.offload):
-            size = params.min_offload_size
-            stash = ActivationStash(
-                "checkpoints", params.config, min_offload_size=size, backend=backend
-            )
-        super().__init__(stash, policy=policy, offload_inputs=params.offload_inputs)
-        self.params = params
-
-    def __reduce__(self) -> Any:
-        if self not in _of_default:  # it is a model's, or has a backend of its own
-            return super().__reduce__()
-        return _shared_for, (self.params,)
-
-
-def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> SharedRecompute:
+def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Recompute:
     """The function that runs others under a checkpoint with these options.
 
     For whatever takes such a function: ``f(function, *args, **kwargs)`` returns what ``function``
@@ -92,21 +53,7 @@ def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Sh
         TypeError: ``backend`` is no backend.
     """
     kind = SelectiveOpACParams if OP_OPTIONS & options.keys() else FullACParams
-    return _shared_for(kind(**options), backend)
-
-
-def _shared_for(params: FullACParams, backend: Backend | None = None) -> SharedRecompute:
-    if backend is None:
-        engines = _of_default
-    else:
-        check_backend(backend)
-        engines = vars(backend).setdefault(ATTRIBUTE, [])  # not setattr: it may be frozen
-    with _lock:
-        for engine in engines:
-            if type(engine.params) is type(params) and engine.params == params:
-                return engine
-        engines.append(SharedRecompute(params, backend))
-        return engines[-1]
+    return shared_for(kind(**options), backend)
 
 
 def checkpoint(
@@ -161,9 +108,9 @@ class CheckpointedModule(CheckpointWrapper):
     """A module that backward computes again. :func:`checkpoint_wrapper` makes these."""
 
     @property
-    def recompute(self) -> SharedRecompute:
+    def recompute(self) -> Recompute:
         """The engine: it has ``params``, ``counts`` and, with offload, ``stash.statistics()``."""
-        return cast(SharedRecompute, cast(Any, self.checkpoint_fn).func)  # of a partial
+        return cast(Recompute, cast(Any, self.checkpoint_fn).func)  # of a partial
 
     def extra_repr(self) -> str:
         params = self.recompute.params

@@ -1,11 +1,11 @@
-"""A second run starts from the buffers that the first one had, also where these were None or not
-registered yet.
+"""A second run starts from the buffers that the first one had, whatever the checkpoint calls, and
+also where these were None or not registered yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from conftest import ACCELERATORS, make_backend
 from helpers.checkpointed import apply
 from helpers.toy import same_bits
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from pp_offload import (
     OffloadModel,
@@ -21,6 +22,7 @@ from pp_offload import (
     offload_layers,
     recompute_layers,
 )
+from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload.backends import Backend
 from pp_offload.errors import OffloadError
 
@@ -50,25 +52,15 @@ class Remembers(nn.Module):
         return y
 
 
-class Registers(Remembers):
-    """Has no such buffer until then."""
-
-    def make(self) -> None:
-        pass
-
-    def scale(self) -> Tensor | float:
-        return 1.0 + self.state if hasattr(self, "state") else 1.0
-
-    def keep(self, state: Tensor) -> None:
-        self.register_buffer("state", state)
-
-
-class Deletes(Registers):
-    """Deletes it in the next forward, and puts another behind those that are there."""
+class Deletes(Remembers):
+    """Registers a buffer, deletes it in the next forward, and puts another behind the others."""
 
     def make(self) -> None:
         self.register_buffer("first", torch.zeros(WIDTH))
         self.register_buffer("last", torch.ones(WIDTH))
+
+    def scale(self) -> Tensor | float:
+        return 1.0 + self.state if hasattr(self, "state") else 1.0
 
     def keep(self, state: Tensor) -> None:
         self.first = self.last + state
@@ -77,7 +69,7 @@ class Deletes(Registers):
             del self.last
             self.register_buffer("last", state)
         else:
-            super().keep(state)
+            self.register_buffer("state", state)
 
 
 class Table(Remembers):
@@ -101,23 +93,6 @@ class Table(Remembers):
         return (self.linear(x).T * self.scale()).T.tanh()
 
 
-class Builds(Remembers):
-    """Makes a parameter in its first forward, and a buffer, once."""
-
-    def make(self) -> None:
-        self.is_built = False
-
-    def scale(self) -> Tensor | float:
-        if not self.is_built:
-            self.weight = nn.Parameter(torch.rand_like(self.linear.bias))
-            self.register_buffer("state", torch.ones_like(self.linear.bias))
-            self.is_built = True
-        return self.weight + self.state
-
-    def keep(self, state: Tensor) -> None:
-        pass
-
-
 class Shares(Remembers):
     """Buffers that share memory, and one that is changed without a trace."""
 
@@ -137,7 +112,7 @@ class Shares(Remembers):
         self.last = state
 
 
-KINDS = [Remembers, Registers, Deletes, Table, Builds, Shares]
+KINDS = [Remembers, Deletes, Table, Shares]
 
 
 class Model(nn.Module):
@@ -151,26 +126,19 @@ class Model(nn.Module):
         return self.layers(x)
 
 
-Product = Callable[[Model, Backend], Callable[[Tensor], Tensor]]
-
-
-def with_ways(way: str, model: Model, backend: Backend) -> nn.Module:
-    apply(model, "layers", way, backend)
-    return model
-
-
-def called(model: Model, backend: Backend, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+def called(model: Model, backend: Backend, **options: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: checkpoint(model, x, backend=backend, **options)
 
 
-def recomputed(model: Model, backend: Backend) -> nn.Module:
-    recompute_layers(model, ["layers.0", "layers.1"])
+def by_operator(model: Model, backend: Backend) -> nn.Module:
+    apply(model, "layers", "all, offload", backend)
     return model
 
 
 def streamed(model: Model, backend: Backend) -> nn.Module:
     offload_layers(model, ["layers"], backend=backend)
-    return recomputed(model, backend)
+    recompute_layers(model, ["layers.0", "layers.1"])
+    return model
 
 
 def in_slices(model: Model, backend: Backend) -> nn.Module:
@@ -179,19 +147,15 @@ def in_slices(model: Model, backend: Backend) -> nn.Module:
     )
 
 
-PRODUCTS: dict[str, Product] = {
-    "call": partial(called, options={}),
-    "call, offload": partial(called, options={"offload_inputs": True, "min_offload_size": 1}),
-    "call, reentrant": partial(called, options={"use_reentrant": True}),
-    "by operator": partial(with_ways, "all, offload"),
-    "recomputed layers": recomputed,
+PRODUCTS: dict[str, Callable[[Model, Backend], Callable[[Tensor], Tensor]]] = {
+    "call": called,
+    "call, reentrant": partial(called, use_reentrant=True),
+    "by operator": by_operator,
     "recomputed layers on the host": streamed,
     "slices": in_slices,
 }
 ON_THE_HOST = {"recomputed layers on the host", "slices"}
-"""Products whose parameters stay there. Buffers that share memory, and parameters that a forward
-makes, would be others there.
-"""
+"""Products whose parameters stay there. Buffers that share memory would be others there."""
 
 
 def steps(
@@ -228,7 +192,7 @@ def steps(
         (kind, product)
         for kind in KINDS
         for product in PRODUCTS
-        if kind not in (Builds, Shares) or product not in ON_THE_HOST
+        if kind is not Shares or product not in ON_THE_HOST
     ],
 )
 def test_buffers_that_were_not_there_change_once(
@@ -292,3 +256,81 @@ def test_a_lazy_norm_is_initialized_and_counts_once(use_reentrant: bool) -> None
             y.square().sum().backward()
         results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
     assert same_bits(*results)
+
+
+class Layer(nn.Module):
+    """Each forward changes buffers that the next one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return self.linear(self.norm(x)).sin() * factor
+
+
+def scaled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    @wraps(function)
+    def inner(x: Tensor) -> Tensor:
+        return 3 * function(x)
+
+    return inner
+
+
+GLOBAL = Layer()
+
+
+def with_global(x: Tensor) -> Tensor:
+    return GLOBAL(x)
+
+
+def by_global(layer: Layer) -> Callable[[Tensor], Tensor]:
+    globals()["GLOBAL"] = layer
+    return with_global
+
+
+def by_default(layer: Layer) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor, layer: Layer = layer) -> Tensor:
+        return layer(x)
+
+    return function
+
+
+CALLS: dict[str, Callable[[Layer], Callable[[Tensor], Tensor]]] = {
+    "method": lambda layer: layer.forward,
+    "partial that is given it": lambda layer: partial(Layer.forward, layer, factor=2.0),
+    "decorated lambda over a dict": lambda layer: scaled(lambda x, a={"b": [layer]}: a["b"][0](x)),  # noqa: B006
+    "closure": lambda layer: lambda x: layer(x),
+    "default": by_default,
+    "global": by_global,
+}
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("made", CALLS.values(), ids=CALLS)
+def test_buffers_change_once_whatever_is_called(made: Callable[..., Any], needs_grad: bool) -> None:
+    """Where no input needs a gradient, PyTorch's older checkpoint drops those of parameters."""
+    results = []
+    for is_on in (False, True):
+        torch.manual_seed(5)
+        layer = Layer()
+        function = made(layer)
+        inputs = [torch.randn(6, WIDTH).requires_grad_(needs_grad) for _ in range(2)]
+        run = partial(checkpoint, function, use_reentrant=not needs_grad) if is_on else function
+        losses = [run(x).square().sum() for x in inputs]
+        for loss in losses[::-1]:
+            loss.backward()
+        leaves = (*inputs, *layer.parameters())
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        results.append([*gradients, *layer.buffers()])
+    assert same_bits(*results)
+
+
+def test_functions_without_modules_and_cells_that_are_empty() -> None:
+    if Layer is None:  # so that it is in the closure, and never there
+        later = Layer()
+    itself: list[Any] = []
+    itself.append(itself)
+    for function in (torch.sin, len, Layer, lambda: later, lambda: itself, "text"):
+        assert modules_of(function) == []
