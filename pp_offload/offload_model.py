@@ -124,13 +124,17 @@ class OffloadModel(CacheFigures, nn.Module):
             OffloadError: Parameters were moved, layers were added or deleted, a layer wrote its
                 parameters, or another thread is in a forward of this model.
         """
-        return self._cache.alone(self._forward, inputs)
+        return self._cache.locked(self._forward, inputs)
+
+    def extra_repr(self) -> str:
+        """Bytes of parameters on the host, and how many of them the device had at a time."""
+        return self._figures(self.parameters())
 
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
         if problem := sharded_problem(self):
             raise OffloadError(problem)
         slices = self._slice_layers()
-        self._cache.drop()  # a write through .data leaves no trace
+        self._cache.clear()  # a write through .data leaves no trace
         if self._recompute is not None and not is_recomputing():
             self._recompute.begin()
         run = SlicedRun(self._cache)
@@ -145,7 +149,7 @@ class OffloadModel(CacheFigures, nn.Module):
                 ]
             return join(outputs)
         except BaseException:
-            self._cache.drop()
+            self._cache.clear()
             raise
 
     def _through(
@@ -157,10 +161,10 @@ class OffloadModel(CacheFigures, nn.Module):
     ) -> list[Any]:
         """Compute all microbatches of one slice, while the next slice comes to the device."""
         following = (later.places.slice() for later in later_slices if later.places.parameters())
-        slice_ = run.bring(layers.places, list(islice(following, 1)))
+        slice_ = run.load(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
         slice_.check_not_written()
-        slice_.leave(is_wanted=self._recompute is not None)
+        slice_.release(is_needed=self._recompute is not None)
         return outputs
 
     def _compute(self, slice_: OnDevice, layers: SliceLayers, inputs: tuple[Any, ...]) -> Any:

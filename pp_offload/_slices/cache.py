@@ -1,27 +1,29 @@
-"""Which slices of a model are on the device: the one in use, and those that come next.
+"""Slices of a model on the device: the slice in use, and those that are prefetched.
 
     cache = SliceCache(copies)
-    tensors = cache.use(slice_, run)  # loads it, unless it was prefetched; there as long as the run
+    tensors = cache.use(slice_, run)  # loads it, unless it was prefetched; valid as long as the run
     cache.prefetch(following)         # while compute uses the tensors
 
 NOTE [ Host writes ]
     The program writes parameters on the host whenever it likes, as an optimizer does, or
     ``load_state_dict``. So no copy of them is under way while the program runs: a slice's copy has
-    ended before layers use it, that of a prefetched slice before it is given up, and when a forward
-    or backward ends no slice is coming. A slice that is still on the device is used again only if
-    its parameters have the version and address that they had when they were read.
+    ended before layers use it, that of a prefetched slice before it is discarded, and when a
+    forward or backward ends, no slice is being prefetched. A slice that is still on the device is
+    used again only if its parameters have the version and address that they had when they were
+    read.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from pp_offload._common.option_sources import size_said
 from pp_offload._common.torch_private import queue_callback
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.regions import is_in_backward
@@ -46,20 +48,24 @@ class Loaded:
 
 
 class SliceCache:
-    """Brings slices to the device, at most ``num_resident`` at a time. See NOTE [ Host writes ]."""
+    """Loads slices to the device, at most ``num_resident`` at a time. See NOTE [ Host writes ]."""
 
     def __init__(self, copies: PlainCopies, num_resident: int = 2) -> None:
         self.copies = copies
         self.peak_bytes = 0
-        self.num_coming = num_resident - 1
-        # The slice in use and those that come, by the forward or backward with which they go.
-        self._users: weakref.WeakKeyDictionary[Any, list[Loaded]] = weakref.WeakKeyDictionary()
-        self._ending: Callable[[], EndOfBackward | None] = lambda: None
+        self.num_ahead = num_resident - 1
+        # The slice in use and those prefetched, by the forward or backward that frees them.
+        self._by_user: weakref.WeakKeyDictionary[Any, list[Loaded]] = weakref.WeakKeyDictionary()
+        self._backward_end: Callable[[], EndOfBackward | None] = lambda: None
         self._lock = threading.RLock()
         self._owner = threading.current_thread()
 
-    def alone(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What ``call`` returns; an OffloadError where another thread is in such a call."""
+    def locked(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of ``call``, unless another thread is in such a call.
+
+        Raises:
+            OffloadError: Another thread is.
+        """
         if not self._lock.acquire(blocking=False):
             raise OffloadError(
                 f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy "
@@ -85,85 +91,82 @@ class SliceCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slices that are on the device or coming."""
-        return sum([loaded.slice.nbytes for loaded in self._held()])
+        """Bytes of the slices that are on the device, or on their way there."""
+        return sum([loaded.slice.nbytes for loaded in self._resident()])
 
-    def _held(self) -> list[Loaded]:
-        return next(iter(self._users.values()), [])
+    def _resident(self) -> list[Loaded]:
+        return next(iter(self._by_user.values()), [])
 
-    def use(self, wanted: Slice, user: object, index: int | None = None) -> list[Tensor]:
-        """The tensors of a slice on the device, with their data. Another slice is given up.
+    def use(self, slice_: Slice, user: object, index: int | None = None) -> list[Tensor]:
+        """Return a slice's tensors on the device, with their data, and discard the slice in use.
 
-        Slices go with the ``user``, a forward, or with the backward that runs now. With an
-        ``index``, this parameter alone is asked for.
+        They stay as long as ``user``, a forward, or the backward that runs now. With an ``index``,
+        only this parameter is used.
         """
-        if not wanted.parameters:
+        if not slice_.parameters:
             return []
         if is_in_backward():
-            user = self._backward()
-        held = self._held()
-        if not (held and self._serves(held[0], wanted, index)):
-            del held[:1]  # its memory is for what comes now
-            if not any(self._serves(loaded, wanted, None) for loaded in held):
-                self._give_up(held, held[:])
-                held.append(self._bring(wanted))
-            held.sort(key=lambda loaded: not loaded.slice.has_same(wanted))
-            self.copies.synchronize(held[0].pending)
-        if user not in self._users:
-            self._users = weakref.WeakKeyDictionary({user: held})
-        return held[0].pending.tensors
+            user = self._current_backward()
+        resident = self._resident()
+        if not (resident and self._is_valid(resident[0], slice_, index)):
+            del resident[:1]  # its memory is for what comes now
+            if not any(self._is_valid(loaded, slice_, None) for loaded in resident):
+                self._discard(resident, resident[:])
+                resident.append(self._load(slice_))
+            resident.sort(key=lambda loaded: not loaded.slice.has_same(slice_))
+            self.copies.synchronize(resident[0].pending)
+        if user not in self._by_user:
+            self._by_user = weakref.WeakKeyDictionary({user: resident})
+        return resident[0].pending.tensors
 
-    def _serves(self, loaded: Loaded, wanted: Slice, index: int | None) -> bool:
+    def _is_valid(self, loaded: Loaded, slice_: Slice, index: int | None) -> bool:
         """Whether this is the slice as it is now, in memory of the live compute stream."""
-        asked = range(len(wanted.parameters)) if index is None else (index,)
-        is_home = loaded.pending.stream == self.copies.backend.current_stream()
-        is_same = loaded.slice is wanted or loaded.slice.has_same(wanted)
-        # Nobody wrote what is asked for since it was read.
+        indices = range(len(slice_.parameters)) if index is None else (index,)
         return (
-            is_home
-            and is_same
-            and all(loaded.stamps[i] == stamp(wanted.parameters[i]) for i in asked)
+            loaded.pending.stream == self.copies.backend.current_stream()
+            and loaded.slice.has_same(slice_)
+            and all(loaded.stamps[i] == stamp(slice_.parameters[i]) for i in indices)
         )
 
-    def prefetch(self, *wanted: Slice) -> None:
-        """Start bringing slices that will be used next, in order, as far as there is room."""
-        held, wanted = self._held(), wanted[: self.num_coming]
-        if not (held and wanted):
+    def prefetch(self, *slices: Slice) -> None:
+        """Start loading slices that will be used next, in order, as far as there is room."""
+        resident, slices = self._resident(), slices[: self.num_ahead]
+        if not (resident and slices):
             return
-        useless = [loaded for loaded in held[1:] if not any(map(loaded.slice.has_same, wanted))]
-        self._give_up(held, useless)
-        for slice_ in wanted:
-            if not any(loaded.slice.has_same(slice_) for loaded in held):
-                held.append(self._bring(slice_))
+        useless = [loaded for loaded in resident[1:] if not any(map(loaded.slice.has_same, slices))]
+        self._discard(resident, useless)
+        for slice_ in slices:
+            if not any(loaded.slice.has_same(slice_) for loaded in resident):
+                resident.append(self._load(slice_))
 
-    def settle(self) -> None:
-        """Give up the slices that are coming: from now on the program may write on the host."""
-        held = self._held()
-        self._give_up(held, held[1:])
+    def end_prefetch(self) -> None:
+        """Discard prefetched slices: from now on the program may write on the host."""
+        resident = self._resident()
+        self._discard(resident, resident[1:])
 
-    def drop(self) -> None:
-        """Give up all slices."""
-        self.settle()
-        self._users.clear()
+    def clear(self) -> None:
+        """Discard all slices."""
+        self.end_prefetch()
+        self._by_user.clear()
 
-    def _backward(self) -> EndOfBackward:
+    def _current_backward(self) -> EndOfBackward:
         """The backward that runs now; of a reentrant checkpoint's, the one around it."""
-        ending = self._ending()
-        if ending is None:
-            ending = EndOfBackward(self)
-            queue_callback(ending)
-            self._ending = weakref.ref(ending)
-        return ending
+        end = self._backward_end()
+        if end is None:
+            end = EndOfBackward(self)
+            queue_callback(end)
+            self._backward_end = weakref.ref(end)
+        return end
 
-    def _bring(self, wanted: Slice) -> Loaded:
-        stamps = [stamp(parameter) for parameter in wanted.parameters]
-        sources = [parameter.detach() for parameter in wanted.parameters]
-        self.peak_bytes = max(self.peak_bytes, self.nbytes + wanted.nbytes)
-        return Loaded(wanted, self.copies.copy_to_device(sources, wanted.label), stamps)
+    def _load(self, slice_: Slice) -> Loaded:
+        stamps = [stamp(parameter) for parameter in slice_.parameters]
+        sources = [parameter.detach() for parameter in slice_.parameters]
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + slice_.nbytes)
+        return Loaded(slice_, self.copies.copy_to_device(sources, slice_.label), stamps)
 
-    def _give_up(self, held: list[Loaded], useless: list[Loaded]) -> None:
+    def _discard(self, resident: list[Loaded], useless: list[Loaded]) -> None:
         for loaded in useless:
-            held.remove(loaded)
+            resident.remove(loaded)
             self.copies.synchronize(loaded.pending)
 
 
@@ -189,6 +192,14 @@ class CacheFigures:
         """The most bytes of these parameters that the device had at a time."""
         return self._cache.peak_bytes
 
+    def _figures(self, parameters: Iterable[Tensor]) -> str:
+        """Bytes of these parameters on the host, and how many of them the device had at a time."""
+        nbytes = sum({id(p): p.nbytes for p in parameters if p.is_cpu}.values())
+        return (
+            f"{size_said(nbytes)} of parameters on the host, at most "
+            f"{size_said(self._cache.peak_bytes)} of them on the device"
+        )
+
 
 class EndOfBackward:
     """Empties a cache when a backward ends. Where one raises, autograd lets go of this uncalled."""
@@ -198,7 +209,7 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         """The backward has ended."""
-        if self in self._cache._users:
-            self._cache.drop()
+        if self in self._cache._by_user:
+            self._cache.clear()
 
     __del__ = __call__

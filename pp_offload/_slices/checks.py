@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 
-from pp_offload._common.checks import said
+from pp_offload._common.checks import check_kind, said
 from pp_offload._core.tensors import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends import Backend, check_backend
@@ -28,20 +28,12 @@ from pp_offload.backends import Backend, check_backend
 FSDP_MARK = "_is_fsdp_managed_module"
 """FSDP, first and second, sets it on every module whose parameters it owns; seen in torch 2.13."""
 
-WEIGHT_HOOKS = {
-    "torch.nn.utils.spectral_norm": "use torch.nn.utils.parametrizations.spectral_norm",
-    "torch.nn.utils.weight_norm": "use torch.nn.utils.parametrizations.weight_norm",
-    "torch.nn.utils.prune": "make pruning permanent with torch.nn.utils.prune.remove()",
-}
-"""What to do without a hook, by the module of its class. Importing all of them takes time."""
-
 
 def check_device(name: str, given: object, backend: Backend | None = None) -> torch.device:
     """The device that was given; a ValueError where it is not that of the backend."""
-    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
-        raise TypeError(f"{name} is {said(given)}, expected a torch.device, or its name")
+    check_kind(name, given, (torch.device, str, int), "a torch.device, or its name")
     try:
-        device = torch.device(given)
+        device = torch.device(given)  # type: ignore[arg-type]
     except RuntimeError as failure:
         raise ValueError(
             f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"
@@ -59,16 +51,15 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
 
 
 def sharded_problem(model: Module) -> str | None:
-    """What is wrong with a model that FSDP has been given, in whole or in part; else None."""
+    """Describe the parts of a model that FSDP owns, as a problem; None where it owns none."""
     names = [
         name or "the model" for name, part in model.named_modules() if hasattr(part, FSDP_MARK)
     ]
     if not names:
         return None
-    shown = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
     return (
-        f"parameters of {shown} are owned by FSDP; expected layers that are not sharded, for a "
-        "slice is copied to the device as a whole; wrap the OffloadModel in "
+        f"parameters of {said(names)} are owned by FSDP; expected layers that are not sharded, for "
+        "a slice is copied to the device as a whole; wrap the OffloadModel in "
         "DistributedDataParallel, with gloo for tensors of the host, or do without it: "
         "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps the shards on the host"
     )
@@ -94,7 +85,7 @@ def check_waiting(
 
 
 def _problems(module: Module) -> Iterator[str]:
-    """What is wrong with a module. See NOTE [ Modules that are refused ]."""
+    """Problems of a module. See NOTE [ Modules that are refused ]."""
     if isinstance(module, ScriptModule):
         yield "is of TorchScript, expected a plain module; give the module that it was made of"
     if isinstance(module, RNNBase):
@@ -103,10 +94,13 @@ def _problems(module: Module) -> Iterator[str]:
             "one; leave it on the device, outside of the layers, or use RNNCell, LSTMCell, GRUCell"
         )
     for hook in module._forward_pre_hooks.values():
-        for kind in {base.__module__ for base in type(hook).__mro__} & WEIGHT_HOOKS.keys():
+        kinds = {kind.__module__ for kind in type(hook).__mro__}
+        for kind in sorted(kind for kind in kinds if kind.startswith("torch.nn.utils.")):
             yield (
                 f"has a hook of {kind}, which computes a weight from parameters that wait on the "
-                f"host; expected none; {WEIGHT_HOOKS[kind]}"
+                "host; expected none; use the function of this name in "
+                "torch.nn.utils.parametrizations, or make pruning permanent with "
+                "torch.nn.utils.prune.remove()"
             )
 
 
@@ -119,12 +113,19 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
             "do not shard or quantize what waits on the host"
         )
     names = {id(p): name for name, p in (*model.named_parameters(), *waiting.items())}
-    spans = [
+    spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, names[id(p)])
         for p in model.parameters()
         if has_storage(p) and p.numel()
-    ]
-    tied = [pair for pair in overlapping(spans) if any(name in waiting for name in pair)]
+    )
+    tied: list[tuple[str, str]] = []
+    reach, furthest = -1, ""
+    for begin, end, name in spans:
+        # A flat parameter may lie over several others: compare with the one that reaches furthest.
+        if begin < reach and (name in waiting or furthest in waiting):
+            tied.append((furthest, name))
+        if end > reach:
+            reach, furthest = end, name
     if tied:
         raise ValueError(
             f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
@@ -135,22 +136,6 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
 def _is_plain(parameter: Parameter) -> bool:
     is_tensor = has_storage(parameter) and type(parameter.data) is Tensor
     return is_tensor and not parameter.is_meta and is_dense(parameter)
-
-
-def overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[str, str]]:
-    """Pairs of names whose spans of addresses overlap. Each that overlaps is in a pair.
-
-    One may lie over several others, as a flat parameter does. So each is compared to that of those
-    before it which goes furthest, and not to its neighbour.
-    """
-    pairs: list[tuple[str, str]] = []
-    reach, furthest = -1, ""
-    for begin, end, name in sorted(spans):
-        if begin < reach:
-            pairs.append((furthest, name))
-        if end >= reach:
-            reach, furthest = end, name
-    return pairs
 
 
 def waiting_parameters(

@@ -1,13 +1,13 @@
-"""Layers of any model that bring their own parameters to the device: each layer is a slice.
+"""Layers of any model that load their own parameters to the device: each layer is a slice.
 
 Each layer gets a ``forward`` of ours around its own, and the modules around the layers get hooks,
 which say when a forward begins and ends:
 
     model.forward             a forward begins
-      layer 0                 bring 0 to the device, start bringing 1
+      layer 0                 load 0 to the device, prefetch 1
         tensors stand in the places of the parameters; its own forward computes
-      layer 1                 let 0 go; 1 is there; start bringing 2
-    end                       nothing is coming any more
+      layer 1                 let 0 go; 1 is there; prefetch 2
+    end                       nothing is prefetched any more
 
 NOTE [ Interrupted forwards ]
     A hook of an end is not called when an interrupt comes. So the module that began a forward may
@@ -17,10 +17,10 @@ NOTE [ Interrupted forwards ]
 
 NOTE [ Computed again ]
     A checkpoint around a layer calls our ``forward`` again in backward. A layer may also checkpoint
-    what is in its own forward, with a function that is its attribute :data:`CHECKPOINT`, as those
-    of Hugging Face do. Backward then calls only the inside. So meanwhile the attribute is a
-    function that passes on a callable which brings the layer if it is not there. In that case the
-    checkpoint saves all tensors itself, in forward and again in backward, for it counts them.
+    its own forward, with a function that is its attribute :data:`CHECKPOINT`, as those of Hugging
+    Face do. Backward then calls only the inside. So meanwhile the attribute is a function that
+    passes on a callable which loads the layer if it is not there. In that case the checkpoint saves
+    all tensors itself, in forward and again in backward, for it counts them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,12 @@ class OffloadedLayers(CacheFigures):
         self._opener: Module | None = None
         self._is_reentrant = False  # a layer of the present forward is in a reentrant checkpoint
 
+    def __repr__(self) -> str:
+        parameters = [p for layer in self._layers.values() for p in layer.places.parameters()]
+        return f"<OffloadedLayers: {len(self._layers)} layers, {self._figures(parameters)}>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayers:
-        """What layers of a copy of the model have in common; each of them joins when it runs."""
+        """The handle of a copy of the model; each layer of it joins when it runs."""
         memo[id(self)] = copied = OffloadedLayers(self.names, self._order.usual, self._cache)
         return copied
 
@@ -83,7 +87,7 @@ class OffloadedLayers(CacheFigures):
         for layer in self._layers.values():
             layer.close()
         self._layers.clear()
-        self._cache.drop()
+        self._cache.clear()
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -101,7 +105,7 @@ class OffloadedLayers(CacheFigures):
     def _begin(self, module: Module, args: object) -> None:
         if is_in_backward():
             return
-        self._cache.drop()  # weights may have been written; see NOTE [ Interrupted forwards ]
+        self._cache.clear()  # weights may have been written; see NOTE [ Interrupted forwards ]
         if self._run is None or self._opener is module:
             self._opener, self._run = module, SlicedRun(self._cache)
             self._is_reentrant = False
@@ -113,35 +117,35 @@ class OffloadedLayers(CacheFigures):
                 _keep_with_graph(output, self._run)
             self._opener = self._run = None
             self._order.end()
-            self._cache.settle()
+            self._cache.end_prefetch()
 
-    def _alone(self, layer: StreamedForward, number: int, compute: Callable[..., Any]) -> Any:
-        """What ``compute`` returns, of a layer that is brought to the device."""
+    def _compute(self, layer: StreamedForward, number: int, compute: Callable[..., Any]) -> Any:
+        """Return the result of ``compute`` with a layer that is loaded to the device."""
         self._layers[number] = layer
         try:
-            arrived = self._arrive(layer.places, number)
+            arrived = self._load(layer.places, number)
             output = compute(arrived)
             arrived.check_not_written()
             return output
         except BaseException:
             if not is_in_backward():  # there a checkpoint stops early by raising
                 self._opener = self._run = None
-                self._cache.drop()
+                self._cache.clear()
             raise
 
-    def _arrive(self, places: Places, number: int) -> OnDevice:
-        """A layer on the device. Those that are expected next start coming."""
-        run, num = self._run, self._cache.num_coming
+    def _load(self, places: Places, number: int) -> OnDevice:
+        """A layer on the device. Those that are expected next are prefetched."""
+        run, num = self._run, self._cache.num_ahead
         if is_in_backward():
             run, following = SlicedRun(self._cache), self._order.return_to(number, num)
-        elif run is None:  # somebody calls the layer by itself
-            self._cache.drop()
+        elif run is None:  # the layer is called by itself
+            self._cache.clear()
             run, following = SlicedRun(self._cache), []
         else:
             following = self._order.arrive(number, num)
         layers = [self._layers[number] for number in following if number in self._layers]
         slices = [layer.places.slice() for layer in layers if layer.places.parameters()]
-        return run.bring(places, slices)
+        return run.load(places, slices)
 
 
 class StreamedForward:
@@ -154,7 +158,7 @@ class StreamedForward:
         self._layer = layer
         self._own: Callable[..., Any] | None = vars(layer).get("forward")
         self._is_closed = False
-        self._thread: threading.Thread | None = None  # that computes with the parameters
+        self._thread: threading.Thread | None = None  # it computes with the parameters
         self._arrived: OnDevice | None = None
 
     @property
@@ -170,7 +174,7 @@ class StreamedForward:
         return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
 
     def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
-        """What ``call`` returns while the layer's parameters are on the device.
+        """Return the result of ``call``, with the layer's parameters on the device.
 
         They are saved as references, unless not ``saves``: see NOTE [ Computed again ].
         """
@@ -184,10 +188,10 @@ class StreamedForward:
         def compute(arrived: OnDevice) -> Any:
             return arrived.compute(call, list(self._exchanges(arrived)), saves=saves)
 
-        return self._handle._cache.alone(self._handle._alone, self, self._number, compute)
+        return self._handle._cache.locked(self._handle._compute, self, self._number, compute)
 
     def _exchanges(self, arrived: OnDevice) -> Iterator[Exchange]:
-        """What else is exchanged while the parameters are on the device."""
+        """Attributes that are exchanged, too, while the parameters are on the device."""
         yield vars(self), {"_thread": threading.current_thread(), "_arrived": arrived}
         attributes = vars(self._layer)
         if attributes.get(CHECKPOINT) is not None:
@@ -196,7 +200,7 @@ class StreamedForward:
     def _checkpoint(
         self, checkpoint: Callable[..., Any], inside: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """What the layer's own checkpoint returns, of ``inside`` with the layer's parameters."""
+        """Call the layer's own checkpoint; ``inside`` computes with the layer's parameters."""
 
         def with_parameters(*args: Any, **kwargs: Any) -> Any:
             return self._with_parameters(partial(inside, *args, **kwargs), saves=False)
@@ -204,9 +208,10 @@ class StreamedForward:
         return checkpoint(with_parameters, *args, **kwargs)
 
     def apply_elsewhere(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What ``Module.to`` and its like call of the layer: what waits on the host does not move.
+        """Stand in for ``Module._apply``, so that ``to`` does not move what waits on the host.
 
-        An OffloadError where ``fn`` is no mere move.
+        Raises:
+            OffloadError: ``fn`` changes the dtype.
         """
         parameters = self.places.parameters()
         ids = {id(tensor) for p in parameters for tensor in (p, p.grad)}
@@ -219,17 +224,16 @@ class StreamedForward:
                 return tensor
             raise OffloadError(
                 f"a parameter that waits on the host has {tensor.dtype}, and the model is turned "
-                f"into {dtype}; expected the dtype that it had; what comes before it in the model "
-                "may have been converted already, so either take that back with "
-                f"model.to({tensor.dtype}), or close() and convert the model again; at best it is "
-                "converted before offload_layers()"
+                f"into {dtype}; expected the same dtype; modules before it may be converted "
+                f"already: take that back with model.to({tensor.dtype}), or close() and convert "
+                "the model again; at best convert it before offload_layers()"
             )
 
         kind: Any = type(self._layer)
         return kind._apply(self._layer, apply, recurse)
 
     def close(self) -> None:
-        """Take this away from the layer, unless somebody has put another function around it."""
+        """Remove this from the layer, unless another function was put around it."""
         self._is_closed = True
         attributes = vars(self._layer)
         attributes.pop("_apply", None)

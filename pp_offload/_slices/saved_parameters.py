@@ -1,12 +1,12 @@
-"""What a forward through slices leaves for its backward: references to parameters, not copies.
+"""References to parameters, which a forward through slices saves in place of the tensors.
 
 While a slice runs, a saved tensor that lies on the memory of one of its parameters becomes a
 reference: which parameter, which view of it, at which version. So nothing keeps a slice on the
-device between forward and backward, and backward brings each slice once, in reverse order and ahead
+device between forward and backward, and backward loads each slice once, in reverse order and ahead
 of its use. Other saved tensors go to the hooks that were entered before, if any.
 
     run = SlicedRun(cache)
-    slice_ = run.bring(places, [following])
+    slice_ = run.load(places, [following])
     y = slice_.compute(partial(layer, x))
     slice_.check_not_written()
 """
@@ -38,32 +38,28 @@ class SlicedRun:
     def __init__(self, cache: SliceCache) -> None:
         self.cache = cache
         self.slices: list[Slice] = []
-        self._wanted: set[int] = set()
+        self.needed: set[int] = set()
+        """Slices for which a backward will ask, by index."""
 
-    def bring(self, places: Places, following: Sequence[Slice]) -> OnDevice:
-        """The slice that the forward has come to, on the device; others start coming."""
+    def load(self, places: Places, following: Sequence[Slice]) -> OnDevice:
+        """The slice that the forward has come to, on the device; others are prefetched."""
         slice_ = places.slice()
         self.slices.append(slice_)
         loaded = self.cache.use(slice_, self)
         self.cache.prefetch(*following)
         return OnDevice(self, len(self.slices) - 1, loaded)
 
-    def bring_back(self, index: int, parameter: int | None = None) -> list[Tensor]:
-        """The parameters of a slice in backward; those of slices before start coming."""
+    def reload(self, index: int, parameter: int | None = None) -> list[Tensor]:
+        """The parameters of a slice in backward; those of slices before are prefetched."""
         tensors = self.cache.use(self.slices[index], self, parameter)
         if is_in_backward():
-            before = (self.slices[i] for i in reversed(range(index)) if i in self._wanted)
-            self.cache.prefetch(*islice(before, self.cache.num_coming))
+            before = (self.slices[i] for i in reversed(range(index)) if i in self.needed)
+            self.cache.prefetch(*islice(before, self.cache.num_ahead))
         return tensors
-
-    def want(self, index: int) -> None:
-        """Note that backward, if there is one, will ask for this slice."""
-        if self.slices[index].parameters:
-            self._wanted.add(index)
 
 
 class OnDevice:
-    """A slice of a forward, whose parameters are on the device until :meth:`leave`."""
+    """A slice of a forward, whose parameters are on the device until :meth:`release`."""
 
     def __init__(self, run: SlicedRun, index: int, loaded: Sequence[Tensor]) -> None:
         self._run = run
@@ -84,24 +80,24 @@ class OnDevice:
         """Return the output of ``call``, which computes with the slice and with ``more`` exchanges.
 
         Parameters are saved as references if it ``saves``; else the hooks stay as they are. A
-        checkpoint may call this again in backward, when the slice is brought again.
+        checkpoint may call this again in backward, when the slice is loaded again.
         """
         if self._tensors is None:
-            return self._run.cache.alone(self._compute_again, call)
+            return self._run.cache.locked(self._compute_again, call)
         pack = self._pack() if saves and torch.is_grad_enabled() else None
         return self._slice.compute(self._tensors, call, more, pack)
 
     def _compute_again(self, call: Callable[[], Any]) -> Any:
         for parameter, then in zip(self._slice.parameters, self._stamps, strict=True):
             check_unchanged(parameter, then, self._slice.label)
-        tensors = self._joined(self._run.bring_back(self._index))
+        tensors = self._joined(self._run.reload(self._index))
         return self._slice.compute(tensors, call)
 
-    def leave(self, *, is_wanted: bool) -> None:
-        """Let go of what is on the device, whether or not backward computes the slice again."""
+    def release(self, *, is_needed: bool) -> None:
+        """Let go of the device tensors; backward computes the slice again if it is needed."""
         self._loaded, self._tensors = (), None
-        if is_wanted:
-            self._run.want(self._index)
+        if is_needed and self._slice.parameters:
+            self._run.needed.add(self._index)
 
     def check_not_written(self) -> None:
         """Raise an OffloadError if the layers changed a parameter in place."""
@@ -125,7 +121,7 @@ class OnDevice:
             if has_storage(tensor):
                 place = places.get(tensor.untyped_storage()._cdata)
                 if place is not None:
-                    run.want(index)
+                    run.needed.add(index)
                     return ParameterReference(run, index, place, tensor)
             return Resident(tensor) if outer is None else Chained(tensor, *outer)
 
@@ -152,7 +148,7 @@ class ParameterReference:
         """This view of the parameter, on the device."""
         slice_ = self._run.slices[self._index]
         check_unchanged(slice_.parameters[self._parameter], self._stamp, slice_.label)
-        tensor = self._run.bring_back(self._index, self._parameter)[self._parameter]
+        tensor = self._run.reload(self._index, self._parameter)[self._parameter]
         if tensor.dtype != self._geometry.dtype:
             tensor = flat_bytes(tensor)
         view = self._geometry.on_storage_of(tensor)
@@ -184,5 +180,5 @@ class Chained:
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """What those hooks unpack it to."""
+        """The tensor, from those hooks."""
         return self._unpack(self._packed)

@@ -32,8 +32,8 @@ def pruned_for_good(layer: nn.Module) -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "spectral": (nn.utils.spectral_norm, "spectral_norm, .*parametrizations.spectral_norm"),
-    "weight": (nn.utils.weight_norm, "weight_norm, .*parametrizations.weight_norm"),
+    "spectral": (nn.utils.spectral_norm, "spectral_norm, .*parametrizations"),
+    "weight": (nn.utils.weight_norm, "weight_norm, .*parametrizations"),
     "pruned": (pruned, r"prune, .*prune\.remove\(\)"),
     "scripted": (torch.jit.script, "is of TorchScript"),
     "traced": (lambda layer: torch.jit.trace(layer, torch.ones(2, WIDTH)), "is of TorchScript"),
