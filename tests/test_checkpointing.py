@@ -23,6 +23,7 @@ from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.checkpointing import (
     ActivationCheckpointedModelConfig,
     ActivationCheckpointing,
+    ActivationCheckpointingVariants,
     FullACParams,
     SelectiveLayerACParams,
     SelectiveOpACParams,
@@ -73,14 +74,6 @@ def test_names_in_the_state_dict_do_not_change(backend) -> None:
     model, _ = make(backend.device, "all, offload", backend)
     assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(plain.state_dict())
-
-
-def test_every_few_layers_counts_from_one_in_each_application() -> None:
-    for _ in range(2):
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(7)))
-        apply_(EVERY_FEW, "", model, SelectiveLayerACParams(ac_freq=3))
-        wrapped = [name for name, one in model.named_children() if not isinstance(one, nn.Linear)]
-        assert wrapped == ["2", "5"]
 
 
 @pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList, nn.Sequential])
@@ -211,38 +204,6 @@ def test_numbers_behind_a_kept_operator_are_the_same(backend, kept: str) -> None
         assert torch.equal(after[0], after[1]), "backward draws nothing from the caller's"
 
 
-def test_nothing_is_asked_of_operators_where_all_are_recomputed() -> None:
-    """A dispatch mode costs time at every operator."""
-    policy = SelectiveOpACParams(save_ops_keys=[ADDMM], recompute_every={ADDMM: 1}).policy()
-    recompute = Recompute(policy=policy)
-    for layer in make_model(groups=()):
-        recompute(layer, torch.ones(5, 8)).sum().backward()
-    assert recompute.counts.recomputed_calls == 3
-    assert recompute.counts.recomputed_ops == recompute.counts.saved_outputs == 0
-
-
-@pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
-def test_operators_of_compiled_layers_are_kept(where: str) -> None:
-    """Such layers run as they are: a compiler makes other operators than those that are named."""
-    found = []
-    for is_on in (False, True):
-        torch._dynamo.reset()
-        model = make_model(groups=())
-        for layer in model:
-            layer.compile(backend="aot_eager")
-        if is_on:
-            torch._dynamo.utils.counters.clear()
-            way = SelectiveOpACParams(**{where: [ADDMM]}, min_offload_size=1)
-            counts = apply_(BY_OP, "", model, way).counts
-        for _ in range(2):
-            x = torch.ones(5, 8, requires_grad=True)
-            model(x).square().sum().backward()
-            found.append([x.grad, *(p.grad.clone() for p in model.parameters())])
-    assert same_bits(found[0], found[2]) and same_bits(found[1], found[3])
-    assert counts.saved_outputs + counts.offloaded_outputs == 3 * 3 * 2
-    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
 @pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
 def test_an_operator_that_raised_in_the_forward_raises_again(where: str) -> None:
     """A function that handles the error gets the outputs of the right calls."""
@@ -303,57 +264,19 @@ def test_outputs_that_are_written_into_are_recomputed(kind: str, where: str) -> 
     assert counts.written_outputs > 0 and (num_kept > 0) == (kind in ("GRU", "LSTMCell"))
 
 
-def test_a_checkpoint_in_a_checkpoint_keeps_nothing_of_its_own(backend) -> None:
-    with backend.activate():
-        stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
-        inner, outer = Recompute(stash), Recompute(stash)
-        layers = [torch.sin, torch.cos, torch.tanh]
-
-        def chain(x):
-            for layer in layers:
-                x = inner(layer, x)
-            return x
-
-        x = torch.ones(64, device=backend.device, requires_grad=True)
-        y = outer(chain, x * 1)
-        assert stash.statistics().bytes_offloaded == x.nbytes
-        y.sum().backward()
-        z = x.detach().clone().requires_grad_()
-        (z * 1).sin().cos().tanh().sum().backward()
-        assert torch.equal(x.grad, z.grad)
-
-
-class Theirs(enum.Enum):
-    """Modalities' own variants, as they are written there."""
-
-    FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
-    SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
-    SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
-
-
 @pytest.mark.parametrize("number", range(3))
 def test_variants_and_parameters_of_another_library_will_do(number: int) -> None:
     given = [params(), params(ac_freq=2), params(save_ops_keys=[OP])][number]
-    by_name = enum.Enum("ByName", list(Theirs.__members__))  # with numbers for values
-    variants = [list(Theirs)[number], list(by_name)[number], list(Theirs)[number].value]
+    ours = list(ActivationCheckpointingVariants)[number]
+    by_value = enum.Enum("ByValue", {"ANY": ours.value})
+    by_name = enum.Enum("ByName", [ours.name])  # with a number for its value
+    variants = [by_value.ANY, by_name[ours.name], ours.value]
     for variant, options in zip(variants, (given, given, vars(given)), strict=True):
         model = make_model(groups=())
         recompute = apply_(variant, "", model, options)
         model(torch.ones(5, 8)).sum().backward()
         assert recompute.counts.recomputed_calls == (3, 1, 3)[number]
     assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
-
-
-def test_save_dict_has_the_operators_of_the_reference() -> None:
-    known = ActivationCheckpointing.SAVE_DICT
-    assert {key: f"ops.{op}" for key, op in known.items()} == {key: key for key in known}
-    assert set(known) == {
-        "ops.aten.mm.default",
-        "ops.aten._scaled_dot_product_efficient_attention.default",
-        "ops.aten._scaled_dot_product_flash_attention.default",
-        "ops._c10d_functional.reduce_scatter_tensor.default",
-        "ops.aten.max.default",
-    }
 
 
 BAD = {
@@ -379,18 +302,10 @@ BAD = {
         {"ac_freq": 3},
         "ac_freq is 3, but '' has 2 layers; expected",
     ),
-    "a string": (BY_OP, "", {"save_ops_keys": OP}, "expected a list of names"),
     "parameters of another": (FULL, "", SelectiveLayerACParams(ac_freq=1), "expected FullACParams"),
     "no frequency": (EVERY_FEW, "", params(), "without ac_freq; expected SelectiveLayerACParams"),
-    "frequency": (
-        EVERY_FEW,
-        "",
-        params(ac_freq=0),
-        "ac_freq is 0, expected an integer of at least 1",
-    ),
     "empty": (BY_OP, "", params(save_ops_keys=[]), "save_ops_keys is empty; expected .*mm.default"),
     "unknown op": (BY_OP, "", params(save_ops_keys=["mm"]), "unknown operator 'mm'; .*max.default"),
-    "no overload": (BY_OP, "", params(save_ops_keys=["ops.aten.mm"]), "unknown operator 'ops.aten"),
 }
 
 
@@ -455,50 +370,3 @@ def test_offload_of_nothing_is_warned_of_once(options, message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x).sum().backward()
-
-
-class Fills(nn.Module):
-    """Appends to a list that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
-        y = torch.tanh(self.linear(x))
-        losses.append(y.square().mean())
-        return y
-
-
-class Remembers(nn.Module):
-    """Has a buffer that carries a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("last", torch.ones(4), persistent=False)
-
-    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
-        y = self.linear(x) + self.last.sin()
-        self.last = y.mean(0)
-        return y.tanh()
-
-
-@pytest.mark.parametrize("kind", [Fills, Remembers])
-def test_what_layers_may_do(kind: type[nn.Module]) -> None:
-    results = []
-    for is_on in (False, True):
-        torch.manual_seed(2)
-        layers = [kind() for _ in range(2)]
-        run = Recompute() if is_on else lambda layer, *args: layer(*args)
-        totals = []
-        for _ in range(2):
-            losses: list[Tensor] = []
-            y = torch.randn(6, 4)
-            for layer in layers:
-                y = run(layer, y, losses)
-            totals.append(y.sum() + sum(losses, start=y.mean()))
-        torch.autograd.backward(totals)
-        buffers = [b.detach() for layer in layers for b in layer.buffers()]
-        results.append([*(p.grad for layer in layers for p in layer.parameters()), *buffers])
-    assert same_bits(*results)

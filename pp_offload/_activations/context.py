@@ -29,6 +29,7 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
+from pp_offload._common.option_sources import size_said
 from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
@@ -104,32 +105,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             backend=backend,
         )
         self._warn_if_nothing_leaves(config)
-        self._use_pin_memory, self._use_streams = use_pin_memory, use_streams
+        self.use_pin_memory, self.use_streams = use_pin_memory, use_streams
+        self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # the latter is TRL's
+        self.max_fwd_stash_size = max_fwd_stash_size
         self._knows_model = False
         self._here = _OfThread()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
-
-    @property
-    def use_pin_memory(self) -> bool:
-        """Whether tensors are offloaded to pinned memory."""
-        return self._use_pin_memory
-
-    @property
-    def use_streams(self) -> bool:
-        """Whether copies run beside compute."""
-        return self._use_streams
-
-    @property
-    def min_offload_size(self) -> int:
-        """Bytes below which tensors stay on the device. TRL's name is min_tensor_size_bytes."""
-        return self.stash.min_offload_size
-
-    min_tensor_size_bytes = min_offload_size
-
-    @property
-    def max_fwd_stash_size(self) -> int | None:
-        """Number of tensors that may be on the device before they leave together."""
-        return self.stash.max_tensors
 
     has_warned_of_copies = False
 
@@ -145,6 +126,15 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 'accelerator, or with config=OffloadConfig(tiers=("disk",))',
                 backend.name,
             )
+
+    def __repr__(self) -> str:
+        statistics = self.statistics()
+        disk_bytes = statistics.disk_bytes_peak
+        return (
+            f"<{type(self).__name__}: {size_said(statistics.bytes_offloaded)} offloaded so far; at "
+            f"most {size_said(statistics.host_bytes_peak)} in host memory"
+            f"{f' and {size_said(disk_bytes)} on disk' if disk_bytes else ''} at a time>"
+        )
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
@@ -203,9 +193,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self._knows_model = True
         self.stash.keep_module(model)
 
-    def update_model_params(self, model: Module) -> None:
-        """Leave parameters and buffers where they are: :meth:`keep_module`, under TRL's name."""
-        self.keep_module(model)
+    update_model_params = keep_module
 
     def statistics(self) -> OffloadStatistics:
         """Bytes that were moved and that are in use, exact at the call."""

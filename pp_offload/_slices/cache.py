@@ -193,11 +193,11 @@ class CacheFigures:
         return self._cache.peak_bytes
 
     def _figures(self, parameters: Iterable[Tensor]) -> str:
-        """Bytes of these parameters on the host, and how many of them the device had at a time."""
-        nbytes = sum({id(p): p.nbytes for p in parameters if p.is_cpu}.values())
+        """Bytes of these parameters on the host, and the most that the device had at a time."""
+        nbytes = sum({id(p): p.nbytes for p in parameters}.values())
         return (
-            f"{size_said(nbytes)} of parameters on the host, at most "
-            f"{size_said(self._cache.peak_bytes)} of them on the device"
+            f"{size_said(nbytes)} of parameters on the host; at most "
+            f"{size_said(self._cache.peak_bytes)} of them on the device at a time"
         )
 
 

@@ -33,7 +33,7 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
     """The device that was given; a ValueError where it is not that of the backend."""
     check_kind(name, given, (torch.device, str, int), "a torch.device, or its name")
     try:
-        device = torch.device(given)  # type: ignore[arg-type]
+        device = torch.device(given)  # type: ignore[call-overload]
     except RuntimeError as failure:
         raise ValueError(
             f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from pp_offload import OffloadActivations
-from pp_offload._activations.met_modules import MetModules
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
 
@@ -107,17 +106,3 @@ def test_a_model_is_compiled_once(way: Callable[..., Any]) -> None:
         assert not torch_module._global_forward_pre_hooks
     assert offloaded_bytes[0] > 0
     assert offloaded_bytes[0] == offloaded_bytes[1] or way in (function, in_place)
-
-
-def test_two_contexts_see_modules_until_each_is_left() -> None:
-    """On two threads, the first to begin may be the first to end."""
-    seen: list[int] = []
-    contexts = [MetModules(lambda module, number=n: seen.append(number)) for n in (0, 1)]
-    for context in contexts:
-        context.begin()
-    for context in contexts:
-        nn.Tanh()(torch.ones(2))
-        context.end()
-    nn.Tanh()(torch.ones(2))
-    assert seen == [0, 1, 1]
-    assert not torch_module._global_forward_pre_hooks

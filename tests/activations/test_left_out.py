@@ -69,27 +69,6 @@ def test_inside_its_forward_and_nowhere_else() -> None:
         model(make_x())
 
 
-def test_an_error_in_a_hook_before_ours() -> None:
-    """Our hook at the end is called all the same, and must end no other module's forward."""
-    model = make_model()
-
-    def fail(*_: object) -> None:
-        raise ValueError("in a hook")
-
-    model[0][1].register_forward_pre_hook(fail)
-    exclude(model[0][1])
-    exclude(model)
-
-    def outer(x: Tensor) -> Tensor:
-        with pytest.raises(ValueError, match="in a hook"):
-            model[0](x)
-        assert is_excluded()
-        return x
-
-    model.forward = outer
-    model(make_x())
-
-
 def test_an_interrupt_is_over_when_a_forward_begins() -> None:
     """Hooks at the end are not called then."""
     model = make_model()
@@ -139,22 +118,3 @@ def test_in_a_checkpoint_it_keeps_nothing(impl: CheckpointImpl, order: str) -> N
     assert same_bits(gradients[0], gradients[1]) and same_bits(gradients[0], gradients[2])
     assert held[0] == held[1] == held[2]
     assert held[0][1] == len(model), "what the checkpoints keep: the input of each"
-
-
-def test_another_context_inside_a_left_out_module_leaves_its_mark() -> None:
-    """What it saves behind that context stays as well."""
-    model, seen = make_model(), []
-    outer, inner = (OffloadActivations(min_offload_size=1) for _ in range(2))
-
-    class Inside(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with inner:
-                seen.append(is_excluded())
-            seen.append(is_excluded())
-            return x.sin()
-
-    inside = Inside()
-    exclude(inside)
-    with outer:
-        inside(model(make_x())).sum().backward()
-    assert seen == [True, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from conftest import make_backend
 from helpers.backward_orders import Program, first_in_first_out, last_in_first_out, one_by_one
 from helpers.toy import batches, make_model, same_bits
 from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
-from torch import Tensor
 
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import OffloadActivations
@@ -82,21 +80,3 @@ def test_the_limit_is_kept_and_filled(
     (line,) = [text for text in caplog.messages if "saved tensors stay" in text]
     assert f"{sent[-1] / 2**30:.2f} are on the host" in line
     assert f"of at most {limit_bytes / 2**30:.2f}" in line
-
-
-def test_with_a_backward_after_each_forward_but_one() -> None:
-    """As in a pipeline: a step is over where no graph is left."""
-    backend = make_backend("eager")
-    config = OffloadConfig(device_limit_bytes=2**30)
-    offload = OffloadActivations(min_offload_size=1, config=config, backend=backend)
-    model, sent = make_model(groups=(), device=str(backend.device)), []
-    for number in range(4):
-        before, waiting = offload.statistics().bytes_offloaded, deque[Tensor]()
-        for x in batches(4, step=number):
-            with offload:
-                waiting.append(model(x.to(backend.device)).square().mean())
-            if len(waiting) > 1:
-                waiting.popleft().backward()
-        waiting.popleft().backward()
-        sent.append(offload.statistics().bytes_offloaded - before)
-    assert sent[0] and not sent[-1]

@@ -82,9 +82,3 @@ def test_a_layer_that_only_reads_is_not_warned_of() -> None:
         warnings.simplefilter("error")
         Recompute(use_reentrant=True)(Reads(4, 4), x, past_key_values=DynamicCache())
         Recompute(use_reentrant=True)(Reads(4, 4).forward, x, past_key_values=DynamicCache())
-
-
-def test_a_cache_is_found_wherever_it_stands() -> None:
-    x = torch.ones(2, 4, requires_grad=True)
-    with pytest.warns(UserWarning, match="function .* DynamicCache"):
-        Recompute()(lambda x, more: x.sin(), x, {"some": (1, DynamicCache())})

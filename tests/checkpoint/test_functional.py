@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpointed import MM
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -47,26 +46,6 @@ def test_a_call_written_for_pytorch(use_reentrant: bool) -> None:
     assert same_bits(run(checkpoint), run(torch_checkpoint))
 
 
-def test_without_grad_and_without_random_state() -> None:
-    run = checkpoint_function(preserve_rng_state=False, backend=CpuBackend())
-    x = torch.ones(64, requires_grad=True)
-    with torch.no_grad():
-        run(torch.sin, x)
-    assert run.counts.forward_calls == 0
-    y = run(lambda x: nn.functional.dropout(x, 0.5), x)
-    torch.manual_seed(9)
-    y.sum().backward()
-    assert not torch.equal(x.grad, y.detach())
-
-
-def test_what_is_not_deterministic_is_found() -> None:
-    sizes = iter((3, 4))
-    x = torch.ones(8, requires_grad=True)
-    y = checkpoint(lambda x: x[: next(sizes)].sin(), x, **OFFLOAD)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        y.sum().backward()
-
-
 def test_equal_options_share_one_engine() -> None:
     one = checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
     assert one is checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
@@ -87,30 +66,6 @@ def test_an_engine_goes_with_its_backend() -> None:
     del run, backend
     gc.collect()
     assert gone() is None
-
-
-def test_operators_may_be_named() -> None:
-    backend = CpuBackend()
-    run = checkpoint_function(
-        offload_ops_keys=[MM], recompute_every={}, min_offload_size=1, backend=backend
-    )
-    x = torch.randn(4, 4, requires_grad=True)
-    run(lambda x: (x @ x).sin().cos(), x).sum().backward()
-    assert run.counts.offloaded_outputs == run.counts.recomputed_ops == 1 and run.stash is not None
-    assert run.stash.statistics().bytes_offloaded == run.counts.offloaded_bytes == x.nbytes
-
-
-def test_graphs_that_are_dropped_do_not_gather() -> None:
-    """Nobody says that a forward begins, and there is no backward to tell either."""
-    options = {**OFFLOAD, "backend": CpuBackend()}
-    layer, x = nn.Linear(8, 8), torch.randn(6, 8)
-    for _ in range(50):
-        checkpoint(layer, checkpoint(layer, x, **options), **options)
-    stash = checkpoint_function(**options).stash
-    assert stash is not None
-    assert len(stash._forward.chunk.groups) <= 2
-    assert stash._step.num_chunks <= 2
-    assert stash.statistics().live_tensors == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -186,16 +185,6 @@ def test_checkpoints_of_this_package_are_left_alone() -> None:
     assert same_bits(step(model, backend.device, offload), expected)
     assert model.layers[0].recompute.counts.forward_calls == 2 * LAYERS
     assert offload.statistics().bytes_offloaded == 0
-
-
-def test_a_model_that_was_in_one_can_be_pickled() -> None:
-    backend = CpuBackend()
-    model = make(backend.device)
-    expected = step(model, backend.device, OffloadHiddenStates(model, backend=backend))
-    other = pickle.loads(pickle.dumps(model))
-    offload = OffloadHiddenStates(other, min_offload_size=1, backend=backend)
-    assert same_bits(step(other, backend.device, offload), expected)
-    assert offload.statistics().bytes_offloaded == 2 * LAYERS * HIDDEN_BYTES
 
 
 def test_where_no_layer_is_checkpointed_one_warning_says_so(

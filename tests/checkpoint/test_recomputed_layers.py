@@ -11,7 +11,6 @@ from helpers.toy import assert_idle, assert_no_hooks, batches, make_model, run_s
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload.checkpointing import recompute_layers
@@ -150,23 +149,3 @@ def test_bad_names_are_refused(names: Any, kind: type[Exception], message: str) 
     with pytest.raises(kind, match=message):
         recompute_layers(model, names)
     assert str(model) == before
-
-
-def test_a_group_around_layers_takes_what_they_keep(
-    manager: PipelineOffloadManager, model: nn.Sequential
-) -> None:
-    """Which is their inputs: recomputed from what comes back from the host."""
-    device = manager.backend.device
-    (leaf,) = (x.to(device).requires_grad_() for x in batches(1))
-    plain = make_model(NUM_LAYERS, groups=()).to(device)
-    expected = torch.autograd.grad(plain(leaf).sum(), [leaf, *plain.parameters()])
-    manager.reset()
-    manager.init_model_chunk_offload_handler(None, None, 1)
-    with recompute_layers(model, ["1", "2"]):
-        x = model[0](leaf)
-        with off_interface(True, x, "inputs") as x:
-            x = model[2](model[1](x))
-        x = model[3](off_interface.group_commit(x, name="inputs"))
-        nbytes = sum(group.counts.nbytes for group in manager.cur_forward_chunk().groups[2:3])
-        assert nbytes == 2 * leaf.nbytes
-        assert same_bits(torch.autograd.grad(x.sum(), [leaf, *model.parameters()]), expected)

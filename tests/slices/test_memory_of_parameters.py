@@ -8,12 +8,11 @@ import io
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.sliced import Offload, as_slices, both_ways, state, trained
-from helpers.toy import moved, same_bits
+from helpers.sliced import Offload, both_ways, trained
+from helpers.toy import same_bits
 from torch import Tensor, nn
 
 from pp_offload.backends import Backend
-from pp_offload.testing import SimulatedBackend
 
 WIDTH = 128
 BASE = WIDTH * WIDTH * 4
@@ -54,15 +53,6 @@ def saved(model: nn.Module) -> bytes:
     return file.getvalue()
 
 
-def has_storages_apart(model: nn.Module) -> bool:
-    """Whether each parameter's storage has its bytes and no others."""
-    parameters = list(model.parameters())
-    storages = [parameter.untyped_storage() for parameter in parameters]
-    sizes = [storage.nbytes() for storage in storages]
-    is_exact = sizes == [parameter.nbytes for parameter in parameters]
-    return is_exact and len({storage._cdata for storage in storages}) == len(parameters)
-
-
 @on_two_backends
 @both_ways
 @pytest.mark.parametrize("when", ["at first", "after steps", "of a copy"])
@@ -77,27 +67,3 @@ def test_a_file_has_what_is_saved_alone(backend: Backend, offload: Offload, when
         assert abs(len(file) - len(saved(stack()))) < BASE / 8
         loaded = torch.load(io.BytesIO(file), map_location="cpu")
         assert same_bits(list(loaded.values()), list(adapters(model).values()))
-
-
-@on_two_backends
-@both_ways
-def test_each_parameter_has_a_storage_of_its_own(backend: Backend, offload: Offload) -> None:
-    with backend.activate():
-        plain = moved(stack(), backend.device)
-        model, _ = offload(stack(), backend)
-        assert has_storages_apart(model) and same_bits(state(model), state(plain))
-        copied = copy.deepcopy(model)
-        expected = trained(plain, backend, WIDTH)
-        for one in (model, copied):
-            assert same_bits(trained(one, backend, WIDTH), expected), "a copy has its own memory"
-            assert has_storages_apart(one)
-
-
-def test_memory_that_is_shared_with_other_processes() -> None:
-    backend = SimulatedBackend("late")
-    with backend.activate():
-        model, _ = as_slices(stack(), backend)
-        model.share_memory()
-        assert all(p.is_shared() for p in model.parameters() if p.numel())
-        assert same_bits(trained(model, backend, WIDTH), trained(stack(), backend, WIDTH))
-    backend.check()

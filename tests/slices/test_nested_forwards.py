@@ -11,8 +11,6 @@ from pp_offload import offload_layers
 from pp_offload.testing import SimulatedBackend
 
 WIDTH, DEPTH = 8, 3
-ONE = WIDTH * WIDTH * 4
-"""Bytes of a layer."""
 
 
 class Inner(nn.Module):
@@ -80,19 +78,3 @@ def test_an_interrupt_outside_of_layers_leaves_nothing_to_another_forward(
                     parameter.data.mul_(step)
             assert same_bits([model.inner[0](x)], [plain.inner[0](x)])
     backend.check()
-
-
-def test_a_forward_inside_of_another_costs_no_prefetch() -> None:
-    """It begins before its layers come, as that of a causal model's decoder does."""
-    backend = SimulatedBackend("late")
-    with backend.activate(), torch.no_grad():
-        model, _ = pair(backend, DEPTH)
-        handle = offload_layers(model, "inner.0.layers", backend=backend)
-        seen: list[int] = []
-        for layer in model.inner[0].layers:
-            layer.register_forward_hook(lambda *_: seen.append(handle.parameter_bytes_on_device))
-        for _ in range(2):
-            before = handle.statistics().bytes_reloaded
-            model(torch.randn(2, WIDTH))
-            assert handle.statistics().bytes_reloaded - before == DEPTH * ONE
-        assert seen == 2 * [2 * ONE, 2 * ONE, ONE]

@@ -53,9 +53,3 @@ def test_no_way_to_cut_is_better(seed: int) -> None:
         assert len(slices) == num_slices and all(slices)
         assert [i for one in slices for i in one] == list(range(len(layers)))
         assert largest(layers, slices) == smallest_largest(layers, num_slices)
-
-
-def test_what_is_shared_counts_once() -> None:
-    layers = [{1: 100}, {1: 100}, {2: 60}, {3: 60}]
-    assert slice_bytes(layers) == 220
-    assert partition(layers, 2) == [range(0, 2), range(2, 4)]

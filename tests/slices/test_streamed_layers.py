@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,30 +230,6 @@ def in_slices() -> nn.Module:
     model = stack()
     model.other = OffloadModel(nn.Sequential(nn.Linear(2, 2)), "cpu", num_slices=1)
     return model
-
-
-def test_another_forward_that_was_there_or_came_later() -> None:
-    """Is called, and stays when the handle is closed; layers are given once."""
-    model, calls = stack(), []
-
-    def counted(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            calls.append(own)
-            return own(x)
-
-        return forward
-
-    model.layers[0].forward = first = counted(model.layers[0].forward)
-    handle = offload_layers(model, "layers")
-    model.layers[1].forward = later = counted(model.layers[1].forward)
-    with pytest.raises(OffloadError, match=r"layers \['layers.0'.* wait on the host already"):
-        offload_layers(model, "layers")
-    for _ in range(2):
-        model(input_for(make_backend("cpu")))
-        assert len(calls) == 2
-        calls.clear()
-        handle.close()
-    assert model.layers[0].forward is first and model.layers[1].forward is later
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend, skip_on_emulated
+from conftest import BACKENDS, make_backend
 from helpers.sliced import as_layers, as_slices, run_again
 from helpers.toy import moved, same_bits
 from torch import Tensor, nn
@@ -29,21 +29,6 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts[int(x[0, 0].detach().abs())](x).sin() + x
-
-
-class AsksInForward(nn.Module):
-    """Asks for the gradient of one parameter in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        inner = self.second(hidden).square().sum()
-        (gradient,) = torch.autograd.grad(inner, self.second.weight)
-        return hidden + gradient.mean()
 
 
 def of_kind(kind: str, model: nn.Sequential, backend: Backend) -> nn.Module:
@@ -154,32 +139,3 @@ def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward
         [("", gradient) for gradient in grads], [("", gradient) for gradient in plain]
     )
     assert any(gradient is None for gradient in grads), "nobody used the spare ones"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("device", BACKENDS)
-def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str, kind: str) -> None:
-    """What led to the slice's other parameters is still there for the backward."""
-    results = []
-    for way in (plain_of(kind), kind):
-        backend = make_backend(device)
-        if kind == "checkpointed":
-            skip_on_emulated(backend, "the layer runs again on another thread: see docs/limits.md")
-        with backend.activate():
-            torch.manual_seed(0)
-            model = of_kind(way, nn.Sequential(AsksInForward(), AsksInForward()), backend)
-            for step in range(2):
-                computed(way, model, inputs(step, (0, 0), backend.device)).sum().backward()
-            results.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
-    assert len(results[0]) == 4 and same_bits(*results)
-
-
-def test_a_gradient_that_only_the_layer_asked_for_does_not_leave(backend) -> None:
-    """It is in that backward alone, and gone with it."""
-    with backend.activate():
-        model, figures = as_slices(nn.Sequential(AsksInForward()), backend, num_slices=1)
-        y = model(inputs(0, (0, 0), backend.device))
-        assert figures.statistics().bytes_offloaded == 0
-        y.sum().backward()
-        used = [p for name, p in model.named_parameters() if ".first." in name]
-        assert figures.statistics().bytes_offloaded == sum(p.nbytes for p in used) > 0
