@@ -34,17 +34,12 @@ from pp_offload.errors import OffloadError
 
 @dataclass(eq=False, slots=True)
 class Loaded:
-    """A slice on the device, or on its way there.
-
-    Attributes:
-        slice: Which slice.
-        pending: Its tensors.
-        stamps: Version and address of each parameter when it was read.
-    """
+    """A slice on the device, or on its way there."""
 
     slice: Slice
     pending: PendingCopy
     stamps: list[tuple[int, int]]
+    """Version and address of each parameter when it was read."""
 
 
 class SliceCache:
@@ -80,8 +75,7 @@ class SliceCache:
             self._lock.release()
 
     def __deepcopy__(self, memo: object) -> SliceCache:
-        """A copy of a model shares what moves its tensors."""
-        return self
+        return self  # a copy of a model shares what moves its tensors
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -145,7 +139,6 @@ class SliceCache:
         self._discard(resident, resident[1:])
 
     def clear(self) -> None:
-        """Discard all slices."""
         self.end_prefetch()
         self._by_user.clear()
 
@@ -208,7 +201,6 @@ class EndOfBackward:
         self._cache = cache
 
     def __call__(self) -> None:
-        """The backward has ended."""
         if self in self._cache._by_user:
             self._cache.clear()
 

@@ -24,14 +24,12 @@ class LayerOrder:
         self._place = self._place_back = 0
 
     def begin(self) -> None:
-        """A forward begins."""
         self._seen = []
         self._place = 0
 
     def end(self) -> None:
-        """The forward has ended. One that ended early teaches nothing."""
         if self._seen and self._seen != self._last[: len(self._seen)]:
-            self._last = self._seen
+            self._last = self._seen  # but for one that ended early
         self._seen = []
 
     def arrive(self, layer: int, num: int) -> list[int]:

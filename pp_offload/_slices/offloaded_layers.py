@@ -96,7 +96,6 @@ class OffloadedLayers(CacheFigures):
         self.close()
 
     def _hook(self, module: Module) -> None:
-        """Have a module around the layers say when its forward begins and ends."""
         self._hooks += [
             module.register_forward_pre_hook(self._begin),
             module.register_forward_hook(self._end, always_call=True),
@@ -168,7 +167,6 @@ class StreamedForward:
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
         if not torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))):
             self._handle._is_reentrant = True
         return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
@@ -191,7 +189,6 @@ class StreamedForward:
         return self._handle._cache.locked(self._handle._compute, self, self._number, compute)
 
     def _exchanges(self, arrived: OnDevice) -> Iterator[Exchange]:
-        """Attributes that are exchanged, too, while the parameters are on the device."""
         yield vars(self), {"_thread": threading.current_thread(), "_arrived": arrived}
         attributes = vars(self._layer)
         if attributes.get(CHECKPOINT) is not None:

@@ -61,7 +61,6 @@ class PendingCopy:
     event: Event | None = None
 
     def end(self) -> Event:
-        """The event behind the copies."""
         if self.event is None:
             self.event = self.side.record_event()
         return self.event

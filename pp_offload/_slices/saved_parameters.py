@@ -109,7 +109,6 @@ class OnDevice:
             )
 
     def _pack(self) -> Chaining:
-        """A hook for what the layers of the slice save."""
         run, index, loaded = self._run, self._index, self._loaded
         places = {
             tensor.untyped_storage()._cdata: i for i, tensor in enumerate(loaded) if tensor.numel()
@@ -145,7 +144,6 @@ class ParameterReference:
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """This view of the parameter, on the device."""
         slice_ = self._run.slices[self._index]
         check_unchanged(slice_.parameters[self._parameter], self._stamp, slice_.label)
         tensor = self._run.reload(self._index, self._parameter)[self._parameter]
@@ -180,5 +178,4 @@ class Chained:
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """The tensor, from those hooks."""
         return self._unpack(self._packed)
