@@ -17,12 +17,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload._activations.stash import ActivationStash
@@ -35,7 +36,6 @@ from pp_offload._common.torch_private import (
     never_compiled,
     records_operators,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
 )
 from pp_offload._hooks.hook_scopes import saving
@@ -88,8 +88,7 @@ class Recompute:
         self._is_checked = self._has_warned_of_cache = False
 
     def __deepcopy__(self, memo: object) -> Recompute:
-        """A copy of a model shares what moves its tensors."""
-        return self
+        return self  # a copy of a model shares what moves its tensors
 
     def __reduce__(self) -> Any:
         if self in _of_default:
@@ -101,7 +100,6 @@ class Recompute:
 
     @never_compiled
     def begin(self) -> None:
-        """The forward of a microbatch begins."""
         if self.stash is not None:
             self.stash.begin()
 
@@ -131,31 +129,24 @@ class Recompute:
         if self.stash is not None and self.stash.is_over and not is_recomputing():
             self.stash.begin()
         self.counts.forward_calls += 1
-        call = _Call(function, args, kwargs)
-        if not self._has_warned_of_cache:
-            self._warn_of_cache(call)
-        outputs = saving(self._pack(), self._checkpoint, call, call.tensors())
+        outputs = saving(self._pack(), self._checkpoint, function, args, kwargs)
         self._send()
         return outputs
 
-    def _warn_of_cache(self, call: _Call) -> None:
-        """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
-        cache = next(filter(_is_cache, call.others), None)
-        mark = "_can_checkpoint_with_cache"
-        if cache is None or any(getattr(module, mark, False) for module in call.modules):
-            return
-        self._has_warned_of_cache = True
-        warnings.warn(
-            f"{call.subject} is checkpointed and was given a {type(cache).__name__} to fill: where "
-            "backward runs it again, it fills that a second time, so gradients may be wrong and "
-            "nothing says so, or backward fails; set model.config.use_cache = False for training, "
-            "or call the model with use_cache=False",
-            stacklevel=3,
-        )
+    def _checkpoint(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Hand a call to PyTorch's checkpoint, which runs it now, and again in backward.
 
-    def _checkpoint(self, call: _Call, tensors: list[Tensor]) -> Any:
-        """Hand a call to PyTorch's checkpoint, which runs it now, and again in backward."""
-        before = ModuleState(call.modules)
+        The first run gets the very objects of the call, and may fill a list in them; later runs get
+        containers like those, with the tensors that the checkpoint saved.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        first = [(args, kwargs)]
+        modules = modules_of(function, *others)
+        name = f"a layer {type(modules[0]).__name__}" if len(modules) == 1 else "a function"
+        self._warn_of_cache(name, modules, others)
+        before = ModuleState(modules)
         outputs = None
         if self._policy is not None and self._policy.kept:
             restore = self.params.preserve_rng_state
@@ -165,21 +156,41 @@ class Recompute:
             with ExitStack() as contexts:
                 if not self.warns_of_groups:
                     contexts.enter_context(expected())
-                if call.has_run:
-                    self.counts.recomputed_calls += 1
-                    contexts.enter_context(before.restored())
-                else:
+                if first:
                     self._send()
-                if outputs is not None:
-                    contexts.enter_context(outputs.again() if call.has_run else outputs)
-                return call(*tensors)
+                    args, kwargs = first.pop()
+                    contexts.enter_context(outputs or nullcontext())
+                else:
+                    self.counts.recomputed_calls += 1
+                    rest = iter(tensors)
+                    filled = [next(rest) if leaf is _TENSOR else leaf for leaf in others]
+                    args, kwargs = tree_unflatten(filled, tree)
+                    contexts.enter_context(before.restored())
+                    contexts.enter_context(outputs.again() if outputs else nullcontext())
+                return function(*args, **kwargs)
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}
         if self.params.use_reentrant:
-            return _run_reentrant(run, call, tensors, options)
+            return _run_reentrant(run, name, modules, tensors, options)
         options["determinism_check"] = self.params.determinism_check
         options["early_stop"] = self.params.early_stop and not before.draws_after_saving
         return checkpoint(run, *tensors, use_reentrant=False, **options)
+
+    def _warn_of_cache(self, name: str, modules: list[Module], others: list[Any]) -> None:
+        """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
+        cache = next(filter(_is_cache, others), None)
+        mark = "_can_checkpoint_with_cache"
+        is_only_read = any(getattr(module, mark, False) for module in modules)
+        if cache is None or is_only_read or self._has_warned_of_cache:
+            return
+        self._has_warned_of_cache = True
+        warnings.warn(
+            f"{name} is checkpointed and was given a {type(cache).__name__} to fill: where "
+            "backward runs it again, it fills that a second time, so gradients may be wrong and "
+            "nothing says so, or backward fails; set model.config.use_cache = False for training, "
+            "or call the model with use_cache=False",
+            stacklevel=3,
+        )
 
     def _pack(self) -> PackHook | None:
         """The hook that saves inputs; None where they stay."""
@@ -192,63 +203,22 @@ class Recompute:
             self.stash.send()
 
 
-class _Call:
-    """A function with arguments, whose tensors come from the checkpoint when it is run again.
-
-    The first run gets the very objects of the call, and may fill a list in them; later runs get
-    containers like those.
-
-    Attributes:
-        modules: Those it computes with, as far as one can see.
-        others: Its arguments that are no tensors, in order; a mark in the place of each tensor.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._function = function
-        self._first: tuple[Any, Any] | None = (args, kwargs)
-        leaves, self._tree = tree_flatten((args, kwargs))
-        self.others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.modules = modules_of(function, *self.others)
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the first run has begun."""
-        return self._first is None
-
-    @property
-    def subject(self) -> str:
-        """What is called, for a message."""
-        if len(self.modules) == 1:
-            return f"a layer {type(self.modules[0]).__name__}"
-        return "a function"
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the arguments. To be asked before the first run."""
-        return [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, Tensor)]
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        """What the function returns, with ``tensors`` in their places."""
-        first, self._first = self._first, None
-        if first is None:
-            rest = iter(tensors)
-            leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.others]
-            first = tree_unflatten(leaves, self._tree)
-        args, kwargs = first
-        del first
-        return self._function(*args, **kwargs)
-
-
 _TENSOR = object()
+"""Stands for a tensor among arguments."""
 
 
 def _run_reentrant(
-    run: Callable[..., Any], call: _Call, tensors: list[Tensor], options: dict[str, Any]
+    run: Callable[..., Any],
+    name: str,
+    modules: list[Module],
+    tensors: list[Tensor],
+    options: dict[str, Any],
 ) -> Any:
     """Run a call under PyTorch's older checkpoint, and mend what that lacks: outputs may be a tree
     here, too, and no input needs a gradient if parameters do.
     """
     trees: list[Any] = []
-    has_parameters = any(p.requires_grad for module in call.modules for p in module.parameters())
+    has_parameters = any(p.requires_grad for module in modules for p in module.parameters())
     if has_parameters and not any(tensor.requires_grad for tensor in tensors):
         tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
 
@@ -257,7 +227,7 @@ def _run_reentrant(
         for leaf in leaves:
             if is_dataclass(leaf):
                 raise TypeError(
-                    f"{call.subject} under a reentrant checkpoint returns a {type(leaf).__name__}, "
+                    f"{name} under a reentrant checkpoint returns a {type(leaf).__name__}, "
                     "whose tensors would get no gradient; expected tensors, or tuples, lists and "
                     "dictionaries of them; give use_reentrant=False, or make the class known with "
                     "torch.utils._pytree.register_dataclass"
