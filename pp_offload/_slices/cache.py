@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from pp_offload._common.option_sources import size_said
+from pp_offload._common.sizes import size_said
 from pp_offload._common.torch_private import queue_callback
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.regions import is_in_backward
