@@ -55,7 +55,7 @@ def test_another_checksum_serves_without_xxhash() -> None:
     assert "zlib.crc32" in process.stdout
 
 
-@pytest.mark.parametrize("path", ["test_smoke.py", "core/test_order.py"])
+@pytest.mark.parametrize("path", ["test_pipelining.py", "core/test_order.py"])
 def test_a_file_alone_is_collected_without_what_is_optional(path: str) -> None:
     """By itself: what other files have imported does not hide what it needs."""
     process = run(f"import pytest; sys.exit(pytest.main(['--co', '-rs', 'tests/{path}']))")
@@ -69,5 +69,5 @@ def test_tests_for_a_gpu_are_collected_without_what_is_optional() -> None:
     code = "import pytest; sys.exit(pytest.main(['--co', '-m', 'gpu or smoke', '-rs']))"
     process = run(code)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
-    assert "test_smoke.py::test_every_schedule" in process.stdout
+    assert "test_pipelining.py::test_every_schedule" in process.stdout
     assert "error" not in process.stdout.splitlines()[-1], process.stdout[-3000:]

@@ -25,7 +25,12 @@ from urllib.parse import urlparse
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("numpy", "pytest", "setuptools>=77")
-SMOKE = ("tests/test_smoke.py", "tests/common/test_torch_private.py")
+SMOKE = (
+    "tests/common/test_torch_private.py",
+    "tests/core/test_products.py",
+    "tests/core/test_schedules.py",
+    "tests/test_pipelining.py",
+)
 """Files of the suite. Others may need at import what an old torch has not."""
 
 CUDA = ("nvidia-", "cuda-", "triton")

@@ -33,6 +33,8 @@ from pp_offload import (
     offload_layers,
 )
 
+pytestmark = pytest.mark.smoke
+
 kinds = pytest.mark.parametrize("kind", ["late", "threads"])
 
 LAYERS = 4

@@ -42,6 +42,8 @@ from pp_offload import (
 )
 from pp_offload.compat import megatron
 
+pytestmark = pytest.mark.smoke
+
 kinds = pytest.mark.parametrize("kind", ["late", "threads"])
 
 # Orders of one rank

@@ -6,8 +6,6 @@ The simulated device follows one thread, so these run on the host with copies in
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,7 +16,6 @@ from helpers.forks import statuses
 from helpers.nets import Net, inputs
 from helpers.sessions import (
     assert_idle,
-    assert_no_hooks,
     assert_same,
     begin_microbatch,
     begin_step,
@@ -26,6 +23,7 @@ from helpers.sessions import (
     gradients,
     session,
 )
+from helpers.threaded import at_once
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -38,31 +36,6 @@ NUM = 4
 STEPS = 5
 
 kinds = pytest.mark.parametrize("kind", ["cpu", "threads"])
-
-
-def at_once(work: list[Callable[[], Any]]) -> list[Any]:
-    """What each returns, run on threads that begin together; the first error of any."""
-    results: list[Any] = [None] * len(work)
-    failures: list[BaseException] = []
-    start = threading.Barrier(len(work), timeout=LIMIT_S)
-
-    def run(number: int) -> None:
-        try:
-            start.wait()
-            results[number] = work[number]()
-            assert_no_hooks()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive(), "a thread hangs"
-    for failure in failures:
-        raise failure
-    return results
 
 
 def microbatch(net: Net, x: Tensor, is_on: bool) -> tuple[Tensor, Tensor]:

@@ -15,20 +15,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.injected import Injected, chosen, folders, interrupt_at, points_in
-from helpers.scenarios import begin, hook_depth
-from helpers.sessions import frequent_switches, group
-from helpers.threaded import (
-    KINDS,
-    Lockstep,
-    Net,
-    assert_all_idle,
+from helpers.nets import WIDTH, Net, inputs
+from helpers.scenarios import hook_depth
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    drawn,
+    frequent_switches,
     gradients,
-    input_of,
-    manager_of,
-    on_threads,
-    plain,
+    group,
 )
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.threaded import KINDS, Lockstep, at_once, manager_of, settled
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -39,48 +38,31 @@ from pp_offload import (
     offload_modules,
 )
 
-NUM_THREADS = 4
-
 Graph = tuple[Net, Tensor, Tensor]
 """A model, its input and its loss."""
 
-# F54: threads through one manager
+
+def forward(seed: int, step: int, is_on: bool = True) -> Graph:
+    """A microbatch of its own; the number of rows is another in each step."""
+    net = Net(seed=seed)
+    net.is_on = is_on
+    (leaf,) = inputs(1, step=step, rows=1 + (7 * step + 3 * seed) % 40)
+    if is_on:
+        begin_microbatch()
+    return net, leaf.requires_grad_(), net(leaf).square().mean()
 
 
-def forward(number: int, step: int, model: Net | None = None) -> Graph:
-    """A microbatch of its own: model, input and loss."""
-    model = model or Net(number)
-    begin()
-    leaf = input_of(number, step).requires_grad_()
-    return model, leaf, model(leaf).square().mean()
-
-
-def check_backward(graph: Graph, number: int, step: int) -> None:
-    model, leaf, loss = graph
+def backward(graph: Graph) -> list[Tensor]:
+    net, leaf, loss = graph
     loss.backward()
-    assert same_bits(gradients(model, leaf), plain(number, number, step)), (step, number)
+    return gradients(leaf, *net.parameters())
 
 
-def all_at_once(run: Callable[[int], Any]) -> list[Any]:
-    """What ``run`` returns for each number, on threads that begin together."""
-    barrier = Lockstep(NUM_THREADS)
-
-    def begin_together(number: int) -> Any:
-        barrier.wait()
-        return run(number)
-
-    return on_threads([partial(begin_together, number) for number in range(NUM_THREADS)], barrier)
+def check_backward(graph: Graph, seed: int, step: int) -> None:
+    assert_same(backward(graph), backward(forward(seed, step, False)), f"{seed} in step {step}")
 
 
-def check_next_step(manager: PipelineOffloadManager) -> None:
-    """Another step, on this thread alone, is right, and nothing is left."""
-    before = manager.statistics().bytes_offloaded
-    manager.reset()
-    for number in range(3):
-        check_backward(forward(number, 1), number, 1)
-    assert manager.statistics().bytes_offloaded > before
-    manager.reset()
-    assert_all_idle(manager)
+# F54: threads through one manager, which tests/core has as well
 
 
 @pytest.mark.field("F54")
@@ -89,19 +71,23 @@ def test_every_thread_with_steps_of_its_own(kind: str, tmp_path: Path) -> None:
     """A ``reset`` inside the step of another names the threads, and changes nothing."""
     refusals: list[tuple[int, str]] = []
 
-    def run(number: int) -> None:
-        model = Net(number)
+    def run(seed: int) -> None:
         for step in range(30):
             try:
                 off_interface.reset()
             except GroupStateError as refusal:
                 refusals.append((threading.get_ident(), str(refusal)))
-            check_backward(forward(number, step, model), number, step)
+            check_backward(forward(seed, step), seed, step)
 
     with frequent_switches(), manager_of(kind, tmp_path) as manager:
-        all_at_once(run)
+        at_once([partial(run, seed) for seed in range(4)])
         assert all(str(ident) in text for ident, text in refusals)
-        check_next_step(manager)
+        manager.reset()
+        before = manager.statistics().bytes_offloaded
+        check_backward(forward(0, 1), 0, 1)
+        assert manager.statistics().bytes_offloaded > before
+        settled(manager)
+        assert_idle(manager)
 
 
 # F55: evaluation beside training
@@ -110,9 +96,9 @@ def test_every_thread_with_steps_of_its_own(kind: str, tmp_path: Path) -> None:
 class Part(nn.Module):
     """May be a group; stops in the middle, where its thread is told to."""
 
-    def __init__(self, pause: Callable[[], None], is_marked: bool) -> None:
+    def __init__(self, pause: Callable[[], object], is_marked: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+        self.weight = nn.Parameter(drawn(WIDTH, WIDTH))
         self.pause, self.is_marked = pause, is_marked
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,29 +120,24 @@ def test_evaluation_beside_training(is_marked: bool, without_grad: Any, tmp_path
     """
     barrier = Lockstep(1)
     model = nn.Sequential(*(Part(lambda: barrier.wait(), is_marked) for _ in range(2)))
-    x, other = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+    x, other = inputs(2)
     scope = nullcontext() if is_marked else offload_modules(model, {"part": "*"})
 
     def train() -> list[Tensor]:
-        off_interface.reset()
-        begin()
+        begin_step()
         leaf = x.clone().requires_grad_()
         model(leaf).square().sum().backward()
-        assert hook_depth() == 0
-        return gradients(model, leaf)
+        return gradients(leaf, *model.parameters())
 
-    def evaluate() -> Tensor | None:
-        try:
-            if without_grad is not None:
-                with without_grad():
-                    return model(other).clone()
-            with pytest.raises(GroupStateError, match="init_chunk_handler"):
-                model(other)
-            barrier.wait()
-            barrier.wait()
-            return None
-        finally:
-            assert hook_depth() == 0
+    def evaluate() -> list[Tensor]:
+        if without_grad is not None:
+            with without_grad():
+                return [model(other).clone()]
+        with pytest.raises(GroupStateError, match="init_chunk_handler"):
+            model(other)
+        barrier.wait()
+        barrier.wait()
+        return []
 
     with frequent_switches(), manager_of("copy threads", tmp_path) as manager, scope:
         right = train()
@@ -167,17 +148,17 @@ def test_evaluation_beside_training(is_marked: bool, without_grad: Any, tmp_path
         alone = manager.statistics().bytes_offloaded - before
         for _ in range(20):
             barrier, before = Lockstep(2), manager.statistics().bytes_offloaded
-            grads, seen = on_threads([train, evaluate], barrier)
-            assert same_bits(grads, right)
-            assert seen is None or same_bits([seen], [output])
+            grads, seen = at_once([train, evaluate], barrier)
+            assert_same(grads, right)
+            assert_same(seen, [output] if without_grad else [])
             assert manager.statistics().bytes_offloaded - before == alone > 0
-        gc.collect()  # the errors held what had been saved
         manager.reset()
-        assert_all_idle(manager)
+        settled(manager)
+        assert_idle(manager)
 
 
-# F56: signals in backward, which tests/core sends. Behind one, a destructor or the callback of a
-# weak reference must not be the first Python code: what the handler raises there is forgotten.
+# F56: signals in backward. Behind one, a destructor or the callback of a weak reference must not be
+# the first Python code: what the handler raises there is forgotten.
 
 
 class Program:
@@ -199,11 +180,8 @@ class Program:
                 pass
 
     def forward(self, seed: int, step: int) -> Graph:
-        if self.has_groups:
-            return forward(seed, step)
-        model, leaf = Net(seed, is_on=False), input_of(seed, step).requires_grad_()
-        with self.owner:
-            return model, leaf, model(leaf).square().mean()
+        with nullcontext() if self.has_groups else self.owner:
+            return forward(seed, step, self.has_groups)
 
     def step(self, number: int, graphs: list[Any]) -> None:
         """Two microbatches, whose backwards are right; ``graphs`` are those still to come."""
@@ -213,19 +191,17 @@ class Program:
         for _ in range(2):
             check_backward(*graphs.pop(0))
 
-    def check(self, *steps: int) -> None:
-        """Steps are right, and nothing is left."""
-        for number in steps:
-            self.step(number, [])
+    def check(self, number: int) -> None:
+        """A step is right, and nothing is left."""
+        self.step(number, [])
         self.begin()
-        assert_no_hooks()
-        assert_all_idle(self.owner)
+        settled(self.owner)
+        assert_idle(self.owner)
 
 
 @contextmanager
 def program_of(kind: str, directory: Path) -> Iterator[Program]:
-    tier = kind if kind in KINDS else "copy threads"
-    with manager_of(tier, directory) as manager:
+    with manager_of(kind if kind in KINDS else "copy threads", directory) as manager:
         yield Program(kind, manager)
 
 
@@ -257,9 +233,7 @@ def test_no_python_code_where_autograd_frees_what_it_saved(kind: str, tmp_path: 
     with program_of(kind, tmp_path) as program:
         for _ in range(2):
             program.begin()
-            graph = program.forward(0, 5)
-            loss = graph[2]
-            del graph
+            loss = program.forward(0, 5)[2]
             with calls_seen() as seen:
                 del loss
             assert seen == []
@@ -309,8 +283,7 @@ def test_an_interrupt_at_some_lines(kind: str, every: int, tmp_path: Path) -> No
                 if interrupt.at is not None:
                     wrong.append(f"{point}: the exception is lost")
             except Injected:
-                depth = hook_depth()  # while it is handled, and keeps frames alive
-                if depth:
+                if hook_depth():  # while it is handled, and keeps frames alive
                     wrong.append(f"{point}: hooks are left")
             try:
                 program.step(2, [])
