@@ -142,22 +142,6 @@ def test_what_is_being_written_comes_back_at_once(
 
 
 @kinds
-def test_what_is_being_read_is_not_in_use_once_nobody_needs_it(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        h = group(x, torch.sin, name="first")
-        y = group(h, torch.cos, name="second").sum()
-        wait_until_written(manager)
-        with Gate(monkeypatch, "_pread", num_open=1):  # what is read ahead stays under way
-            torch.autograd.grad(y, h)
-            del h, y
-            assert manager.statistics().disk_bytes_in_use == 0
-
-
-@kinds
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_keeps_tensors_and_warns_once(
     kind: str,

@@ -89,17 +89,6 @@ def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
     check(program, kind, prefetch_bytes=10**6, host_budget_bytes=2**17)
 
 
-@simulated
-def test_idle_host_memory_is_given_back_behind_its_copies(kind: str) -> None:
-    with session(kind) as manager:
-        begin_step()
-        y = group(drawn(6, WIDTH).requires_grad_() * 2, torch.sin)
-        del y
-        manager.release_idle_memory()
-        assert_idle(manager)
-        manager.backend.check()
-
-
 # A source that is let go before its copy has run
 
 
@@ -118,19 +107,6 @@ def test_a_source_lives_until_its_copy_has_run(kind: str, cap: int | str) -> Non
         return gradients(x)
 
     check(program, kind, max_in_flight_bytes=cap)
-
-
-@simulated
-def test_a_source_is_let_go_when_its_copy_is_done(kind: str) -> None:
-    with session(kind) as manager:
-        begin_step()
-        before = manager.backend.device_bytes
-        y = group(drawn(64, WIDTH).requires_grad_() * 2, lambda h: h.sin().sum())
-        settle(manager)
-        assert manager.statistics().bytes_in_flight == 0
-        # What is left are the leaf and the scalar, not what the group saved.
-        assert manager.backend.device_bytes - before < 2 * 64 * WIDTH * 4
-        y.backward()
 
 
 # Gathered copies

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.kept import Keeps, Layers, Make, Saved, TwoParts, dtensor, one_rank
+from helpers.kept import Keeps, Layers, Make, Saved, dtensor, one_rank
 from helpers.sessions import (
     KINDS,
     assert_idle,
@@ -25,6 +25,7 @@ from helpers.sessions import (
     settle,
     unseen,
 )
+from helpers.wrapped import Scaled
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -450,12 +451,12 @@ def test_a_forced_tensor_whose_memory_is_not_torchs_stays(
 # Wrapper subclasses
 
 
-def two_parts(*shape: int) -> Any:
-    return TwoParts(drawn(*shape, seed=1), drawn(*shape, seed=2))
+def scaled(*shape: int) -> Any:
+    return Scaled.of(drawn(*shape))
 
 
 @on_two
-@pytest.mark.parametrize("make", [two_parts, dtensor])
+@pytest.mark.parametrize("make", [scaled, dtensor])
 def test_a_wrapper_comes_back_as_what_it_was(kind: str, make: Callable[..., Any]) -> None:
     """Its inner tensors move, no more bytes than they have."""
 

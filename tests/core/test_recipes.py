@@ -25,7 +25,7 @@ from helpers.sessions import group as group_alone
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadActivations, OffloadConfig, SavedTensorModifiedError, VerifyError
+from pp_offload import SavedTensorModifiedError, VerifyError
 from pp_offload._core import operators
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
@@ -587,38 +587,3 @@ def test_wrong_bits_are_noticed() -> None:
             right.clear()
             with pytest.raises(VerifyError, match="was computed again with checksum"):
                 y.sum().backward()
-
-
-@pytest.mark.parametrize("size", [2, 14])
-def test_all_of_a_model(size: int) -> None:
-    """However many tensors leave together."""
-    model = nn.Sequential(
-        *[
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-            for _ in range(3)
-        ]
-    )
-    x = drawn(16, 8)
-
-    def run(context: OffloadActivations | None) -> list[Tensor]:
-        if context is None:
-            y = model(x)
-        else:
-            with context:
-                y = model(x)
-        y.square().sum().backward()
-        return gradients(*model.parameters())
-
-    expected = run(None)
-    counts = []
-    for rematerialize in ("none", "cheap"):
-        context = OffloadActivations(
-            min_offload_size=1,
-            max_fwd_stash_size=size,
-            config=OffloadConfig(rematerialize=rematerialize),
-        )
-        for _ in range(2):
-            assert_same(run(context), expected)
-        assert_idle(context)
-        counts.append(context.statistics().bytes_offloaded)
-    assert counts[1] < 0.75 * counts[0], counts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +27,6 @@ from pp_offload.backends import (
     Backend,
     default_backend,
 )
-from pp_offload.integrations.forwards import offload_of
 
 pytestmark = pytest.mark.emulated
 
@@ -139,38 +137,6 @@ def test_each_product_has_the_same_bits_on_a_device_that_is_not_current(
     assert torch.accelerator.max_memory_allocated(0) == first_bytes, "nothing is on the other one"
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_model_on_both_has_an_engine_for_each(
-    emulated: ModuleType, tier: str, tmp_path: Path
-) -> None:
-    """As where a model is too large for one: what is between the two is copied by the program."""
-    where = tmp_path if tier == "disk" else None
-    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=where)
-
-    def step(contexts: list[OffloadActivations] | None) -> list[Tensor]:
-        torch.manual_seed(2)
-        parts = [Net().to(f"emulated:{index}") for index in range(2)]
-        x = torch.randn(16, WIDTH)
-        for index, part in enumerate(parts):
-            with nullcontext() if contexts is None else contexts[index]:
-                x = part(x.to(f"emulated:{index}"))
-        x.square().mean().backward()
-        return [p.grad.cpu() for part in parts for p in part.parameters() if p.grad is not None]
-
-    emulated.set_delays(jitter_us=300, seed=3)
-    contexts = [
-        OffloadActivations(
-            min_offload_size=1,
-            config=config,
-            backend=AcceleratorBackend(torch.device("emulated", index)),
-        )
-        for index in range(2)
-    ]
-    for _ in range(3):
-        assert same_bits(step(contexts), step(None))
-    assert all(one.statistics().bytes_offloaded > 0 for one in contexts)
-
-
 # A device without a number
 
 
@@ -195,21 +161,6 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_another_kind_of_device_is_refused(emulated: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"device is meta, expected emulated.*CpuBackend"):
         AcceleratorBackend(torch.device("meta"))
-
-
-def test_an_integration_takes_the_device_of_the_model(emulated: ModuleType) -> None:
-    torch.manual_seed(1)
-    model = Net().to(SECOND)
-    x = torch.randn(16, WIDTH).to(SECOND)
-    expected = gradients(model, x)
-    model.zero_grad()
-    offload = offload_of(model, None, None, {"min_offload_size": 1})
-    with offload.forward(0):
-        loss = model(x).square().mean()
-    loss.backward()
-    offload.close()
-    assert same_bits([p.grad.cpu() for p in model.parameters()], expected)  # type: ignore[union-attr]
-    assert offload.statistics().bytes_offloaded > 0
 
 
 @pytest.mark.parametrize("kind", ["groups", "context"])

@@ -18,7 +18,7 @@ from emulated.helpers import DELAYS, compute
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
 from pp_offload._groups import auto_bounds
-from pp_offload.backends import AcceleratorBackend, default_backend
+from pp_offload.backends import AcceleratorBackend
 
 pytestmark = pytest.mark.emulated
 
@@ -66,15 +66,6 @@ def test_steps_with_and_without_offload_have_the_same_bits(
         assert statistics.bytes_offloaded > 0 and statistics.bytes_reloaded > 0
         gc.collect()
         assert_idle(manager)
-
-
-def test_it_is_the_backend_that_is_taken_by_default() -> None:
-    backend = default_backend()
-    assert isinstance(backend, AcceleratorBackend)
-    assert backend.device == torch.device("emulated", 0)
-    assert not backend.is_capturing
-    with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)):
-        assert steps_are_equal()
 
 
 def held_after_forward(groups: tuple[str, ...]) -> int:

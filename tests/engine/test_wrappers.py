@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
 from conftest import on_two_backends
+from helpers.sessions import begin_step, group
 from helpers.toy import assert_idle, batches, same_bits
-from helpers.wrapped import WRAPPERS, KeepsSaved, begin, in_group, leaves
+from helpers.wrapped import WRAPPERS, KeepsSaved, leaves
 from torch import Tensor
 
 from pp_offload import PipelineOffloadManager
@@ -27,10 +28,10 @@ def test_what_left_is_gone(
 ) -> None:
     """Nothing of the engine keeps the memory inside a wrapper."""
     x, *others = inputs(5, manager.backend.device)
-    begin(manager)
+    begin_step()
     saved = [make(others)]
     refs = [weakref.ref(leaf.untyped_storage()) for leaf in leaves(saved[0])]
-    y = in_group(True, x.requires_grad_() * 1, lambda h: KeepsSaved.apply(h, saved.pop()))
+    y = group(x.requires_grad_() * 1, lambda h: KeepsSaved.apply(h, saved.pop()))
     others.clear()
     manager.backend.synchronize()
     assert manager.statistics().bytes_in_flight == 0
@@ -47,7 +48,7 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
     """Its result is there when somebody waits, and the operation that saves it does not."""
     device = manager.backend.device
     x, arriving = inputs(2, device)
-    begin(manager)
+    begin_step()
     waits: list[Tensor] = []
 
     def wait(result: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
             results[0].trigger_wait()
         return y
 
-    y = in_group(True, x.requires_grad_() * 1, compute)
+    y = group(x.requires_grad_() * 1, compute)
     assert len(waits) == (waits_when != "in backward"), "the engine never waits"
     is_there = results.pop().completed
     y.sum().backward()
@@ -82,7 +83,7 @@ def test_emptied_by_its_owner(manager: PipelineOffloadManager) -> None:
     """As FSDP frees a gathered weight after its forward, and fills it again for its backward."""
     device = manager.backend.device
     x, values = inputs(2, device)
-    begin(manager)
+    begin_step()
     weight = values.clone()
     nbytes = weight.untyped_storage().nbytes()
     leaf = x.requires_grad_()
@@ -92,7 +93,7 @@ def test_emptied_by_its_owner(manager: PipelineOffloadManager) -> None:
         weight.untyped_storage().resize_(0)
         return y
 
-    y = in_group(True, leaf * 1, compute)
+    y = group(leaf * 1, compute)
     weight.untyped_storage().resize_(nbytes)
     with torch.autograd._unsafe_preserve_version_counter(weight):
         weight.copy_(values)

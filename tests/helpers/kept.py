@@ -101,37 +101,6 @@ class Raises(torch.autograd.Function):
         raise ctx.error
 
 
-class TwoParts(Tensor):
-    """A wrapper subclass of two tensors of one shape, which stands for their sum."""
-
-    high: Tensor
-    low: Tensor
-
-    @staticmethod
-    def __new__(cls, high: Tensor, low: Tensor) -> TwoParts:
-        return Tensor._make_wrapper_subclass(
-            cls, high.shape, strides=high.stride(), dtype=high.dtype, device=high.device
-        )
-
-    def __init__(self, high: Tensor, low: Tensor) -> None:
-        self.high, self.low = high, low
-
-    def __tensor_flatten__(self) -> tuple[list[str], str]:
-        return ["high", "low"], "meta"
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: str, size: Any, stride: Any) -> TwoParts:
-        assert meta == "meta"
-        return TwoParts(inner["high"], inner["low"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].high.detach(), args[0].low.detach())
-        plain = [a.high + a.low if isinstance(a, TwoParts) else a for a in args]
-        return func(*plain, **(kwargs or {}))
-
-
 def dtensor(*shape: int, seed: int = 0) -> Any:
     """A sharded tensor of random numbers, of this process alone; see :func:`one_rank`."""
     from torch.distributed.device_mesh import init_device_mesh

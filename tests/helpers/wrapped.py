@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
-
 aten = torch.ops.aten
 
 
@@ -111,17 +108,6 @@ def leaves(tensor: Tensor) -> list[Tensor]:
     if isinstance(tensor, Scaled):
         return [tensor.data8, tensor.scale]
     return [tensor]
-
-
-def begin(manager: PipelineOffloadManager, smallest: int = 1) -> None:
-    manager.reset()
-    manager.init_model_chunk_offload_handler(None, None, smallest)
-
-
-def in_group(is_on: bool, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    with off_interface(is_on, x, "core") as x:
-        y = compute(x)
-    return off_interface.group_commit(y, name="core") if is_on else y
 
 
 class KeepsSaved(torch.autograd.Function):
