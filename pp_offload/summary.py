@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
+from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.processes import logger_of
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
@@ -26,8 +27,6 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
 
 logger = logger_of(__name__)
-
-MIB = 2**20
 
 WARN_S = 10
 """Seconds after which a rank that waits for other ranks in vain logs a warning."""
@@ -148,14 +147,14 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
 def format_duplicates(rows: Sequence[Mapping[str, tuple[int, int]]]) -> list[str]:
     """Format a line for each rank and group that copied bytes more than once."""
     return [
-        f"rank {rank}, {name}: {num} copies of what was copied before, {_mib(nbytes)} MiB"
+        f"rank {rank}, {name}: {num} copies of what was copied before, {size_said(nbytes)}"
         for rank, row in enumerate(rows)
         for name, (num, nbytes) in sorted(row.items())
     ]
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:.2f}"
+    return size_cell(nbytes, "MiB")
 
 
 def _gather(

@@ -25,7 +25,7 @@ from pp_offload import (
     checkpoint,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._common.sizes import bytes_said, parse_size, size_said
+from pp_offload._common.sizes import bytes_said, parse_size, size_cell, size_said
 from pp_offload.config import COUNTS
 from pp_offload.errors import OptionError
 
@@ -200,7 +200,7 @@ def test_sizes_are_read_and_what_is_none_is_not_guessed(text: str, nbytes: int |
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(7, "7 B"), (560_000, "0.53 MiB"), (2**27, "0.12 GiB")]
+    ("nbytes", "text"), [(7, "7 B"), (560_000, "546.88 KiB"), (2**27, "0.12 GiB")]
 )
 def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: str) -> None:
     """The least size is enough when it is typed as it was read."""
@@ -208,3 +208,9 @@ def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: 
     assert bytes_said(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
     typed = parse_size(size_said(nbytes, is_least=True), is_rounded=True)
     assert typed is not None and nbytes <= typed <= nbytes * 1.1
+
+
+def test_a_size_in_a_column_is_never_rounded_to_nothing() -> None:
+    cells = [size_cell(nbytes) for nbytes in (0, 7, 2**19, 2**20, 2**24, 3 * 2**29)]
+    assert cells == ["0.00", "7B", "512.00KiB", "1.00MiB", "0.02", "1.50"]
+    assert size_cell(2**30 + 1, is_least=True) == "1.01"

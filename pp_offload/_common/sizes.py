@@ -45,17 +45,35 @@ def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
 
 
 def size_said(nbytes: int, *, is_least: bool = False) -> str:
-    """Format bytes in GiB or, where that would read 0.00, in a smaller unit: ``"1.50 MiB"``.
+    """Format bytes in GiB or, below a tenth of that, in a smaller unit: ``"1.50 MiB"``.
 
     Args:
         nbytes: Number of bytes.
         is_least: Round up, so that a user who types the text has enough.
     """
-    for unit in ("GiB", "MiB", "KiB"):
-        if nbytes >= UNITS[unit] / 10:
-            hundredths = Fraction(100 * nbytes, UNITS[unit])
-            return f"{(ceil(hundredths) if is_least else round(hundredths)) / 100:.2f} {unit}"
+    for unit, least in (("GiB", UNITS["GiB"] / 10), ("MiB", UNITS["MiB"]), ("KiB", 100)):
+        if nbytes >= least:
+            return f"{_rounded(nbytes, unit, 2, is_least=is_least)} {unit}"
     return f"{nbytes} B"
+
+
+def size_cell(nbytes: int, unit: str = "GiB", digits: int = 2, *, is_least: bool = False) -> str:
+    """Format bytes in the unit of a table's column; with a unit where that would read 0.
+
+    Args:
+        nbytes: Number of bytes.
+        unit: Unit in the head of the column.
+        digits: Digits behind the point.
+        is_least: Round up, so that a user who types the text has enough.
+    """
+    if 0 < nbytes < UNITS[unit] / 10**digits:
+        return size_said(nbytes, is_least=is_least).replace(" ", "")
+    return _rounded(nbytes, unit, digits, is_least=is_least)
+
+
+def _rounded(nbytes: int, unit: str, digits: int, *, is_least: bool) -> str:
+    parts = Fraction(10**digits * nbytes, UNITS[unit])
+    return f"{(ceil(parts) if is_least else round(parts)) / 10**digits:.{digits}f}"
 
 
 def bytes_said(nbytes: int, *, is_least: bool = False) -> str:

@@ -64,6 +64,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "--recompute": {"action": BooleanOptionalAction, "default": True, "help": RECOMPUTE},
     "--limits": {"type": number(int, 2), "default": 8, "help": "number of limits to plan for"},
+    "--for": {
+        "choices": ["megatron"],
+        "dest": "engine",
+        "help": "print the flags with which Megatron-LM's own engine does nearly the same",
+    },
     "--output -o": {"type": Path, "help": "file for the plan: plan.json"},
     "--png": {"type": Path, "help": "file for a picture: PNG, SVG or PDF"},
     "--trace": {"type": Path, "help": "file for a trace of the steps with offload: out.json.gz"},
@@ -75,6 +80,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--predicted": {"type": Path, "help": "another trace, drawn dashed over this one; with --png"},
     "--disk-dir": {"type": Path, "help": "whose disk is tried; that of temporary files if unset"},
     "--disk-mib": {"type": number(int, 0), "default": 64, "help": "MiB to write and read there"},
+    "--device": {"help": "device to measure, such as cuda:1; the accelerator in use if unset"},
     "--measure": {"type": Path, "help": "measure the device into a file, for --hardware"},
     "--measure-mib": {"type": COUNT, "default": 256, "help": "MiB of each timed copy"},
 }
@@ -117,7 +123,7 @@ COMMANDS = {
         "What each rank keeps, sends away and recomputes.",
         "The shortest step found in which no device holds more than the limit. The file is for "
         f'OffloadConfig(plan="plan.json"). {COUNTED}',
-        (*ENGINE, "--limit", "--recompute", "--output -o", "--png"),
+        (*ENGINE, "--limit", "--recompute", "--for", "--output -o", "--png"),
     ),
     "sweep": Command(
         "How much longer a step is for less memory.",
@@ -143,7 +149,7 @@ COMMANDS = {
         "says. With --measure also rates of the device and its link, and what launches and "
         "pinning cost: the accelerator's, or the CPU's where there is none. It takes less than a "
         "minute. The report names no user, no host and no path. What cannot be found says why.",
-        ("--disk-dir", "--disk-mib", "--json", "--measure", "--measure-mib"),
+        ("--disk-dir", "--disk-mib", "--json", "--measure", "--measure-mib", "--device"),
     ),
 }
 

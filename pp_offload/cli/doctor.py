@@ -44,8 +44,9 @@ def doctor(given: Namespace) -> int:
         raise wrong("--disk-dir", f"found {given.disk_dir}, expected a directory that is there")
     check_target("--measure", given.measure)
     directory, disk_bytes = given.disk_dir or Path(tempfile.gettempdir()), given.disk_mib * MIB
+    device = default_backend().device if given.device is None else _device(given.device)
     if given.measure is not None:
-        measured = _measured(given.measure_mib * MIB, directory, disk_bytes)
+        measured = _measured(device, given.measure_mib * MIB, directory, disk_bytes)
         given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     facts_by_topic = facts_of(directory, disk_bytes)
     lines = []
@@ -56,9 +57,26 @@ def doctor(given: Namespace) -> int:
     return 0
 
 
-def _measured(nbytes: int, directory: Path, disk_bytes: int) -> dict[str, dict[str, Any]]:
+def _device(name: str) -> torch.device:
+    """Return a device that is here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as failure:  # torch's, of a build without CUDA or a GPU
+        raise wrong(
+            "--device",
+            f"found {name!r}, which torch ({_torch()}) cannot use: {str(failure).splitlines()[0]}; "
+            "expected a device that is here: check the driver with nvidia-smi, and install a build "
+            "of torch for it from pytorch.org; or leave out --device, which takes what is here",
+        ) from failure
+    return device
+
+
+def _measured(
+    device: torch.device, nbytes: int, directory: Path, disk_bytes: int
+) -> dict[str, dict[str, Any]]:
     """Make the contents of a file for ``Hardware.from_file``."""
-    hardware = DeviceSpeed(default_backend().device, nbytes).hardware()
+    hardware = DeviceSpeed(device, nbytes).hardware()
     if disk_bytes:
         write, read = disk_speed(directory, disk_bytes)
         hardware = replace(hardware, disk_write_bytes_per_s=write, disk_read_bytes_per_s=read)

@@ -98,17 +98,14 @@ def pipeline_of(given: Namespace) -> Pipeline:
 
 def hardware_of(name: str) -> Hardware:
     """Return the device of the table, or of a file."""
-    by_name = {row.lower(): hardware for row, hardware in DEVICES.items()}
-    if name.lower() in by_name:
-        return by_name[name.lower()]
     if Path(name).is_file():
         with errors_of("--hardware", OSError):
             return Hardware.from_file(name)
-    raise wrong(
-        "--hardware",
-        f"found {name!r}{near(name, list(DEVICES))}, expected one of {', '.join(DEVICES)}, or a "
-        "file that pp-offload doctor --measure has written",
-    )
+    try:
+        return DEVICES[name]
+    except KeyError as failure:
+        problem = f"{failure.args[0]}, or a file that pp-offload doctor --measure has written"
+        raise wrong("--hardware", problem) from failure
 
 
 def _chosen(names: str, groups: Any) -> dict[str, Any]:

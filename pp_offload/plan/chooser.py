@@ -225,8 +225,8 @@ class Chooser:
         """Make a plan for a limit; see :func:`choose`."""
         check_count("limit_bytes", limit_bytes, unit="bytes")
         with collector_off():  # each step leaves a few MB in cycles: to look for them takes long
-            best = self._best(limit_bytes)
-            if best is None:
+            best = self._best(limit_bytes) or self._least
+            if best.peak_bytes > limit_bytes:
                 raise self._infeasible(limit_bytes)
         options = options_of(
             self._config,
@@ -473,17 +473,17 @@ class Chooser:
         return tuple(tuple(group.place for group in each) for each in groups)
 
     @cached_property
-    def _least(self) -> tuple[int, int]:
-        """The least limit for which there is a plan, and the rank whose peak it is."""
+    def _least(self) -> Tried:
+        """The way whose peak is the least limit for which there is a plan."""
         least = self._lowest
-        while (lower := self._best(least.peak_bytes - 1)) and self._best(lower.peak_bytes):
+        while lower := self._best(least.peak_bytes - 1):
             least = lower
-        peaks = [rank.peak_bytes for rank in least.step.ranks]
-        return least.peak_bytes, peaks.index(least.peak_bytes)
+        return least
 
     def _infeasible(self, limit_bytes: int) -> InfeasibleError:
         """Make the error of a limit that cannot be met, with the least limit that can."""
-        least, rank = self._least
+        least = self._least.peak_bytes
+        rank = [step.peak_bytes for step in self._least.step.ranks].index(least)
         state_bytes = self._tapes[rank].update.state_bytes
         of_that = f", {size_said(state_bytes)} of that for its optimizer's state"
         return InfeasibleError(
@@ -496,7 +496,7 @@ class Chooser:
 
     def _more_host_memory(self, least: int) -> str:
         """Advise more host memory, if a limit below ``least`` can be met with it; else empty."""
-        if self._roomier is None or (enough := self._roomier._least[0]) >= least:
+        if self._roomier is None or (enough := self._roomier._least.peak_bytes) >= least:
             return ""
         host = max(rank.host_peak_bytes for rank in self._roomier._all_leave(self._order).ranks)
         return (

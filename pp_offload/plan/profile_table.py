@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pp_offload._common.sizes import size_cell
 from pp_offload._common.tables import format_table
 from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
 from pp_offload.plan.record import neighbours
@@ -75,7 +76,7 @@ def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
         group.name,
         ", ".join(stages),
         str(len(groups)),
-        f"{group.nbytes / MIB:.1f}",
+        size_cell(group.nbytes, "MiB", 1),
         f"{group.forward_ms:.2f}",
         f"{group.backward_ms:.2f}",
         f"{group.copy_ms:.2f}",
@@ -100,4 +101,4 @@ def _stage(stage: StageProfile, resident_bytes: Sequence[int]) -> tuple[str, ...
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f}"
+    return size_cell(int(nbytes))

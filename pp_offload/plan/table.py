@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import Counter
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.tables import format_table
 from pp_offload.simulate.rank import PipelineStep, RankStep
-
-GIB = 2**30
 
 LONG = 0.1
 """Compute that waits such a part of a step for copies is worth a word."""
@@ -37,16 +35,9 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
     rows = [
         _row(number, *both) for number, both in enumerate(zip(plan.ranks, none.ranks, strict=True))
     ]
-    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
-    beside = (
-        f"as long as the {plan.least_seconds * 1e3:.1f} without offload, and no plan is faster"
-        if slower < 1e-6
-        else f"{slower:.1%} more than the {plan.least_seconds * 1e3:.1f} without offload, which no "
-        "plan is below; that none is between the two is not proven"
-    )
     return "\n".join(
         [
-            f"at most {size_said(plan.limit_bytes)}: {plan.seconds * 1e3:.1f} ms a step, {beside}",
+            _headline(plan),
             "",
             format_table([HEAD, *rows]),
             NOTE,
@@ -55,6 +46,24 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
             *_because_of_the_link(plan),
         ]
     )
+
+
+def _headline(plan: OffloadPlan) -> str:
+    """Say how long a step is beside one without offload."""
+    limit, ms = size_said(plan.limit_bytes), f"{plan.seconds * 1e3:.1f} ms"
+    groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
+    recomputed = any(names for rank in plan.ranks for names in rank.recomputed)
+    if not recomputed and all(group.keeps for group in groups if group.nbytes):
+        return f"Everything fits in {limit}: no group needs to leave, and a step takes {ms}."
+    least = f"the {plan.least_seconds * 1e3:.1f} without offload"
+    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
+    beside = (
+        f"as long as {least}, and no plan is faster"
+        if slower < 1e-6
+        else f"{slower:.1%} more than {least}, which no plan is below; that none is between the "
+        "two is not proven"
+    )
+    return f"at most {limit}: {ms} a step, {beside}"
 
 
 def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
@@ -92,9 +101,9 @@ def _because_of_the_link(plan: OffloadPlan) -> list[str]:
 def _row(number: int, planned: RankPlan, none: RankStep) -> tuple[str, ...]:
     return (
         str(number),
-        f"{none.peak_bytes / GIB:.2f}",
-        f"{planned.peak_bytes / GIB:.2f}",
-        f"{planned.host_peak_bytes / GIB:.2f}",
+        size_cell(none.peak_bytes),
+        size_cell(planned.peak_bytes),
+        size_cell(planned.host_peak_bytes),
         f"{planned.stalled_s * 1e3:.1f}",
         _named(planned, keeps=False),
         _named(planned, keeps=True),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.sizes import size_cell
 from pp_offload._common.tables import format_table
 from pp_offload.plan.chooser import Chooser
 from pp_offload.simulate.rank import PipelineStep
@@ -91,8 +92,8 @@ def _planned(number: int, plan: OffloadPlan, none: PipelineStep) -> tuple[str, .
         f"plan {number}",
         plan,
         none,
-        limit=f"{plan.limit_bytes / GIB:.2f}",
-        host=f"{max(rank.host_peak_bytes for rank in plan.ranks) / GIB:.2f}",
+        limit=size_cell(plan.limit_bytes, is_least=True),
+        host=size_cell(max(rank.host_peak_bytes for rank in plan.ranks)),
         recomputed=str(num or "-"),
     )
 
@@ -108,4 +109,4 @@ def _row(
 ) -> tuple[str, ...]:
     step_ms = f"{step.seconds * 1e3:.1f}"
     longer = f"{step.seconds / none.seconds - 1:.1%}" if none.seconds else "-"
-    return name, limit, f"{peak_of(step) / GIB:.2f}", step_ms, longer, host, recomputed
+    return name, limit, size_cell(peak_of(step)), step_ms, longer, host, recomputed

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.tables import format_table
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
@@ -21,7 +22,7 @@ from pp_offload.simulate.pipeline import Progress, Watcher, run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
 from pp_offload.simulate.stages import Modules, Work
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 
 WORTH_A_WORD = 0.02
 """Part by which a step must be longer with offload to be named."""
@@ -103,10 +104,10 @@ class Comparison:
 
     def _beside_the_limit(self, limit_bytes: int) -> str:
         above = [
-            f"rank {number} by {nbytes / MIB:.1f} MiB"
+            f"rank {number} by {size_said(nbytes)}"
             for number, nbytes in self.above_the_limit.items()
         ]
-        limit = f"The plan's limit is {limit_bytes / GIB:.2f} GiB"
+        limit = f"The plan's limit is {size_said(limit_bytes)}"
         if above:
             return f"{limit}; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}."
         return f"{limit}, and no rank is above it."
@@ -191,8 +192,8 @@ def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> t
         str(number),
         _peak(none, memory_bytes),
         _peak(offload, memory_bytes),
-        f"{offload.host_peak_bytes / GIB:.2f}",
-        f"{offload.bytes_offloaded / GIB:.2f}",
+        size_cell(offload.host_peak_bytes),
+        size_cell(offload.bytes_offloaded),
         f"{none.seconds * 1e3:.1f}",
         *(f"{value * 1e3:.1f}" for value in seconds),
         "-" if peer is None else f"rank {peer}",
@@ -201,7 +202,7 @@ def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> t
 
 def _peak(rank: RankStep, memory_bytes: int) -> str:
     mark = " " if rank.peak_bytes <= memory_bytes else "*"
-    return f"{rank.peak_bytes / GIB:.2f}{mark}"
+    return f"{size_cell(rank.peak_bytes)}{mark}"
 
 
 def _figures(rank: RankStep) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
@@ -205,8 +206,20 @@ GH200 = replace(
 GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_host": 2}
 """Rate by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
 
-DEVICES: dict[str, Hardware] = {
-    device.name: device
+
+class _Devices(dict[str, Hardware]):
+    """Rows by name. Other spellings of a name, such as ``"H100-SXM"``, give its row as well."""
+
+    def __missing__(self, name: str) -> Hardware:
+        row = re.sub(r"[-_ ]?SXM\d?$", "", str(name).upper())
+        if row not in self:
+            names = list(self)
+            raise KeyError(f"found {name!r}{near(name, names)}, expected one of {', '.join(names)}")
+        return self[row]
+
+
+DEVICES: dict[str, Hardware] = _Devices(
+    (device.name, device)
     for device in (
         _row("A100", 312, 2039, 80, 25),
         _row("H100", 990, 3350, 80, 50),
@@ -217,5 +230,8 @@ DEVICES: dict[str, Hardware] = {
         replace(_row("GB300", 2500, 8000, 288, 225), **GRACE_OF_TWO),
         _row("MI300X", 1307, 5300, 192, 50),
     )
-}
-"""Devices. Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others."""
+)
+"""Devices. ``"H100-SXM"`` and ``"h100"`` are other spellings of ``"H100"``, and so of all.
+
+Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others.
+"""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.cli import check_refused, good, run
 
 from pp_offload._memory.budget import HostBudget
@@ -107,6 +108,13 @@ def test_what_was_measured_is_hardware_of_other_commands(tmp_path: Path) -> None
     sizes = "--ranks 2 --microbatches 4 --length 256 --hardware".split()
     output = run("simulate", "helpers.cli_models:good", *sizes, out)[1]
     assert "on 2 virtual measured cpu, 1f1b" in output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    check_refused(f"doctor --device cuda --measure {out}", "install a build of torch for it")
+    assert not out.exists()
 
 
 def test_a_full_disk_is_not_filled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_a_plan_that_the_engine_follows(tmp_path: Path) -> None:
     output = good("plan", *SMALL, "--limit", "560kB", "-o", path, "--png", png)
     assert png.read_bytes()[:4] == b"\x89PNG" and f"the picture is in {png}" in output
     assert output.startswith("helpers.cli_models:good on 2 virtual H100, 1f1b")
-    assert "at most 0.53 MiB" in output
+    assert "Everything fits in 546.88 KiB" in output and "433.00KiB" in output
     how = f'follow it with OffloadConfig(plan="{path}", min_offloaded_tensor_size=1)\n'
     assert output.endswith(f"written to {path}; {how}")
     plan = OffloadConfig(plan=path).offload_plan
@@ -80,6 +80,19 @@ def test_a_sweep_has_a_row_for_each_limit(tmp_path: Path) -> None:
     assert figures["all recomputed"] is None, "the model does not say which layers may be"
 
 
+def test_the_least_limit_of_a_sweep_can_be_typed() -> None:
+    for model in (SMALL, DEEP):
+        lines = good("sweep", *model, "--limits", 2).splitlines()
+        limit = next(line for line in lines if line.startswith("plan 0")).split()[2]
+        typed = limit if limit[-1] == "B" else f"{limit}GiB"
+        assert typed[:-3] in good("plan", *model, "--limit", typed)
+
+
+def test_where_everything_fits_a_sentence_says_so() -> None:
+    output = good("plan", *SMALL, "--limit", "1GiB")
+    assert "\nEverything fits in 1.00 GiB: no group needs to leave, and a step takes " in output
+
+
 GOOD = "plan helpers.cli_models:good --ranks 2"
 WRONG = {
     "plan nowhere:good --limit 80": "found 80, which is 80 bytes; expected a size such as 80GiB",
@@ -90,6 +103,8 @@ WRONG = {
     f"{GOOD} --limit 1B --no-recompute": "or leave out --no-recompute",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "--output: found /nowhere/plan.json, expected a",
     f"{GOOD} --limit 1GiB --png plan.gif": "--png: plan.gif ends otherwise than pictures do",
+    f"plan {' '.join(DEEP)} --gib 0.01 --limit 125MiB --for megatron": "expected names of Megatron",
+    f"{GOOD} --limit 1GiB --for nemo": "invalid choice: 'nemo' (choose from 'megatron')",
     "plan helpers.cli_models:head_on_the_last --ranks 2 --limit 1GiB": "pattern 'head' matches no",
     "plan helpers.cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
     "sweep helpers.cli_models:good --png front.txt": "front.txt ends otherwise than pictures do",
@@ -100,3 +115,36 @@ WRONG = {
 @pytest.mark.parametrize("command", WRONG)
 def test_what_cannot_be_right_is_refused(command: str) -> None:
     check_refused(command, WRONG[command])
+
+
+MEGATRON = "plan helpers.cli_models:as_megatron --ranks 2 --length 1024 --microbatches 4".split()
+
+
+def test_flags_of_megatrons_own_engine(tmp_path: Path) -> None:
+    """By them no stage keeps more groups than planned."""
+    path = tmp_path / "plan.json"
+    how = "--min-numel 1 --gib 0.01 --no-recompute --limit 125MiB --for megatron -o".split()
+    flags = good(*MEGATRON, *how, path).split("Flags of Megatron-LM:\n")[1].split("Its")[0].split()
+    assert flags[:4] == [
+        *("--fine-grained-activation-offloading", "--offload-modules", "core_attn", "attn_proj")
+    ]
+    options = dict(zip(flags[4::2], flags[5::2], strict=True))
+    assert options["--min-offloaded-tensor-size"] == "1"
+    fraction = float(options["--activation-offload-fraction"])
+    assert 0 < fraction < 1 and int(options["--delta-offload-bytes-across-pp-ranks"]) > 0
+    stages = [stage for rank in OffloadPlan.load(path).ranks for stage in rank.stages]
+    for groups in stages:
+        num_stay = sum(group.keeps for group in groups)
+        assert int(len(groups) * (1 - fraction)) <= num_stay
+
+
+@pytest.mark.parametrize(
+    ("limit", "flags"),
+    [
+        ("1GiB", "Megatron-LM needs no flags: nothing is offloaded or recomputed."),
+        ("125MiB", "--recompute-granularity full --recompute-method block --recompute-num-layers"),
+    ],
+)
+def test_flags_of_recomputed_layers(limit: str, flags: str) -> None:
+    output = good(*MEGATRON, "--min-numel", 1, "--limit", limit, "--for", "megatron")
+    assert flags in " ".join(output.split())

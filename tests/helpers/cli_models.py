@@ -64,6 +64,13 @@ def layered(num_stages: int, length: int) -> Modules:
     return work
 
 
+def as_megatron(num_stages: int, length: int) -> Modules:
+    """Groups named as Megatron's modules."""
+    work = layered(num_stages, length)
+    work.groups = {"core_attn": "*.0", "attn_proj": "*.1"}
+    return work
+
+
 def unmarked(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length)
 
