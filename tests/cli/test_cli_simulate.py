@@ -49,7 +49,7 @@ def test_a_plan_and_its_limit(plan: Path, tmp_path: Path) -> None:
     peak = max(rank.peak_bytes for rank in whole.ranks)
     whole.with_limit(peak - 2**20).save(tmp_path / "lower.json")
     code, output = run("simulate", *DEEP, "--plan", tmp_path / "lower.json")
-    assert code == 1 and output.endswith("GiB; above it is rank 0 by 1.0 MiB.\n"), output
+    assert code == 1 and output.endswith("GiB; above it is rank 0 by 1.00 MiB.\n"), output
     assert re.search(r"Offload costs more than it has to: a step is \d+%", good("simulate", *DEEP))
 
 
