@@ -31,7 +31,7 @@ import torch
 from on_card import CASES, LARGE, Case, Stage
 from rematerialize import GIB, MEASURED
 from torch import Tensor, nn
-from virtual_megatron import megatron_on, why_not
+from virtual_megatron import StreamedMemory, megatron_on, why_not
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._common.pictures import (
@@ -66,6 +66,7 @@ def point(
         options: Of ``OffloadConfig``.
     """
     backend = VirtualBackend(MEASURED)
+    backend.memory = StreamedMemory(MEASURED.workspace_bytes)
     config = OffloadConfig(min_offloaded_tensor_size=case.min_numel, **options)
     with ExitStack() as entered:
         manager = entered.enter_context(use_backend(backend, config=config))

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload.simulate import VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
+from pp_offload.simulate.memory import Allocation, DeviceMemory
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
@@ -51,10 +52,45 @@ class CudaEvent(VirtualEvent):
         self.time_s = (stream or self._backend.current_stream()).record_event().time_s
 
 
+class StreamedMemory(DeviceMemory):
+    """Device memory whose tensors other streams may use, as a caching allocator has it.
+
+    When a tensor is gone, an event is recorded on each stream that uses it, behind all that was
+    launched there. When the host next allocates, memory whose events have passed is free.
+    """
+
+    def __init__(self, taken_bytes: int) -> None:
+        super().__init__(taken_bytes)
+        self._streams: dict[int, set[VirtualStream]] = {}
+        self._in_use: list[tuple[VirtualEvent, Allocation]] = []
+
+    def record_stream(self, tensor: Tensor, stream: VirtualStream) -> None:
+        """Mark a tensor as used by another stream."""
+        self._streams.setdefault(id(self.see(tensor.untyped_storage())), set()).add(stream)
+
+    def dies(self, allocation: Allocation) -> None:
+        """Free the memory, or record the last of the events of its streams."""
+        streams = self._streams.pop(id(allocation), ())
+        if streams:  # recorded now: what is launched later is not waited for
+            events = (stream.record_event() for stream in streams)
+            self._in_use.append((max(events, key=lambda event: event.time_s), allocation))
+        else:
+            super().dies(allocation)
+
+    def _free_gone(self) -> None:
+        for event, allocation in self._in_use:
+            if event.query():
+                super().dies(allocation)
+        self._in_use = [each for each in self._in_use if not each[0].query()]
+        super()._free_gone()
+
+
 @contextmanager
 def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
     """Inside, what the module asks of ``torch.cuda`` is answered by the virtual device."""
     make_empty, pinned_tensors = torch.empty, WeakIdKeyDictionary()
+    memory = backend.memory
+    assert isinstance(memory, StreamedMemory), "set it before the model is made"
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         tensor = make_empty(*size, **options)
@@ -66,7 +102,7 @@ def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
         return tensor in pinned_tensors
 
     def record_stream(tensor: Tensor, stream: VirtualStream) -> None:
-        backend.memory.record_stream(tensor, stream)
+        memory.record_stream(tensor, stream)
 
     stand_ins = [
         # Each new stream is ordered with nothing, and has a clock.
@@ -82,7 +118,7 @@ def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
         # Without CUDA nothing can be pinned, and the host would wait for every copy back.
         (torch, "empty", empty),
         (Tensor, "is_pinned", is_pinned),
-        # It takes no stream that is not CUDA's. It decides when memory is free: see DeviceMemory.
+        # It takes no stream that is not CUDA's. It decides when memory is free: see StreamedMemory.
         (Tensor, "record_stream", record_stream),
     ]
     with _patched(stand_ins):

@@ -63,8 +63,8 @@ from pp_offload.plan.pipeline import check_smallest, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep, RankStep
+from pp_offload.simulate.schedules import PipelineOrder
 
 WORTH_IT = 1e-3
 """Another way is tried where it could save such a part of a step."""

@@ -179,9 +179,6 @@ class NumberDevice(VirtualBackend):
 
     def run(self, operators_s: Sequence[float]) -> None:
         """Launch operators, which take these times if no copy slows them down."""
-        if not self.hardware.copies_slow_compute:
-            self.compute.launch_all(operators_s)
-            return
         for took_s in operators_s:
             self.compute.launch_until(partial(self.link.compute, seconds=took_s))
 

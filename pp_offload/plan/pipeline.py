@@ -14,8 +14,8 @@ from pp_offload.plan.rank import number_rank
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep, VirtualRank
+from pp_offload.simulate.schedules import PipelineOrder
 
 
 def predict(

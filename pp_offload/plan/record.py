@@ -30,7 +30,7 @@ from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
 from pp_offload.plan.tape import Backward, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
 
 _T = TypeVar("_T")
@@ -257,15 +257,11 @@ class _Recording:
             for stage, notes in by_stage.items():
                 notes.chunks.append(recorder.begin_chunk())
                 notes.sent_bytes = work.forward(stage, microbatch)
-                if stage + 1 in run:
-                    work.hand_over("FORWARD", stage, microbatch)
                 notes.forwards.append(recorder.taken())
         for microbatch in range(num_microbatches):
             for stage, notes in reversed(by_stage.items()):
                 recorder.chunk = notes.chunks[microbatch]
                 notes.sent_back_bytes = work.backward(kind, stage, microbatch)
-                if stage - 1 in run:
-                    work.hand_over(kind, stage, microbatch)
                 if kind == "BACKWARD_INPUT":
                     notes.inputs.append(recorder.taken())
                     work.weight(stage, microbatch)

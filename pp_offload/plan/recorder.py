@@ -142,7 +142,7 @@ class Recorder(Observer):
         self._of_recipes: set[int] = set()
         """Numbers of storages that recipes use, or whose bytes leave."""
 
-        backend.compute.heard = (*backend.compute.heard, self._ran)
+        backend.compute.listeners = (*backend.compute.listeners, self._ran)
 
     def begin_chunk(self) -> ChunkNotes:
         """Begin the forward of a microbatch."""
@@ -414,14 +414,14 @@ class _WatchedMemory(DeviceMemory):
         number: int = self._numbers[storage]
         return number
 
-    def _seen(self, storage: UntypedStorage) -> Any:
+    def see(self, storage: UntypedStorage) -> Any:
         if storage not in self._numbers:
             number, nbytes = self._num, rounded(storage.nbytes())
             self._numbers[storage] = number
             self._num += 1
             weakref.finalize(storage, self._note, number, -nbytes).atexit = False
             self._note(number, nbytes)
-        return super()._seen(storage)
+        return super().see(storage)
 
 
 def rounded(nbytes: int) -> int:

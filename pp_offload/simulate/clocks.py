@@ -12,33 +12,26 @@ and has its times already. So nothing ever runs, and there is no queue of events
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
-from pp_offload.backends import Event
 from pp_offload.simulate.hardware import Hardware
 
 
 class HostClock:
-    """Clock of the host, which launches work and goes on.
-
-    Attributes:
-        now_s: The time.
-        blocked_s: Time spent waiting for work to end, or for room in a queue of launches.
-    """
+    """Clock of the host, which launches work and goes on. ``now_s`` is its time."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.now_s = 0.0
-        self.blocked_s = 0.0
         self.hardware = hardware
 
     def wait_until(self, time_s: float) -> None:
         """Block the host until ``time_s``."""
-        self.blocked_s += max(0.0, time_s - self.now_s)
         self.now_s = max(self.now_s, time_s)
 
 
 class VirtualEvent:
-    """Point in a stream's order, and its time.
+    """Point in a stream's order, or the end of work on a disk.
 
     Attributes:
         time_s: End of all work before the event, which may be before it was recorded.
@@ -68,6 +61,8 @@ class VirtualEvent:
         """Have the host wait until the event."""
         self._host.wait_until(self.time_s)
 
+    done, result = query, synchronize  # as of the future of a disk's thread
+
 
 class VirtualStream:
     """Stream with a clock, which runs work in order.
@@ -76,15 +71,13 @@ class VirtualStream:
         free_at_s: When all work launched so far has ended.
         busy_s: How long the stream worked.
         stalled_s: How long work that the host had launched waited for other streams.
-        heard: Called for each work, with three times: when nothing but other streams kept it
+        listeners: Called for each work, with three times: when nothing but other streams kept it
             waiting, when it begins, and when it ends.
     """
 
     def __init__(self, host: HostClock) -> None:
-        self.free_at_s = 0.0
-        self.busy_s = 0.0
-        self.stalled_s = 0.0
-        self.heard: tuple[Callable[[float, float, float], None], ...] = ()
+        self.free_at_s = self.busy_s = self.stalled_s = 0.0
+        self.listeners: tuple[Callable[[float, float, float], None], ...] = ()
         self._host = host
         self._may_begin_s = 0.0
         self._queued_ends_s: deque[float] = deque()
@@ -92,11 +85,6 @@ class VirtualStream:
     def launch(self, seconds: float) -> float:
         """Launch work that takes ``seconds``, and return its end."""
         return self.launch_until(lambda begin_s: begin_s + seconds)
-
-    def launch_all(self, seconds: Sequence[float]) -> None:
-        """Launch several pieces of work, one behind the other."""
-        for work_s in seconds:
-            self.launch(work_s)
 
     def launch_until(self, end_s: Callable[[float], float]) -> float:
         """Launch work whose end depends on its begin, and return its end.
@@ -115,13 +103,12 @@ class VirtualStream:
         self.free_at_s = end_s(begin_s)
         self.busy_s += self.free_at_s - begin_s
         queue.append(self.free_at_s)
-        for call in self.heard:
+        for call in self.listeners:
             call(ready_s, begin_s, self.free_at_s)
         return self.free_at_s
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Any) -> None:
         """Let nothing launched from now on begin before ``event``."""
-        assert isinstance(event, VirtualEvent)
         self.wait_until(event.time_s)
 
     def wait_until(self, time_s: float) -> None:
@@ -143,4 +130,4 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         """Have the host wait for all work of the stream."""
-        self.record_event().synchronize()
+        self._host.wait_until(self.ready_at_s)

@@ -17,18 +17,18 @@ from pp_offload._common.tables import format_table
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.pipeline import Progress, Watcher, run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
+from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
-
-GIB = 2**30
 
 WORTH_A_WORD = 0.02
 """Part by which a step must be longer with offload to be named."""
 
-HEAD = ("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with")
-HEAD_OF_STEP = ("busy", "stalled", "waited", "most for")
+HEAD = (
+    *("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with"),
+    *("busy", "stalled", "waited", "most for"),
+)
 
 NOTE = """\
 The first peak and the first step are those without offload, all else is with it. busy, stalled and
@@ -54,21 +54,15 @@ class Comparison:
         Args:
             memory_bytes: Memory of a device; peaks above it are marked.
         """
-        ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
-        rows = [_row(number, *both, memory_bytes) for number, both in enumerate(ranks)]
+        ranks = [*zip(self.without.ranks, self.with_offload.ranks, strict=True)]
         lines = [
-            *(
-                f"{name}: {step.seconds * 1e3:.1f} ms a step, compute idle for {step.bubble:.1%} "
-                "of it"
-                for name, step in self._named.items()
-            ),
-            "",
-            format_table([HEAD + HEAD_OF_STEP, *rows]),
-            NOTE,
+            f"{name}: {step.seconds * 1e3:.1f} ms a step, compute idle for {step.bubble:.1%} of it"
+            for name, step in self._named.items()
         ]
-        all_ranks = [*self.without.ranks, *self.with_offload.ranks]
-        if any(rank.peak_bytes > memory_bytes for rank in all_ranks):
-            lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
+        rows = [_row(number, *both, memory_bytes) for number, both in enumerate(ranks)]
+        lines += ["", format_table([HEAD, *rows]), NOTE]
+        if any(rank.peak_bytes > memory_bytes for both in ranks for rank in both):
+            lines.append(f"* more than the {memory_bytes / 2**30:.0f} GiB that the device has")
         if self.limit_bytes is not None:
             lines.append(self._beside_the_limit(self.limit_bytes))
             lines += [self.caution] if self.caution else []
@@ -82,12 +76,10 @@ class Comparison:
     @property
     def above_the_limit(self) -> dict[int, int]:
         """Bytes of each rank above the limit of the plan, if it is above."""
-        if self.limit_bytes is None:
+        limit_bytes, ranks = self.limit_bytes, enumerate(self.with_offload.ranks)
+        if limit_bytes is None:
             return {}
-        above = {
-            number: rank.peak_bytes - self.limit_bytes
-            for number, rank in enumerate(self.with_offload.ranks)
-        }
+        above = {number: rank.peak_bytes - limit_bytes for number, rank in ranks}
         return {number: nbytes for number, nbytes in above.items() if nbytes > 0}
 
     @property
@@ -103,10 +95,7 @@ class Comparison:
         return ([f"a step is {longer:.0%} longer"] if longer > WORTH_A_WORD else []) + higher
 
     def _beside_the_limit(self, limit_bytes: int) -> str:
-        above = [
-            f"rank {number} by {size_said(nbytes)}"
-            for number, nbytes in self.above_the_limit.items()
-        ]
+        above = [f"rank {n} by {size_said(nbytes)}" for n, nbytes in self.above_the_limit.items()]
         limit = f"The plan's limit is {size_said(limit_bytes)}"
         if above:
             return f"{limit}; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}."
@@ -114,9 +103,8 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Plain values, for a file."""
-        limit = {} if self.limit_bytes is None else {"limit_bytes": self.limit_bytes}
-        caution = {"caution": self.caution} if self.caution else {}
-        return {**limit, **caution} | {
+        notes = {"limit_bytes": self.limit_bytes, "caution": self.caution or None}
+        return {name: value for name, value in notes.items() if value is not None} | {
             name: {
                 "seconds": step.seconds,
                 "bubble": step.bubble,
@@ -149,19 +137,16 @@ def compare(
         trace: Records the run with offload.
     """
 
-    def progress_of(name: str) -> Progress | None:
-        return None if progress is None else progress(name)
-
     # The engine derives its plan from a first step, which a run without offload does not need. But
     # the state of an optimizer is there from the end of the first step on.
     num_steps = 2 if isinstance(work, Modules) and work.optimizer is not None else 1
-    name = "without offload"
+    names = "without offload", "with offload"
+    watch = [None if progress is None else progress(name) for name in names]
     without = run_pipeline(
-        order, work, hardware, peers=peers, num_steps=num_steps, progress=progress_of(name)
+        order, work, hardware, peers=peers, num_steps=num_steps, progress=watch[0]
     )
-    name = "with offload"
     with_offload = run_pipeline(
-        order, work, hardware, peers=peers, config=config, progress=progress_of(name), trace=trace
+        order, work, hardware, peers=peers, config=config, progress=watch[1], trace=trace
     )
     plan = config.offload_plan
     if plan is None:
@@ -187,22 +172,17 @@ def _caution(plan: OffloadPlan, *, has_state: bool) -> str:
 
 def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> tuple[str, ...]:
     peer = offload.waits_most_for
-    seconds = offload.seconds, offload.busy_s, offload.stalled_s, sum(offload.waited_s.values())
+    peaks = [
+        f"{size_cell(rank.peak_bytes)}{' ' if rank.peak_bytes <= memory_bytes else '*'}"
+        for rank in (none, offload)
+    ]
+    sizes = offload.host_peak_bytes, offload.bytes_offloaded
+    seconds = none.seconds, offload.seconds, offload.busy_s, offload.stalled_s
     return (
-        str(number),
-        _peak(none, memory_bytes),
-        _peak(offload, memory_bytes),
-        size_cell(offload.host_peak_bytes),
-        size_cell(offload.bytes_offloaded),
-        f"{none.seconds * 1e3:.1f}",
-        *(f"{value * 1e3:.1f}" for value in seconds),
+        *(str(number), *peaks, *map(size_cell, sizes)),
+        *(f"{value * 1e3:.1f}" for value in (*seconds, sum(offload.waited_s.values()))),
         "-" if peer is None else f"rank {peer}",
     )
-
-
-def _peak(rank: RankStep, memory_bytes: int) -> str:
-    mark = " " if rank.peak_bytes <= memory_bytes else "*"
-    return f"{size_cell(rank.peak_bytes)}{mark}"
 
 
 def _figures(rank: RankStep) -> dict[str, Any]:

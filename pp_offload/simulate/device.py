@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -32,10 +31,9 @@ from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.link import Link
 from pp_offload.simulate.memory import DeviceMemory
-from pp_offload.simulate.repeated import RepeatedCalls
 
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Flag of Linux, which Python names from 3.12 on."""
+NO_RESERVE = 0x4000
+"""Flag MAP_NORESERVE of Linux, which Python names from 3.12 on."""
 
 aten = torch.ops.aten
 
@@ -77,7 +75,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         is_blocking: bool = False,
     ) -> None:
         check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
-        self.calls = RepeatedCalls(OperatorCosts(hardware, operator_seconds))
+        self.costs = OperatorCosts(hardware, operator_seconds)
         self.is_blocking = is_blocking
         self.name = f"virtual {hardware.name}"
         self.device = torch.device("meta")
@@ -109,13 +107,11 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     def timed_event(self, stream: Stream) -> VirtualEvent:
         """Make an event; all events have their time."""
-        assert isinstance(stream, VirtualStream)
-        return stream.record_event()
+        return stream.record_event()  # type: ignore[return-value]
 
-    def memory_bytes(self) -> int | None:
-        """Size of the device's memory; None if it is unlimited."""
-        nbytes = self.hardware.memory_bytes
-        return None if nbytes == inf else nbytes
+    def memory_bytes(self) -> int:
+        """Size of the device's memory."""
+        return self.hardware.memory_bytes
 
     def allocated(self) -> Allocated:
         """Bytes of the tensors seen."""
@@ -131,8 +127,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """Take the time of the copies, one behind the other."""
         assert isinstance(stream, VirtualStream)
         for target, source in zip(targets, sources, strict=True):
-            self.memory.name_copied(source, "in flight")
-            self.memory.name_copied(target, "reloaded")
+            self.memory.name(source, "in flight", only_unnamed=True)
+            self.memory.name(target, "reloaded", only_unnamed=True)
             self.launch_copy(stream, target.nbytes, to_host=not target.is_meta)
 
     def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:
@@ -178,15 +174,16 @@ class _Clocked(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        schema, device = operator(func), self._device
         if func in PROGRAM_COPIES:
             output = self._copied(func, args, kwargs)
             if output is not None:
                 return output
+        schema, device = operator(func), self._device
         takes_time = not (schema.is_view or schema.is_allocation)
+        seconds = 0.0
         try:
             if takes_time:
-                outputs, seconds = device.calls.run(func, args, kwargs)
+                outputs, seconds = device.costs.run(func, args, kwargs)
             else:
                 outputs = func(*args, **kwargs)
         except RuntimeError as failure:
@@ -216,32 +213,31 @@ class _Clocked(TorchDispatchMode):
         ``non_blocking``.
 
         Returns:
-            What the operator returns, without data; None if both sides are on the device or both
+            The output of the operator, without data; None if both sides are on the device or both
             on the host.
         """
-        device = self._device
+        device, is_waited_for = self._device, not kwargs.get("non_blocking", False)
         if func is aten.copy_.default:
             output, source = args[:2]
-            is_waited_for = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            is_over_link = output.is_meta != source.is_meta
+            to_device = output.is_meta
+            is_waited_for = is_waited_for and not (len(args) > 2 and args[2])
         else:
-            source, is_waited_for = args[0], not kwargs.get("non_blocking", False)
-            target = kwargs.get("device") or source.device
-            is_over_link = (target.type == "meta") != source.is_meta
-        if not is_over_link:
-            return None
-        if func is aten._to_copy.default:
-            output = func(source, **{**kwargs, "device": device.device})
-            if source.is_meta:  # memory of the host that is never touched
-                layout = output.size(), output.stride()
-                output = torch.empty_strided(*layout, dtype=output.dtype, device="cpu")
-        if output.is_meta:
-            device.memory.see(output.untyped_storage())
-        live = device.current_stream()
-        device.launch_copy(live, source.nbytes, to_host=source.is_meta)
-        if is_waited_for:
-            live.synchronize()
-        return output  # type: ignore[no-any-return]
+            source = args[0]
+            to_device = (kwargs.get("device") or source.device).type == "meta"
+        if to_device != source.is_meta:
+            if func is aten._to_copy.default:
+                output = func(source, **{**kwargs, "device": device.device})
+                if not to_device:  # memory of the host that is never touched
+                    layout = output.size(), output.stride()
+                    output = torch.empty_strided(*layout, dtype=output.dtype, device="cpu")
+            if to_device:
+                device.memory.see(output.untyped_storage())
+            live = device.current_stream()
+            device.launch_copy(live, source.nbytes, to_host=not to_device)
+            if is_waited_for:
+                live.synchronize()
+            return output  # type: ignore[no-any-return]
+        return None
 
 
 PROGRAM_COPIES = (aten._to_copy.default, aten.copy_.default)

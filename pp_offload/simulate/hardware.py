@@ -17,14 +17,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pp_offload._common.checks import near, said
+from pp_offload._common.checks import check_known, near, said
 
 GB = 10**9
 
-MAY_BE_NONE = (
-    *("h2d_bytes_per_s", "both_links_bytes_per_s", "host_bytes_per_s", "pin_bytes_per_s"),
-    *("attention_fraction", "attention_backward_fraction"),
-)
 MAY_BE_ZERO = (
     *("launch_s", "kernel_gap_s", "copy_latency_s", "disk_latency_s"),
     *("d2h_slowdown", "h2d_slowdown", "workspace_bytes"),
@@ -116,7 +112,7 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not (value is None and field.name in MAY_BE_NONE):
+            if field.name != "name" and not (value is None and field.default is None):
                 _check(field.name, value)
         if self.d2h_slowdown + self.h2d_slowdown >= 1:
             raise ValueError(
@@ -134,10 +130,7 @@ class Hardware:
         """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))["hardware"]
-            names = [field.name for field in fields(cls)]
-            for name in given:
-                if name not in names:
-                    raise ValueError(f"{name!r} is no field of Hardware{near(name, names)}")
+            check_known(given, [field.name for field in fields(cls)], "Hardware")
             return cls(**given)
         except (ValueError, TypeError, KeyError) as failure:
             raise ValueError(

@@ -79,8 +79,7 @@ class DecoderStage(nn.Module):
         self.rotary = copy.deepcopy(decoder.rotary_emb)
         self.norm = decoder.norm if is_last else None
         self.head = model.lm_head if is_last else None
-        if is_last and index > 0:
-            # The head may share the embedding's weight, which is on another rank.
+        if index > 0:  # the head may share the embedding's weight, which is on another rank
             self.head = copy.deepcopy(self.head)
         self.takes_mask = _caps_scores(model.config)
         self.cap = getattr(model.config, "final_logit_softcapping", None)

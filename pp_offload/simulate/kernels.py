@@ -66,12 +66,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     qkv = query, key, value
-    has_rows = attn_mask is None and all(tensor.dim() == 4 for tensor in qkv)
-    if has_rows and _is_for_flash(*qkv, enable_gqa=enable_gqa):
+    kernel = _kernel_for(*qkv, enable_gqa=enable_gqa) if attn_mask is None else "math"
+    if kernel == "flash":
         outputs = aten._scaled_dot_product_flash_attention(
             *qkv, dropout_p, is_causal, False, scale=scale
         )
-    elif has_rows and not enable_gqa and _is_for_efficient(*qkv):
+    elif kernel == "efficient":
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in qkv)
         outputs = aten._scaled_dot_product_efficient_attention(
             *qkv, None, needs_grad, dropout_p, is_causal, scale=scale
@@ -83,22 +83,21 @@ def _attention(
     return outputs[0]  # type: ignore[no-any-return]
 
 
-def _is_for_flash(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
-    """Whether CUDA's flash kernel takes tensors of these sizes and dtypes."""
+def _kernel_for(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> str:
+    """Name of the kernel that CUDA takes for tensors of these sizes and dtypes."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return "math"
+    width, value_width = query.shape[-1], value.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    has_heads = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
-    width = query.shape[-1]
-    return is_half and has_heads and width == key.shape[-1] == value.shape[-1] <= MAX_HEAD_WIDTH
-
-
-def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether CUDA's memory-efficient kernel does, which takes float32, too."""
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False
     has_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    widths_bytes = [tensor.shape[-1] * tensor.element_size() for tensor in (query, value)]
-    is_aligned = all(nbytes % ALIGNMENT_BYTES == 0 for nbytes in widths_bytes)
-    return has_heads and is_aligned and query.shape[-1] == key.shape[-1]
+    is_even = width == key.shape[-1] == value_width <= MAX_HEAD_WIDTH
+    if is_half and is_even and (has_heads or enable_gqa):
+        return "flash"
+    is_aligned = all(
+        size * query.element_size() % ALIGNMENT_BYTES == 0 for size in (width, value_width)
+    )
+    is_for_efficient = has_heads and is_aligned and width == key.shape[-1] and not enable_gqa
+    return "efficient" if is_for_efficient and (is_half or query.dtype is torch.float32) else "math"
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

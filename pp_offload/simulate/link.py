@@ -19,7 +19,6 @@ NOTE [ Slower compute ]
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from math import inf
 from typing import NamedTuple
 
@@ -48,17 +47,13 @@ class Link:
     """
 
     def __init__(self, host: HostClock) -> None:
-        self.bytes_to_host = 0
-        self.bytes_to_device = 0
-        self._host = host
-        self._hardware = host.hardware
+        self.bytes_to_host = self.bytes_to_device = 0
+        self._host, self._hardware = host, host.hardware
         both = self._both_rate = host.hardware.both_copies_bytes_per_s
         to_host, to_device = host.hardware.d2h_rate, host.hardware.h2d_rate
         self._rates = {True: min(to_host, both), False: min(to_device, both)}
         self.are_apart = both >= sum(self._rates.values())
         self._uses: list[Use] = []
-        self._last_ends_s: list[float] = []
-        """For each use, when it and all before it are over: uses may end out of order."""
 
     def copy(self, begin_s: float, nbytes: int, *, to_host: bool) -> float:
         """Launch a copy, and return its end. See NOTE [ First come, first served ]."""
@@ -66,16 +61,15 @@ class Link:
             self.bytes_to_host += nbytes
         else:
             self.bytes_to_device += nbytes
-        self._forget_past()
         now_s, rest_bytes = begin_s + self._hardware.copy_latency_s, float(nbytes)
         uses = self._uses_after(now_s)
         if self.are_apart:
             uses = [use for use in uses if use.to_host == to_host]
         while True:
-            rate, until_s = self._free(uses, now_s, to_host=to_host), next_change_s(uses, now_s)
+            rate, until_s = self._free(uses, now_s, to_host=to_host), _next_change_s(uses, now_s)
             end_s = now_s + rest_bytes / rate if rate else inf
             if rate and until_s > now_s:
-                self._note(Use(now_s, min(end_s, until_s), rate, to_host))
+                self._uses.append(Use(now_s, min(end_s, until_s), rate, to_host))
             if end_s <= until_s:
                 return end_s
             rest_bytes -= rate * (until_s - now_s)
@@ -90,12 +84,11 @@ class Link:
         hardware = self._hardware
         if not hardware.copies_slow_compute:
             return begin_s + seconds
-        self._forget_past()
         copies, now_s = self._uses_after(begin_s), begin_s
         while True:
-            ways = {use.to_host for use in running_at(copies, now_s)}
+            ways = {use.to_host for use in _running_at(copies, now_s)}
             loss = (True in ways) * hardware.d2h_slowdown + (False in ways) * hardware.h2d_slowdown
-            end_s, until_s = now_s + seconds / (1 - loss), next_change_s(copies, now_s)
+            end_s, until_s = now_s + seconds / (1 - loss), _next_change_s(copies, now_s)
             if end_s <= until_s:
                 return end_s
             seconds -= (1 - loss) * (until_s - now_s)
@@ -103,34 +96,23 @@ class Link:
 
     def _free(self, uses: list[Use], now_s: float, *, to_host: bool) -> float:
         """Rate that is free for another copy in this direction."""
-        running = running_at(uses, now_s)
+        running = _running_at(uses, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
         free = min(self._rates[to_host] - here, self._both_rate - both)
         return free if free > ROUNDING * both else 0.0
 
-    def _note(self, use: Use) -> None:
-        before_s = self._last_ends_s[-1] if self._uses else 0.0
-        self._uses.append(use)
-        self._last_ends_s.append(max(before_s, use.end_s))
-
     def _uses_after(self, now_s: float) -> list[Use]:
-        first = bisect_right(self._last_ends_s, now_s)
-        return [use for use in self._uses[first:] if use.end_s > now_s]
-
-    def _forget_past(self) -> None:
-        """Drop uses that are over for the host, and so for all that it launches from now on."""
-        num = bisect_right(self._last_ends_s, self._host.now_s)
-        if num:
-            del self._uses[:num], self._last_ends_s[:num]
+        """Uses that end later. Those over for the host are so for all that it launches later."""
+        self._uses = [use for use in self._uses if use.end_s > self._host.now_s]
+        return [use for use in self._uses if use.end_s > now_s]
 
 
-def running_at(uses: list[Use], now_s: float) -> list[Use]:
-    """List the uses that have begun and not ended."""
+def _running_at(uses: list[Use], now_s: float) -> list[Use]:
     return [use for use in uses if use.begin_s <= now_s < use.end_s]
 
 
-def next_change_s(uses: list[Use], now_s: float) -> float:
+def _next_change_s(uses: list[Use], now_s: float) -> float:
     """Time at which the next use begins or ends; infinity if none does."""
     times = (time_s for use in uses for time_s in (use.begin_s, use.end_s))
     return min((time_s for time_s in times if time_s > now_s), default=inf)

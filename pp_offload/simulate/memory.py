@@ -11,7 +11,6 @@ that stream has still to run. So allocated bytes change in the host's order, not
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections import Counter, deque
 from typing import Any
@@ -24,7 +23,6 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.manager import Manager
-from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512
 """Device allocators round sizes up to a multiple."""
@@ -34,14 +32,13 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "relo
 """Purposes of memory; see :meth:`DeviceMemory.name`."""
 
 
-class _Allocation(weakref.ref[UntypedStorage]):
+class Allocation(weakref.ref[UntypedStorage]):
     """A storage, held weakly, with its size and category."""
 
-    __slots__ = ("category", "key", "nbytes", "streams")
+    __slots__ = ("category", "key", "nbytes")
     key: int
     nbytes: int
     category: str
-    streams: set[VirtualStream]
 
 
 class DeviceMemory:
@@ -51,26 +48,25 @@ class DeviceMemory:
         self._live: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
         self._live[OTHER] = self._live_bytes = self._peak_bytes = taken_bytes
         self._at_peak = dict(self._live)
-        self._alive: dict[int, _Allocation] = {}
-        self._gone: deque[_Allocation] = deque()
-        self._in_use: list[tuple[float, int, VirtualEvent, _Allocation]] = []
+        self._alive: dict[int, Allocation] = {}
+        self._gone: deque[Allocation] = deque()  # a weak reference's callback may only append
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the storages alive."""
-        self._forget_gone()
+        self._free_gone()
         return self._live_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes alive at a time."""
-        self._forget_gone()
+        self._free_gone()
         return self._peak_bytes
 
     @property
     def live(self) -> dict[str, int]:
         """Bytes of each of :data:`CATEGORIES`, which add up to :attr:`live_bytes`."""
-        self._forget_gone()
+        self._free_gone()
         return dict(self._live)
 
     @property
@@ -80,27 +76,27 @@ class DeviceMemory:
 
     def take_peak(self) -> int:
         """Return the peak since the last call, or since the beginning."""
-        self._forget_gone()
+        self._free_gone()
         peak, self._peak_bytes = self._peak_bytes, self._live_bytes
         self._at_peak = dict(self._live)
         return peak
 
-    def see(self, storage: UntypedStorage) -> None:
+    def see(self, storage: UntypedStorage) -> Allocation:
         """Count a storage on the device, unless it is counted already with the same size."""
-        self._seen(storage)
-
-    def _seen(self, storage: UntypedStorage) -> _Allocation:
-        self._forget_gone()
+        self._free_gone()
         key, nbytes = storage._cdata, -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
         allocation = self._alive.get(key)
         if allocation is None or allocation() is not storage:
-            allocation = self._alive[key] = _Allocation(storage, self._dies)
+            allocation = self._alive[key] = Allocation(storage, self.dies)
             allocation.key, allocation.nbytes, allocation.category = key, 0, OTHER
-            allocation.streams = set()
         if allocation.nbytes != nbytes:  # it is new, or was resized
             self._add(allocation.category, nbytes - allocation.nbytes)
             allocation.nbytes = nbytes
         return allocation
+
+    def dies(self, allocation: Allocation) -> None:
+        """Free the memory of a storage that was let go, when bytes are next asked for."""
+        self._gone.append(allocation)
 
     def _add(self, category: str, nbytes: int) -> None:
         self._live[category] += nbytes
@@ -109,34 +105,14 @@ class DeviceMemory:
             self._peak_bytes = self._live_bytes
             self._at_peak = dict(self._live)
 
-    def record_stream(self, tensor: Tensor, stream: VirtualStream) -> None:
-        """Mark a tensor as used by another stream, as PyTorch's ``Tensor.record_stream`` does.
-
-        As with a caching allocator: when the tensor is gone, an event is recorded on that stream,
-        behind all that was launched there; and when the host next allocates, memory whose event has
-        passed is free. Until then it counts, under the same name.
-        """
-        self._seen(tensor.untyped_storage()).streams.add(stream)
-
-    def _dies(self, allocation: _Allocation) -> None:
-        if not allocation.streams:
-            self._gone.append(allocation)
-            return
-        # Recorded when the storage dies, not later: later launches are not waited for.
-        events = (stream.record_event() for stream in allocation.streams)
-        last = max(events, key=lambda event: event.time_s)
-        heapq.heappush(self._in_use, (last.time_s, id(allocation), last, allocation))
-
-    def _forget_gone(self) -> None:
-        while self._in_use and self._in_use[0][2].query():
-            self._gone.append(heapq.heappop(self._in_use)[3])
+    def _free_gone(self) -> None:
         while self._gone:
             allocation = self._gone.popleft()
             self._add(allocation.category, -allocation.nbytes)
             if self._alive.get(allocation.key) is allocation:
                 del self._alive[allocation.key]
 
-    def name(self, tensor: Tensor, category: str) -> None:
+    def name(self, tensor: Tensor, category: str, *, only_unnamed: bool = False) -> None:
         """Say what the memory of a tensor on the device is for, until it is free.
 
         Raises:
@@ -147,27 +123,23 @@ class DeviceMemory:
                 f"category is {said(category)}, expected one of {', '.join(map(repr, CATEGORIES))}"
             )
         if tensor.is_meta:
-            allocation = self._seen(tensor.untyped_storage())
+            allocation = self.see(tensor.untyped_storage())
+            if only_unnamed and allocation.category != OTHER:
+                return
             self._live[allocation.category] -= allocation.nbytes
             self._live[category] += allocation.nbytes
             allocation.category = category
-
-    def name_copied(self, tensor: Tensor, category: str) -> None:
-        """Name memory that the engine copies or keeps, unless it has a name already."""
-        if tensor.is_meta and self._seen(tensor.untyped_storage()).category == OTHER:
-            self.name(tensor, category)
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Name a model's parameters and buffers, its gradients, and its optimizer's state.
 
         Gradients are named when they are complete; the optimizer's state, after each of its steps.
         """
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.name(tensor, "parameters")
         for parameter in model.parameters():
-            self.name(parameter, "parameters")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
-        for buffer in model.buffers():
-            self.name(buffer, "parameters")
         if optimizer is not None:
             self.follow_optimizer(optimizer)
 
@@ -199,4 +171,4 @@ class _KeptNames(Observer):
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if payloads is not None and group.state.value == GroupState.KEPT.value:
             for tensor in payloads.tensors:
-                self._memory.name_copied(tensor, "kept")
+                self._memory.name(tensor, "kept", only_unnamed=True)

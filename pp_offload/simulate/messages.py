@@ -9,12 +9,13 @@ waited_s = messages.receive(message, backend)   # compute waits for it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pp_offload._common.checks import said
-from pp_offload.simulate.clocks import HostClock, VirtualStream
+from pp_offload.simulate.clocks import VirtualStream
+from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import GB, is_number
-from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
+from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +40,14 @@ class PeerLink:
             raise ValueError(f"latency_s is {said(latency_s)}, expected a number at least 0")
 
 
-class HasClocks(Protocol):
-    """Interface of a device that sends messages."""
-
-    host: HostClock
-    compute: VirtualStream
-
-    def new_stream(self) -> VirtualStream:
-        """Make another stream, ordered with no other."""
-        ...
-
-
 class Message(NamedTuple):
     """Output or gradient that a stage makes for its neighbour."""
 
-    kind: str
-    """``FORWARD`` for an activation, ``BACKWARD`` for a gradient."""
-
+    is_gradient: bool
     stage: int
     """The stage that takes it."""
 
     microbatch: int
-
     sender: int
     """The rank that makes it."""
 
@@ -72,57 +59,43 @@ class Messages:
     """All messages of a step, on a link between each two ranks."""
 
     def __init__(self, order: PipelineOrder, link: PeerLink) -> None:
-        self._order = order
+        self._rank_of = order.rank_of
         self._link = link
         self._arrives_s: dict[Message, float] = {}
         self._streams: dict[tuple[int, int], VirtualStream] = {}
 
     def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
         """Message that an action makes for a neighbour; None without a neighbour."""
-        if kind == "FORWARD":
-            return self._between("FORWARD", stage, stage + 1, microbatch)
-        return (
-            self._between("BACKWARD", stage, stage - 1, microbatch) if kind in BACKWARDS else None
-        )
+        return self._between(kind, stage, stage + _step(kind), microbatch)
 
     def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
         """Message that an action takes from a neighbour; None without a neighbour."""
-        if kind == "FORWARD":
-            return self._between("FORWARD", stage - 1, stage, microbatch)
-        return (
-            self._between("BACKWARD", stage + 1, stage, microbatch) if kind in BACKWARDS else None
-        )
+        return self._between(kind, stage - _step(kind), stage, microbatch)
 
     def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message | None:
-        """Make a message between two stages; None if a stage does not exist."""
-        rank_of = self._order.rank_of
-        if maker not in rank_of or taker not in rank_of:
+        rank_of = self._rank_of
+        if maker == taker or maker not in rank_of or taker not in rank_of:
             return None
-        return Message(kind, taker, microbatch, rank_of[maker], rank_of[taker])
+        return Message(kind in BACKWARDS, taker, microbatch, rank_of[maker], rank_of[taker])
 
     def is_there(self, message: Message) -> bool:
         """Whether a message was made, and so has its time."""
         return message in self._arrives_s
 
-    def sends(self, message: Message, backend: HasClocks, nbytes: int) -> bool:
-        """Send a message, behind all that compute has now and earlier messages that way.
-
-        Returns:
-            False if the rank that made it is to take it, and nothing was sent.
-        """
-        way = message.sender, message.receiver
+    def sends(self, message: Message, backend: VirtualBackend, nbytes: int) -> None:
+        """Send a message, behind all that compute has now and earlier messages that way."""
         if message.sender == message.receiver:
             self._arrives_s[message] = 0.0
-            return False
-        stream = self._streams.get(way)
-        if stream is None:
-            stream = self._streams[way] = backend.new_stream()
+            return
+        way = message.sender, message.receiver
+        if way not in self._streams:
+            self._streams[way] = backend.new_stream()
+        stream = self._streams[way]
         stream.wait_stream(backend.compute)
         seconds = self._link.latency_s + nbytes / self._link.bytes_per_s
         self._arrives_s[message] = stream.launch(seconds)
-        return True
 
-    def receive(self, message: Message, backend: HasClocks) -> float:
+    def receive(self, message: Message, backend: VirtualBackend) -> float:
         """Have compute wait for a message.
 
         Returns:
@@ -135,3 +108,8 @@ class Messages:
         compute.wait_until(arrives_s)
         compute.launch(0.0)  # or the work behind it would count as stalled
         return max(0.0, arrives_s - max(others_s, backend.host.now_s))
+
+
+def _step(kind: str) -> int:
+    """Stages from the one that an action is of to the one that it makes a message for."""
+    return 1 if kind == "FORWARD" else -(kind in BACKWARDS)

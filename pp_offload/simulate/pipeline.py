@@ -28,8 +28,8 @@ from pp_offload.config import OffloadConfig, check_config
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep, VirtualRank
+from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
 
 Progress = Callable[[int, int], None]

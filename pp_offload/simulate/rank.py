@@ -15,7 +15,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.pipelining import Action
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.messages import Messages
-from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
+from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder, held_more
 from pp_offload.simulate.stages import RankWork
 
 
@@ -146,12 +146,11 @@ class VirtualRank:
             if needed.sender != self._number:
                 self._waited_s[needed.sender] += waited_s
         nbytes = self._run(action)
-        self._in_flight += action.kind == "FORWARD"
-        self._in_flight -= action.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT")
+        self._in_flight += held_more(action)
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
         made = self._messages.made_by(*action)
-        if made is not None and not self._messages.sends(made, self.backend, nbytes):
-            self._work.hand_over(*action)
+        if made is not None:
+            self._messages.sends(made, self.backend, nbytes)
         if not self.has_more:
             self._work.update()
 

@@ -1,12 +1,24 @@
-"""Schedules of ``torch.distributed.pipelining`` by name, and the stages of a rank.
+"""Schedules: the actions of each rank in order, without a process for each rank.
 
-num = checked_stages("zbv", None)          # 2: what the schedule takes
-order = order_of("zbv", num_ranks=4, stages_per_rank=num, num_microbatches=16)
+    order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
+    order.actions[0]      # of rank 0: [Action("FORWARD", 0, 0), ...]
+    order.rank_of[3]      # the rank of stage 3
+
+    num = checked_stages("zbv", None)          # by name: 2 stages for each rank
+    order = order_of("zbv", num_ranks=4, stages_per_rank=num, num_microbatches=16)
+
+A schedule of ``torch.distributed.pipelining`` makes the lists of all ranks whichever rank asks, and
+of its stages it only reads how many there are.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.pipelining import (
@@ -18,9 +30,11 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from pp_offload._common.checks import near
-from pp_offload.simulate.orders import PipelineOrder
+from pp_offload._common.checks import check_all, count_problem, near, said
+from pp_offload._common.torch_private import schedule_of_csv
+from pp_offload.pipelining import Action, actions_of
 
 ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOPED: dict[str, Any] = {
@@ -30,6 +44,149 @@ LOOPED: dict[str, Any] = {
 }
 V_SHAPED: dict[str, Any] = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
 SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
+
+SCHEDULE_KINDS = PipelineScheduleSingle, PipelineScheduleMulti
+
+BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
+"""Actions that take a gradient from the next stage, and give one to the stage before."""
+
+KINDS = ("FORWARD", *BACKWARDS, "BACKWARD_WEIGHT", "REDUCE_GRAD")
+"""Actions that take time. Messages are sent when they are made, wherever a list has them."""
+
+
+class PipelineOrder:
+    """Actions of all ranks of a schedule.
+
+    Args:
+        schedule: A class of ``torch.distributed.pipelining``, or a CSV file with a line for each
+            rank, as ``_PipelineScheduleRuntime._load_csv`` reads.
+        num_ranks: Devices.
+        num_stages: Of all ranks together.
+        num_microbatches: In a step.
+
+    Attributes:
+        actions: By rank.
+        rank_of: By stage.
+        schedule_name: Name of the schedule's class, or of its file without folders.
+
+    Raises:
+        TypeError: ``schedule`` is neither.
+        ValueError: The schedule is not for so many ranks, stages or microbatches.
+    """
+
+    def __init__(
+        self,
+        schedule: type | str | os.PathLike[str],
+        *,
+        num_ranks: int,
+        num_stages: int,
+        num_microbatches: int,
+    ) -> None:
+        self.num_ranks, self.num_stages = num_ranks, num_stages
+        self.num_microbatches = num_microbatches
+        check_all(*(count_problem(name, value, 1) for name, value in vars(self).items()))
+        self._schedule, self._is_single = schedule, False
+        if isinstance(schedule, type) and issubclass(schedule, SCHEDULE_KINDS):
+            self.schedule_name = schedule.__name__
+            self._is_single = issubclass(schedule, PipelineScheduleSingle)
+        elif isinstance(schedule, str | os.PathLike):
+            self.schedule_name = os.path.basename(schedule)
+        else:
+            raise TypeError(
+                f"schedule is {said(schedule)}, expected a class of torch.distributed.pipelining "
+                "such as Schedule1F1B, or the path of a CSV file"
+            )
+        made = self.schedule_of(self._stand_ins())
+        self.actions = [_actions(made, rank) for rank in range(num_ranks)]
+        self.rank_of: dict[int, int] = {}
+        for rank, actions in enumerate(self.actions):
+            for (kind, stage, microbatch), number in Counter(actions).items():
+                self.rank_of[stage] = rank
+                if number > 1:
+                    raise ValueError(
+                        f"rank {rank} of {schedule} has {kind} of stage {stage} and microbatch "
+                        f"{microbatch} {number} times, expected each action once"
+                    )
+        missing = sorted(set(range(num_stages)) ^ set(self.rank_of))
+        if missing:
+            raise ValueError(
+                f"num_stages is {num_stages}, but the schedule differs from that by stages "
+                f"{missing}; expected as many stages as it has"
+            )
+
+    def stages_of(self, rank: int) -> list[int]:
+        """A rank's stages, in order."""
+        return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
+
+    def shortened(self) -> PipelineOrder:
+        """Shorten the schedule to twice as many microbatches as ranks. Returns this order itself if
+        ranks would then hold fewer microbatches at a time.
+        """
+        num = 2 * self.num_ranks
+        if num >= self.num_microbatches or not isinstance(self._schedule, type):
+            return self
+        sizes = {"num_ranks": self.num_ranks, "num_stages": self.num_stages}
+        try:
+            shorter = PipelineOrder(self._schedule, num_microbatches=num, **sizes)
+        except ValueError:  # the schedule has no such number
+            return self
+        return shorter if shorter._most_held() == self._most_held() else self
+
+    def _most_held(self) -> list[int]:
+        """Count for each rank the most forwards that were without their backward."""
+        return [max(accumulate(map(held_more, actions))) for actions in self.actions]
+
+    def schedule_of(self, stages: Sequence[Any]) -> Any:
+        """Make the schedule over the stages of one rank.
+
+        Args:
+            stages: Of ``torch.distributed.pipelining``, or with the same numbers.
+        """
+        how, num = self._schedule, self.num_microbatches
+        try:
+            if not isinstance(how, type):
+                return schedule_of_csv(os.fspath(how), list(stages), num, _no_loss)
+            return how(stages[0] if self._is_single else list(stages), num, loss_fn=_no_loss)
+        except (AssertionError, RuntimeError, ValueError) as failure:  # the second of a line
+            why = str(failure).rstrip(".") or type(failure).__name__
+            raise ValueError(
+                f"{self.schedule_name} is no schedule of {self.num_stages} stages and {num} "
+                f"microbatches on {self.num_ranks} ranks: {why}; give another number of "
+                "microbatches, ranks or stages, or another schedule"
+            ) from failure
+
+    def _stand_ins(self) -> list[Any]:
+        """Make stand-ins for the stages of a rank."""
+        each, rest = divmod(self.num_stages, self.num_ranks)
+        if rest or not each or (self._is_single and each != 1):
+            expected = "as many" if self._is_single else "a multiple"
+            raise ValueError(
+                f"num_stages is {self.num_stages} with {self.num_ranks} ranks, expected {expected}"
+            )
+        sizes = {"num_stages": self.num_stages, "group_rank": 0, "group_size": self.num_ranks}
+        return [SimpleNamespace(stage_index=index, submod=None, **sizes) for index in range(each)]
+
+
+def held_more(action: Action) -> int:
+    """Change of the number of forwards of a rank that are without their backward."""
+    return (action.kind == "FORWARD") - (action.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+
+
+def _actions(schedule: Any, rank: int) -> list[Action]:
+    """List the actions of a rank that take time."""
+    actions = [action for action in actions_of(schedule, rank) if action.kind in KINDS]
+    if not isinstance(schedule, PipelineScheduleSingle):
+        return actions
+    # The list of 1F1B has the last rank count forwards from 1; when it runs, it counts from 0.
+    numbers = iter(range(len(actions)))
+    return [
+        action._replace(microbatch=next(numbers)) if action.kind == "FORWARD" else action
+        for action in actions
+    ]
+
+
+def _no_loss(*args: Any) -> None:
+    """Return a loss, for a schedule that includes backwards."""
 
 
 def checked_stages(schedule: str, stages_per_rank: int | None) -> int:

@@ -29,7 +29,7 @@ from pp_offload.pipelining import attach
 from pp_offload.simulate.costs import tensors_in
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import is_number
-from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.schedules import PipelineOrder
 
 META = torch.device("meta")
 
@@ -50,9 +50,6 @@ class RankWork:
 
     def weight(self, stage: int, microbatch: int) -> None:
         """Run the second part of a backward."""
-
-    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        """Give the output of ``stage`` to its neighbour, which is on this rank too."""
 
     def reduce(self, stage: int) -> None:
         """End the backwards of a stage."""
@@ -171,11 +168,8 @@ class Modules:
                         f"{name} of stages[{index}] is on {tensor.device}, expected meta; build "
                         'the modules with device="meta", or under torch.device("meta")'
                     )
-        self.stages = list(stages)
-        self.loss_fn = loss_fn
-        self.groups = groups
-        self.layers = layers
-        self.optimizer = optimizer
+        self.stages, self.loss_fn, self.groups = list(stages), loss_fn, groups
+        self.layers, self.optimizer = layers, optimizer
         if layers is not None and not any(map(self.layers_of, range(len(stages)))):
             raise ValueError(
                 f"layers is {layers!r}, which fits no name of a module in any stage; expected a "
@@ -259,6 +253,8 @@ class _ModuleWork(RankWork):
         outputs = here.forward_one_chunk(microbatch, args, save_forward_output=False)
         if here.is_last:
             self._losses[microbatch] = self._work.loss_fn(outputs)
+        if stage + 1 in self._stages:
+            self._stages[stage + 1].set_local_fwd_input(here.fwd_cache[microbatch][0], microbatch)
         return sum(tensor.nbytes for tensor in tensors_in(outputs))
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
@@ -268,22 +264,13 @@ class _ModuleWork(RankWork):
         here.backward_one_chunk(microbatch, loss=loss, full_backward=is_full)
         if here.is_first:
             return 0
-        sent = here.bwd_cache[microbatch]
-        if stage - 1 not in self._stages:
-            del here.bwd_cache[microbatch]
-        return sum(tensor.nbytes for tensor in tensors_in(sent))
+        gradients = here.get_local_bwd_output(microbatch)
+        if stage - 1 in self._stages:
+            self._stages[stage - 1].set_local_bwd_input(gradients, microbatch)
+        return sum(tensor.nbytes for tensor in tensors_in(gradients))
 
     def weight(self, stage: int, microbatch: int) -> None:
         self._stages[stage].backward_weight_one_chunk(microbatch)
-
-    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
-        here = self._stages[stage]
-        if kind == "FORWARD":
-            outputs, _ = here.fwd_cache[microbatch]
-            self._stages[stage + 1].set_local_fwd_input(outputs, microbatch)
-        else:
-            gradients = here.get_local_bwd_output(microbatch)
-            self._stages[stage - 1].set_local_bwd_input(gradients, microbatch)
 
     def reduce(self, stage: int) -> None:
         self._stages[stage].perform_reduce_grad(self._num_microbatches)
@@ -307,7 +294,7 @@ class _ModuleWork(RankWork):
         self._clear()
 
     def _clear(self) -> None:
-        """Forget the last step, as a schedule and an optimizer do between steps."""
+        """Drop the last step, as a schedule and an optimizer do between steps."""
         self._losses.clear()
         self._inputs.clear()
         for stage in self._stages.values():

@@ -31,7 +31,7 @@ class Clock:
     """
 
     def __init__(self, backend: Backend, begin: Any) -> None:
-        self.kind = "virtual" if hasattr(backend.d2h, "heard") else "device"
+        self.kind = "virtual" if hasattr(backend.d2h, "listeners") else "device"
         if isinstance(begin, HostTimed):
             self.kind = "host" if isinstance(backend, CpuBackend) else "host, as queued"
         self.is_virtual, self._begin = self.kind == "virtual", begin

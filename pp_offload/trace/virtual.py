@@ -33,12 +33,12 @@ class VirtualStreams:
         copies = (backend.d2h, self._copied), (backend.h2d, self._copied)
         self._calls = ((backend.current_stream(), self._computed), *copies)
         for stream, call in self._calls:
-            stream.heard = (*stream.heard, call)
+            stream.listeners = (*stream.listeners, call)
 
     def stop(self) -> None:
         """Stop listening. A second call does nothing."""
         for stream, call in self._calls:
-            stream.heard = tuple(listener for listener in stream.heard if listener != call)
+            stream.listeners = tuple(listener for listener in stream.listeners if listener != call)
 
     def fit(self, note: Note) -> None:
         """Set the times of a note to those of the copies since the last call."""

@@ -98,7 +98,7 @@ def test_what_cannot_be_right_is_refused(command: str) -> None:
     ("text", "problem"),
     [
         ("{}", "'hardware'"),
-        ('{"hardware": {"nam": "x"}}', "'nam' is no field of Hardware (did you mean name?)"),
+        ('{"hardware": {"nam": "x"}}', "Hardware has unknown options 'nam' (did you mean name?)"),
         ("no JSON", "Expecting value"),
     ],
 )

@@ -142,8 +142,8 @@ def ends_late(event: VirtualEvent) -> bool:
 
 
 FAULTS = {
-    "memory is never free": (DeviceMemory, "_forget_gone", lambda memory: None),
-    "memory is not counted": (DeviceMemory, "see", lambda memory, storage: None),
+    "memory is never free": (DeviceMemory, "_free_gone", lambda memory: None),
+    "memory is not counted": (DeviceMemory, "_add", lambda memory, category, nbytes: None),
     "copies end late": (VirtualEvent, "query", ends_late),
 }
 

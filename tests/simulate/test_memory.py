@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.simulate import DEVICES, VirtualBackend
-from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.memory import CATEGORIES, ROUNDING_BYTES, DeviceMemory
 
 
@@ -47,8 +46,8 @@ def test_named_memory_counts_as_what_it_is_for_until_it_is_free() -> None:
     assert memory.live == only(parameters=4096, other=512), "all of its storage"
     assert memory.at_peak == only(other=4608), "by the names given until then"
     memory.name(first, "optimizer")
-    memory.name_copied(first, "in flight")
-    memory.name_copied(other, "in flight")
+    memory.name(first, "in flight", only_unnamed=True)
+    memory.name(other, "in flight", only_unnamed=True)
     assert memory.live == only(optimizer=4096, in_flight=512), "a name stays"
     del first
     assert memory.take_peak() == 4608
@@ -58,40 +57,6 @@ def test_named_memory_counts_as_what_it_is_for_until_it_is_free() -> None:
     assert memory.live == only(other=4096, in_flight=512), "memory used again has no name"
     with pytest.raises(ValueError, match="category is 'weights', expected one of 'parameters', "):
         memory.name(again, "weights")
-
-
-def test_memory_that_another_stream_uses_is_free_when_that_has_come_so_far() -> None:
-    """What is launched there after the tensor is gone is not waited for."""
-    memory, host = DeviceMemory(), HostClock(DEVICES["H100"])
-    near, far = VirtualStream(host), VirtualStream(host)
-    near_s, far_s = near.launch(1.0), far.launch(2.0)
-    one, other = tensor(4096), tensor(512)
-    memory.name(one, "in flight")
-    for _ in range(2):
-        memory.record_stream(one[:10], near)
-    for stream in (near, far):
-        memory.record_stream(other, stream)
-    del one, other
-    near.launch(10.0)
-    far.launch(10.0)
-    assert memory.live == only(in_flight=4096, other=512), "under the same name"
-    host.wait_until(near_s)
-    assert memory.live == only(other=512), "which the later of the two still uses"
-    assert memory.take_peak() == 4096 + 512 and memory.peak_bytes == 512
-    host.wait_until(far_s)
-    assert memory.live_bytes == 0
-
-
-def test_memory_that_another_stream_uses_counts_while_it_is_alive() -> None:
-    memory, host = DeviceMemory(), HostClock(DEVICES["H100"])
-    one = tensor(4096)
-    memory.record_stream(one, VirtualStream(host))
-    host.wait_until(1.0)
-    assert memory.live_bytes == 4096
-    memory.see(one.untyped_storage())
-    assert memory.live_bytes == memory.peak_bytes == 4096, "once"
-    del one
-    assert memory.live_bytes == 0, "nothing was launched there"
 
 
 def test_a_step_of_training_by_category() -> None:

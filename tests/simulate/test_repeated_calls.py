@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from pp_offload.simulate import DEVICES
-from pp_offload.simulate.costs import OperatorCosts, tensors_in
-from pp_offload.simulate.repeated import RepeatedCalls, makes_new_memory
+from pp_offload.simulate.costs import OperatorCosts, makes_new_memory, tensors_in
 
 aten = torch.ops.aten
-COSTS = OperatorCosts(DEVICES["H100"])
+H100 = DEVICES["H100"]
 
 
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,11 +50,11 @@ def layout(outputs: Any) -> list[Any]:
 
 def test_each_call_returns_what_it_returns_alone() -> None:
     """All calls by one object, each three times, in two orders; beside a new object."""
-    together, outputs_of_all = RepeatedCalls(COSTS), []
+    together, outputs_of_all = OperatorCosts(H100), []
     for names in (CALLS, reversed(CALLS), CALLS):
         for name in names:
             outputs, seconds = together.run(*CALLS[name], {})
-            expected, expected_s = RepeatedCalls(COSTS).run(*CALLS[name], {})
+            expected, expected_s = OperatorCosts(H100).run(*CALLS[name], {})
             assert layout(outputs) == layout(expected), name
             assert seconds == expected_s > 0, name
             outputs_of_all += tensors_in(outputs)
@@ -75,7 +74,7 @@ def test_an_operator_that_changes_or_shares_memory_runs_each_time(func: Any) -> 
 
 
 def test_other_calls_run_each_time() -> None:
-    calls, kind = RepeatedCalls(COSTS), type("Kind", (Tensor,), {})
+    calls, kind = OperatorCosts(H100), type("Kind", (Tensor,), {})
     x = torch.Tensor._make_subclass(kind, meta(4, dtype=torch.float32))
     for given in (x, torch.ones(4)):
         calls.run(aten.mul.Tensor, (given, given), {})
@@ -86,7 +85,7 @@ def test_other_calls_run_each_time() -> None:
 
 
 def test_the_default_dtype_is_part_of_a_call() -> None:
-    calls, before = RepeatedCalls(COSTS), torch.get_default_dtype()
+    calls, before = OperatorCosts(H100), torch.get_default_dtype()
     try:
         for dtype in (torch.float32, torch.float64):
             torch.set_default_dtype(dtype)
