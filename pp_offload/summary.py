@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.processes import logger_of
+from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes

@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1380,
     "compat": 112,
     "integrations": 1332,
-    "plan": 3360,
-    "simulate": 2972,
+    "plan": 3364,
+    "simulate": 2782,
     "testing": 967,
     "trace": 1746,
 }

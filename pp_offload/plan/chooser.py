@@ -264,7 +264,7 @@ class Chooser:
     def least_limit_bytes(self) -> int:
         """The least limit for which there is a plan."""
         with collector_off():
-            return self._least[0]
+            return self._least.peak_bytes
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
         """Make a plan for the same limit with unlimited host memory, if its step is shorter.

@@ -25,8 +25,8 @@ from pp_offload.plan.engine import NumberChunk, NumberManager
 from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages
-from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
 from pp_offload.simulate.rank import VirtualRank
+from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
 from pp_offload.simulate.stages import RankWork
 
 
