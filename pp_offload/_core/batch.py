@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +48,13 @@ class Reload:
         return self.event is None and not self.is_there
 
 
-class Leaving(NamedTuple):
+class Leaving:
     """What a copy to the host reads, until it has run.
+
+    Args:
+        batch: Whose payloads are copied, behind ``batch.offloaded``.
+        payloads: The Payloads, whose members are on the device still.
+        stream: The compute stream of the commit, on which sources may be taken back.
 
     Attributes:
         batch: Weakly: its host memory is free when autograd lets go, with an event for the next
@@ -58,18 +63,25 @@ class Leaving(NamedTuple):
         versions: Of each watched tensor when it was saved.
         indices: The payload that each watched tensor belongs to.
         addresses: Of the sources; an owner may empty a storage, and fill it again elsewhere.
-        stream: The compute stream of the commit, on which sources may be taken back.
     """
 
-    batch: weakref.ref[Batch]
-    offloaded: Event
-    nbytes: int
-    sources: Sequence[Tensor]
-    watched: list[Tensor]
-    versions: list[int]
-    indices: list[int]
-    addresses: list[int]
-    stream: Stream
+    __slots__ = "addresses batch indices nbytes offloaded sources stream versions watched".split()
+
+    def __init__(self, batch: Batch, payloads: Any, stream: Stream) -> None:
+        self.batch, self.offloaded, self.stream = weakref.ref(batch), batch.offloaded, stream
+        self.sources: Sequence[Tensor] = payloads.tensors
+        self.nbytes = sum(payloads.sizes)
+        self.addresses = list(map(_address, self.sources))
+        self.watched: list[Tensor] = []
+        self.versions: list[int] = []
+        self.indices: list[int] = []
+        for index, members in enumerate(payloads.members):
+            if index in payloads.gathered:
+                continue  # its source is a copy, which nobody can change
+            for member in members:
+                self.watched.append(member.tensor)
+                self.versions.append(member.version)
+                self.indices.append(index)
 
     def watch(self, saved: Any, index: int) -> None:
         """Watch a saved tensor on the device, whose bytes are a payload's."""
@@ -85,7 +97,7 @@ class Leaving(NamedTuple):
             for tensor, version, index in saved:
                 if tensor._version != version:
                     changed.add(index)
-        addresses = list(map(address_of, self.sources))
+        addresses = list(map(_address, self.sources))
         if addresses != self.addresses:
             pairs = enumerate(zip(addresses, self.addresses, strict=True))
             changed.update(index for index, (now, before) in pairs if now != before)
@@ -93,7 +105,7 @@ class Leaving(NamedTuple):
 
 
 _version = attrgetter("_version")
-address_of = methodcaller("data_ptr")
+_address = methodcaller("data_ptr")
 
 
 class Batch:

@@ -45,7 +45,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted, address_of
+from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted
 from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import Arrived, ComputeStreams, InFlight
 from pp_offload._core.observer import Moved, Observers
@@ -158,7 +158,7 @@ class Mover:
         arrived.backs.add(batch.back)  # a weak reference calls nobody unless it lives itself
         self.counts.bytes_offloaded += sum(sizes)
         if not event.query():
-            batch.leaving = leaving = _leaving(batch, payloads, live)
+            batch.leaving = leaving = Leaving(batch, payloads, live)
             self.in_flight.add(leaving)  # NOTE [ Keep-alive ]
         return batch
 
@@ -296,6 +296,7 @@ class Mover:
         reload.event = event
         for batch, _ in wanted:
             batch.place.last_use = event
+        for batch, _ in wanted:  # one may be there twice, as by a group that borrows of it
             if batch.reading is not None and not batch.back.away():
                 batch.place = batch.passage = batch.reading = None  # the disk has the bytes
 
@@ -526,25 +527,6 @@ class Mover:
         if not self.backend.is_capturing:
             self.backend.synchronize()
         self.poll()
-
-
-def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
-    """What the copies of these payloads read; members are on the device still."""
-    sources = payloads.tensors
-    watched: list[Tensor] = []
-    versions: list[int] = []
-    indices: list[int] = []
-    for index, members in enumerate(payloads.members):
-        if index in payloads.gathered:
-            continue  # its source is a copy, which nobody can change
-        for member in members:
-            assert member.tensor is not None
-            watched.append(member.tensor)
-            versions.append(member.version)
-            indices.append(index)
-    addresses, nbytes = list(map(address_of, sources)), sum(payloads.sizes)
-    own = weakref.ref(batch), batch.offloaded, nbytes, sources
-    return Leaving(*own, watched, versions, indices, addresses, live)
 
 
 def _changed(batch: Batch, index: int) -> OffloadError:

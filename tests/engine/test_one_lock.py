@@ -27,30 +27,23 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 WIDTH = 32
 
 
-class LatePiece(Piece):
-    """Done when somebody waits for it, behind all that was queued before."""
-
-    queued: deque[LatePiece]
-
-    def wait(self) -> None:
-        while not self.done():
-            self.queued.popleft().run()
-
-
 class LateWorkers(Workers):
     """Threads that never come to work by themselves."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.queued: deque[LatePiece] = deque()
-
-    def piece(self, work: Callable[[], object]) -> LatePiece:
-        piece = LatePiece(work)
-        piece.queued = self.queued
-        return piece
+    queued: deque[Piece]
 
     def queue(self, piece: Piece) -> None:
         self.queued.append(piece)
+
+
+def run_and_wait(piece: Piece) -> None:
+    """Do what late workers have queued up to a piece that is waited for."""
+    while piece in LateWorkers.queued:
+        LateWorkers.queued.popleft().run()
+    wait_for_piece(piece)
+
+
+wait_for_piece = Piece.wait
 
 
 def steps_are_equal() -> bool:
@@ -95,8 +88,7 @@ def waits_seen(
         return look_and_wait
 
     with monkeypatch.context() as patch:
-        patch.setattr(Piece, "wait", watched(Piece.wait, Piece.done))
-        patch.setattr(LatePiece, "wait", watched(LatePiece.wait, LatePiece.done))
+        patch.setattr(Piece, "wait", watched(run_and_wait, Piece.done))
         synchronize = watched(SimulatedEvent.synchronize, SimulatedEvent.is_reached)
         patch.setattr(SimulatedEvent, "synchronize", synchronize)
         yield seen
@@ -110,6 +102,7 @@ def test_nobody_waits_with_the_lock_held(
     config = OffloadConfig(
         min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=3000
     )
+    LateWorkers.queued = deque()
     monkeypatch.setattr("pp_offload._memory.disk_file.Workers", LateWorkers)
     with use_backend(BACKENDS[kind](), config=config) as manager:
         with waits_seen(manager, monkeypatch) as seen:

@@ -228,9 +228,7 @@ def test_memory_that_can_be_pinned_only_in_smaller_pieces_comes_in_smaller_piece
     assert pool.in_use_bytes == owner.host.nbytes + larger.host.nbytes == pool.reserved_bytes
 
 
-@pytest.mark.parametrize(
-    ("seconds", "levels"), [(0.001, []), (0.1, [logging.INFO]), (0.3, [logging.WARNING])]
-)
+@pytest.mark.parametrize(("seconds", "levels"), [(0.001, []), (0.3, [logging.WARNING])])
 def test_a_step_says_how_long_it_pinned(
     seconds: float,
     levels: list[int],
@@ -291,11 +289,8 @@ class Steps:
             self.live -= owners.pop().host.nbytes
 
 
-def microbatch_of(shape: Shape, draw: random.Random, *, by_halves: bool) -> Microbatch:
-    layers = [shape.layer_bytes(draw) for _ in range(4 if shape.num_experts == 1 else 1)]
-    if not by_halves:
-        return layers
-    return [half for layer in layers for half in (layer[:6], layer[6:])]
+def microbatch_of(shape: Shape, draw: random.Random) -> Microbatch:
+    return [shape.layer_bytes(draw) for _ in range(4 if shape.num_experts == 1 else 1)]
 
 
 @pytest.mark.field("F31")
@@ -307,12 +302,6 @@ def test_the_footprint_of_random_lengths_stays_near_the_most_of_one_step(
     draw, steps = random.Random(0), Steps()
     for _ in range(200):
         lengths = [draw.randint(shape.length // 8, shape.length) for _ in range(8)]
-        steps.run(
-            [
-                microbatch_of(
-                    replace(shape, length=lengths[0] if by_step else length), draw, by_halves=False
-                )
-                for length in lengths
-            ]
-        )
+        shapes = [replace(shape, length=lengths[0] if by_step else n) for n in lengths]
+        steps.run([microbatch_of(shape, draw) for shape in shapes])
         assert steps.pool.reserved_bytes <= 1.05 * steps.peak
