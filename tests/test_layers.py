@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 757,
     "_checkpoint": 1647,
     "_common": 1329,
-    "_core": 4532,
+    "_core": 4526,
     "_groups": 3495,
     "_hooks": 314,
     "_megatron": 1400,

@@ -296,7 +296,7 @@ class Mover:
         reload.event = event
         for batch, _ in wanted:
             batch.place.last_use = event
-        for batch, _ in wanted:  # one may be there twice, as by a group that borrows of it
+        for batch, _ in wanted:  # some twice, as by a group that borrows of it
             if batch.reading is not None and not batch.back.away():
                 batch.place = batch.passage = batch.reading = None  # the disk has the bytes
 
