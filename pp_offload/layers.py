@@ -4,7 +4,7 @@
     loss = model(**batch).loss                 # each layer is there while it computes
     loss.backward()                            # and again in backward
     optimizer.step()                           # on the host, for what waits there
-    print(offloaded.peak_parameter_bytes_on_device)
+    print(offloaded)                           # bytes on the host, and the most on the device
     offloaded.close()
 
 The model keeps its class, its names, and its parameters as objects. The next layer comes while one
@@ -45,7 +45,7 @@ def offload_layers(
     backend: Backend | None = None,
     config: OffloadConfig | None = None,
 ) -> OffloadedLayers:
-    """Keep parameters of a model's layers on the host, and bring each layer when it computes.
+    """Keep parameters of a model's layers on the host, and load each layer when it computes.
 
     Args:
         model: Changed in place. What is not in the layers, and buffers, is moved to the device.
@@ -53,7 +53,7 @@ def offload_layers(
             children are the layers, or several; ``*`` stands for one part between dots.
         frozen_only: Only what does not require grad now waits on the host.
         num_resident: How many layers are on the device at a time, at most. With 1, a layer is
-            brought when it is needed; with 2, the next one comes meanwhile.
+            loaded when it is needed; with 2, the next one is prefetched meanwhile.
         device: Where the model computes. By default where its parameters are, or the accelerator if
             they are on the host and there is one.
         backend: Of the device; made when None.
@@ -139,26 +139,24 @@ def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Modul
     expected = 'the name of a ModuleList, such as "model.layers", or several names'
     check_kind("layers", layers, (str, Collection), expected)
     patterns = [layers] if isinstance(layers, str) else list(layers)
-    kinds = ModuleList | Sequential
-    lists = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if name and isinstance(module, ModuleList | Sequential)
+    }
     if not patterns:
-        raise ValueError(f"layers is empty, expected {expected}; the model has {lists}")
+        raise ValueError(f"layers is empty, expected {expected}; the model has {list(lists)}")
     containers: dict[str, Module] = {}
     for pattern in patterns:
         check_kind("a name in layers", pattern, str, expected)
-        names = matching(model, pattern)
+        names = [name for name in matching(model, pattern) if name in lists]
         if not names:
             raise ValueError(
-                f"the model has no module {pattern!r}{near(pattern, lists)}; expected {expected}; "
-                f"it has {lists}"
+                f"the model has no module {pattern!r}{near(pattern, list(lists))} that is a "
+                "ModuleList or a Sequential, whose children are the layers; expected "
+                f"{expected}; it has {list(lists)}"
             )
-        containers |= {name: model.get_submodule(name) for name in names}
-    for name, module in containers.items():
-        if not isinstance(module, kinds):
-            raise ValueError(
-                f"{name!r} is a {type(module).__name__}{near(name, lists)}; expected a ModuleList "
-                f"or a Sequential, whose children are the layers; the model has {lists}"
-            )
+        containers |= {name: lists[name] for name in names}
     return containers
 
 
@@ -188,18 +186,18 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
 
 
 def _check_model(model: Module, layers: dict[str, Module]) -> None:
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(
-                "the model is, or has, a DistributedDataParallel, which has noted where each "
-                "gradient is; expected a plain module; call offload_layers() before it is wrapped, "
-                "which works where all parameters are on one device"
-            )
-        if isinstance(module, OffloadModel):
-            raise ValueError(
-                "the model is, or has, an OffloadModel, which brings its parameters itself; "
-                "expected plain modules; choose one of the two"
-            )
+    modules = list(model.modules())
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        raise ValueError(
+            "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
+            "is; expected a plain module; call offload_layers() before it is wrapped, which works "
+            "where all parameters are on one device"
+        )
+    if any(isinstance(module, OffloadModel) for module in modules):
+        raise ValueError(
+            "the model is, or has, an OffloadModel, which loads its parameters itself; expected "
+            "plain modules; choose one of the two"
+        )
     taken = [name for name, layer in layers.items() if is_offloaded(layer)]
     if taken:
         raise OffloadError(

@@ -127,7 +127,6 @@ class OffloadModel(CacheFigures, nn.Module):
         return self._cache.locked(self._forward, inputs)
 
     def extra_repr(self) -> str:
-        """Bytes of parameters on the host, and how many of them the device had at a time."""
         return self._figures(self.parameters())
 
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
@@ -159,7 +158,7 @@ class OffloadModel(CacheFigures, nn.Module):
         later_slices: Sequence[SliceLayers],
         inputs: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
-        """Compute all microbatches of one slice, while the next slice comes to the device."""
+        """Compute all microbatches of one slice, while the next slice is prefetched."""
         following = (later.places.slice() for later in later_slices if later.places.parameters())
         slice_ = run.load(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
@@ -188,7 +187,7 @@ class OffloadModel(CacheFigures, nn.Module):
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the layers in order; a layer with several names is listed several times."""
+    # A layer with several names is listed several times.
     return [layer for layer in model._modules.values() if layer is not None]
 
 

@@ -117,18 +117,6 @@ def test_equal_bit_for_bit(offload: OffloadActivations, program: Program) -> Non
     assert offload.statistics().bytes_offloaded > 0
 
 
-def test_a_step_that_never_ends_keeps_no_chunks(offload: OffloadActivations) -> None:
-    model, _ = pair(offload)
-    waiting: list[Tensor] = []
-    for step in range(30):
-        (x,) = batches(1, step=step)
-        waiting.append(forward(model, x.to(device_of(offload)), offload))
-        if len(waiting) == 3:
-            waiting.pop(0).backward()
-    assert len(offload.stash._step._forward) <= 4
-    assert len(offload.stash._step.queue._queued) <= 4
-
-
 def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
     """Reloads on demand are few: backward is foreseen, in reverse order."""
     model, _ = pair(offload)

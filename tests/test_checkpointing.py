@@ -54,41 +54,6 @@ def test_equal_bit_for_bit(kind: str, way: str, order) -> None:
             assert statistics.host_bytes_in_use == statistics.live_tensors == 0
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "reentrant" not in way])
-def test_backward_twice(backend, way: str) -> None:
-    with backend.activate():
-        gradients = []
-        for one in (None, way):
-            model, _ = make(backend.device, one, backend)
-            torch.manual_seed(4)
-            x = torch.randn(6, 8).to(backend.device).requires_grad_()
-            loss = model(x, x.detach(), x.detach()).square().sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-            gradients.append([x.grad, *(p.grad for p in model.parameters())])
-        assert same_bits(*gradients)
-
-
-def test_names_in_the_state_dict_do_not_change(backend) -> None:
-    plain, _ = make(backend.device, None, backend)
-    model, _ = make(backend.device, "all, offload", backend)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    model.load_state_dict(plain.state_dict())
-
-
-@pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList, nn.Sequential])
-def test_a_layer_in_two_places_of_a_container(container: type[nn.Module]) -> None:
-    layer = nn.Linear(2, 2)
-    layers = container()
-    for name in ("0", "1"):
-        layers.register_module(name, layer)
-    recompute = apply_(FULL, "", layers, FullACParams())
-    first, second = layers._modules.values()
-    assert first is second is not layer
-    second(first(torch.ones(1, 2, requires_grad=True))).sum().backward()
-    assert recompute.counts.recomputed_calls == 2
-
-
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_compiled_models_work(is_inner: bool) -> None:
     found = []
@@ -109,21 +74,6 @@ def test_compiled_models_work(is_inner: bool) -> None:
     assert recompute.counts.recomputed_calls == 3
     assert recompute.stash is not None and recompute.stash.statistics().bytes_offloaded > 0
     assert not is_inner or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_parameters_get_gradients_when_no_input_wants_one(use_reentrant: bool) -> None:
-    """PyTorch's reentrant checkpoint warns here, and gives none."""
-    found = []
-    for is_on in (False, True):
-        model = make_model(groups=())
-        if is_on:
-            way = FullACParams(use_reentrant=use_reentrant, offload_inputs=True, min_offload_size=1)
-            recompute = apply_(FULL, "", model, way)
-        model(torch.ones(5, 8)).sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert same_bits(*found)
-    assert recompute.counts.recomputed_calls == 3
 
 
 @dataclass(slots=True)

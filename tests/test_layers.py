@@ -13,15 +13,15 @@ import pytest
 from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 
 MOST_LINES = {
-    "_activations": 757,
-    "_checkpoint": 1647,
+    "_activations": 737,
+    "_checkpoint": 1477,
     "_common": 1329,
     "_core": 4526,
     "_groups": 3495,
     "_hooks": 314,
     "_megatron": 1400,
     "_memory": 1470,
-    "_slices": 1613,
+    "_slices": 1591,
     "backends": 719,
     "cli": 1380,
     "compat": 112,

@@ -196,7 +196,6 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     update_model_params = keep_module
 
     def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved and that are in use, exact at the call."""
         return self.stash.statistics()
 
     def _keep_buffers(self, module: Module) -> None:

@@ -33,13 +33,11 @@ class MetModules:
         self._see = see
 
     def begin(self) -> None:
-        """Begin to see modules."""
         with _lock:
             _seeing[self] = self._see
             forward_pre_hooks[_PLACE] = _meet
 
     def end(self) -> None:
-        """See no more modules. A second call does nothing."""
         with _lock:
             _seeing.pop(self, None)
             if not _seeing:

@@ -172,20 +172,16 @@ class ActivationStash:
         return bool(chunk.groups)
 
     def keep_module(self, model: Module) -> None:
-        """Leave parameters and buffers where they are, whichever view of them is saved."""
         self._offloader.engine.eligibility.kept.add_module(model)
 
     def keep(self, tensor: Tensor) -> None:
-        """Leave ``tensor`` and its views where they are."""
         self._offloader.engine.eligibility.kept.add(tensor)
 
     def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved and that are in use, exact at the call."""
         return self._offloader.statistics()
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
-        """Save ``tensor``, which leaves with other gathered tensors."""
         chunk = self._forward.chunk
         if chunk is None or is_in_backward():
             return Resident(tensor)
@@ -220,7 +216,6 @@ class ActivationStash:
                 self.send()
 
     def send(self) -> None:
-        """Offload the gathered tensors."""
         forward = self._forward
         group, forward.open = forward.open, None
         # Another thread may have ended the step meanwhile, and a step drops open groups.

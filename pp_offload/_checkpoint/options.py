@@ -109,7 +109,6 @@ class FullACParams:
             )
 
     def policy(self) -> OpPolicy | None:
-        """Which operators' outputs are kept; None for none."""
         return None
 
 
@@ -174,7 +173,6 @@ class SelectiveOpACParams(FullACParams):
         self.policy()
 
     def policy(self) -> OpPolicy | None:
-        """Which operators' outputs are kept."""
         offload = frozenset(map(operator, self.offload_ops_keys))
         for op in offload:
             if any(value.alias_info is not None for value in op._schema.returns):

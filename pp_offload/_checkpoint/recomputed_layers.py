@@ -33,7 +33,6 @@ class RecomputedLayers:
             model.set_submodule(name, CheckpointWrapper(layer, checkpoint_fn=recompute))
 
     def remove(self) -> None:
-        """Put the layers back in their places. Twice is fine."""
         while self._layers:
             self._model.set_submodule(*self._layers.popitem())
 

@@ -59,16 +59,15 @@ CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Chooses by operator, and by how often it was called in this forward."""
+    """Chooses by operator, and by how often it was called in this forward.
+
+    Outputs of ``save`` stay on the device, those of ``offload`` go to the tiers. For some of these
+    operators ``recompute_every`` has n: every n-th call is recomputed.
+    """
 
     save: frozenset[OpOverload]
-    """Operators whose outputs stay on the device."""
-
     offload: frozenset[OpOverload] = frozenset()
-    """Operators whose outputs go to the tiers."""
-
     recompute_every: Mapping[OpOverload, int] = field(default_factory=dict)
-    """For some of the operators above, n: every n-th call is recomputed."""
 
     def keeps(self, op: OpOverload, number: int) -> bool:
         """Whether the output of the ``number``-th call of ``op``, from 1 on, is not recomputed."""
@@ -123,14 +122,10 @@ class CheckpointCounts:
 
 @dataclass(frozen=True)
 class KeptCall:
-    """A call of an operator whose outputs are kept."""
+    """A call of an operator whose outputs are kept, with each tensor packed."""
 
     outputs: Any
-    """The outputs, with each tensor packed."""
-
     output_bytes: list[int]
-    """Bytes of each tensor, in order."""
-
     set_generators: Callable[[], None] | None
     """Sets the random state behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
 
@@ -165,7 +160,6 @@ class KeptOutputs(TorchDispatchMode):
         self._calls_in = WeakKeyDictionary()
 
     def again(self) -> TorchDispatchMode:
-        """The context of a recomputation; there may be several."""
         return _Recomputation(self._calls, self._counts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

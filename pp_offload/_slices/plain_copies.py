@@ -40,29 +40,24 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False, slots=True)
 class PendingCopy:
-    """Copies under way that were queued together; see NOTE [ Both ends ].
-
-    Attributes:
-        tensors: They hold no data until :meth:`PlainCopies.synchronize` has returned.
-        side: The stream that copies.
-        stream: The compute stream that asked for them; device tensors are allocated on it.
-        checksums: Of the sources, with ``verify``.
-        in_flight_bytes: Of sources on the device.
-        event: Behind the copies; None while they are queued, or if an interrupt came then.
-    """
+    """Copies under way that were queued together; see NOTE [ Both ends ]."""
 
     tensors: list[Tensor]
+    """They hold no data until :meth:`PlainCopies.synchronize` has returned."""
     sources: Sequence[Tensor]
-    side: Stream
+    copy_stream: Stream
     stream: Stream
+    """The compute stream that asked for them; device tensors are allocated on it."""
     label: str
     checksums: tuple[int, ...]
     in_flight_bytes: int = 0
+    """Bytes of sources on the device."""
     event: Event | None = None
+    """Behind the copies; None while they are queued, or if an interrupt came then."""
 
     def end(self) -> Event:
         if self.event is None:
-            self.event = self.side.record_event()
+            self.event = self.copy_stream.record_event()
         return self.event
 
 
@@ -74,7 +69,7 @@ class PlainCopies:
         budget = HostBudget(config.host_budget_bytes, RAISE_IT)
         self._pool = HostPool(backend.allocate_host, budget, trim=backend.trim_host)
         self._streams = ComputeStreams.of(backend)
-        self._bound = Bound(config.max_in_flight_bytes, IN_FLIGHT_BYTES)
+        self._bound_bytes = Bound(config.max_in_flight_bytes, IN_FLIGHT_BYTES).nbytes
         self._verify = config.verify
         self._has_warned = False
         self._lock = threading.RLock()  # never held during a wait
@@ -119,7 +114,7 @@ class PlainCopies:
     def _queue(self, copy: PendingCopy) -> PendingCopy:
         """Queue copies, and keep both ends from before: an interrupt may come behind them."""
         self._under_way.append(copy)
-        self.backend.copy(copy.side, copy.tensors, list(copy.sources), copy.label)
+        self.backend.copy(copy.copy_stream, copy.tensors, list(copy.sources), copy.label)
         copy.end()
         return copy
 
@@ -128,8 +123,7 @@ class PlainCopies:
 
         The sources of the last copy had to be there until now: a wait for it lowers no peak.
         """
-        bound = self._bound.nbytes
-        most = max(bound, last_bytes) if bound else 0
+        most = max(self._bound_bytes, last_bytes) if self._bound_bytes else 0
         while True:
             with self._lock:
                 self.poll()

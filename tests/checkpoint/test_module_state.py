@@ -22,7 +22,6 @@ from pp_offload import (
     offload_layers,
     recompute_layers,
 )
-from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload.backends import Backend
 from pp_offload.errors import OffloadError
 
@@ -50,26 +49,6 @@ class Remembers(nn.Module):
         y = (self.linear(x) * self.scale()).tanh()
         self.keep(y.mean(0).detach())
         return y
-
-
-class Deletes(Remembers):
-    """Registers a buffer, deletes it in the next forward, and puts another behind the others."""
-
-    def make(self) -> None:
-        self.register_buffer("first", torch.zeros(WIDTH))
-        self.register_buffer("last", torch.ones(WIDTH))
-
-    def scale(self) -> Tensor | float:
-        return 1.0 + self.state if hasattr(self, "state") else 1.0
-
-    def keep(self, state: Tensor) -> None:
-        self.first = self.last + state
-        if hasattr(self, "state"):
-            del self.state
-            del self.last
-            self.register_buffer("last", state)
-        else:
-            self.register_buffer("state", state)
 
 
 class Table(Remembers):
@@ -112,7 +91,7 @@ class Shares(Remembers):
         self.last = state
 
 
-KINDS = [Remembers, Deletes, Table, Shares]
+KINDS = [Remembers, Table, Shares]
 
 
 class Model(nn.Module):
@@ -169,7 +148,7 @@ def steps(
     if product not in ON_THE_HOST:
         model.to(backend.device)
     call = model if product is None else PRODUCTS[product](model, backend)
-    found = []
+    results = []
     for _ in range(2):
         inputs = [
             torch.randn(6 + number, WIDTH).to(backend.device).requires_grad_() for number in order
@@ -177,15 +156,15 @@ def steps(
         losses = [call(x).square().sum() for x in inputs]
         for number in order:
             losses[number].backward()
-        found += [*losses, *(x.grad for x in inputs)]
-    found += [*(p.grad for p in model.parameters()), *model.buffers()]
+        results += [*losses, *(x.grad for x in inputs)]
+    results += [*(p.grad for p in model.parameters()), *model.buffers()]
     names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_buffers()]
-    return [one.detach().cpu() for one in found if one is not None], names
+    return [tensor.detach().cpu() for tensor in results if tensor is not None], names
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("order", [(0,), (1, 2, 0)], ids=str)
-@pytest.mark.parametrize("where", ["cpu", "late", "random", *ACCELERATORS])
+@pytest.mark.parametrize("where", ["cpu", "late", *ACCELERATORS])
 @pytest.mark.parametrize(
     ("kind", "product"),
     [
@@ -200,9 +179,9 @@ def test_buffers_that_were_not_there_change_once(
 ) -> None:
     backend = make_backend(where)
     with backend.activate():
-        found, names = steps(kind, product, backend, order)
+        results, names = steps(kind, product, backend, order)
         expected, expected_names = steps(kind, None, backend, order)
-    assert same_bits(found, expected)
+    assert same_bits(results, expected)
     assert names == expected_names
 
 
@@ -325,12 +304,3 @@ def test_buffers_change_once_whatever_is_called(made: Callable[..., Any], needs_
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         results.append([*gradients, *layer.buffers()])
     assert same_bits(*results)
-
-
-def test_functions_without_modules_and_cells_that_are_empty() -> None:
-    if Layer is None:  # so that it is in the closure, and never there
-        later = Layer()
-    itself: list[Any] = []
-    itself.append(itself)
-    for function in (torch.sin, len, Layer, lambda: later, lambda: itself, "text"):
-        assert modules_of(function) == []

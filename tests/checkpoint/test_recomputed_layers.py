@@ -53,37 +53,6 @@ def test_same_bits_and_no_groups_inside(
     assert_idle(manager)
 
 
-class Apart(nn.Module):
-    """Two layers, of which the second is called only in part: a group of it never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second[1](self.first(x))
-
-
-@pytest.mark.parametrize(
-    ("names", "warns"), [(["first", "second"], False), (["first"], True), ([], False)]
-)
-def test_only_a_group_that_could_run_is_missed(
-    manager: PipelineOffloadManager,
-    caplog: pytest.LogCaptureFixture,
-    names: list[str],
-    warns: bool,
-) -> None:
-    """Where all modules of a group are recomputed, that no group comes is what was asked for."""
-    device = manager.backend.device
-    model = Apart().to(device)
-    recompute_layers(model, names)
-    offload_modules(model, {"linear": "*.0", "layer": "*"})
-    (x,) = (x.to(device) for x in batches(1))
-    for _ in range(3):
-        run_step(model, [x])
-    assert ("group 'linear' never ran" in caplog.text) is warns
-
-
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "to the end"])
 def test_dropout_and_a_module_group(manager: PipelineOffloadManager, early_stop: bool) -> None:
     """Patterns see through the wrapper; a group around the layer itself is one."""

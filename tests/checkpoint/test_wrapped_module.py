@@ -67,13 +67,6 @@ def test_names_in_the_state_dict_are_those_of_the_module() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
 
 
-def test_a_call_written_for_fairscale() -> None:
-    layer = checkpoint_wrapper(nn.Linear(2, 3), True)
-    assert layer.recompute.params.offload_inputs
-    assert layer.recompute is checkpoint_wrapper(nn.Linear(2, 3), offload_to_cpu=True).recompute
-    assert layer.recompute is checkpoint_wrapper(nn.Linear(2, 3), offload_inputs=True).recompute
-
-
 def pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 

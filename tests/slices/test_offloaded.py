@@ -429,44 +429,6 @@ def test_sparse_gradients_are_an_error(backend: Backend, offload: Offload) -> No
             y.sum().backward()
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["zeroed", "none"])
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_gradients_ask_the_system_in_the_first_step_alone(kind: str, keeps: bool) -> None:
-    """And their memory is free again when nobody has them."""
-    backend = make_backend(kind)
-    with backend.activate():
-        _, model, figures = plain_and_offloaded(norms(), as_slices, backend)
-        placed = figures.statistics()
-        asked = [placed.host_allocations]
-        for _ in range(4):
-            model(input_for(backend)).sum().backward()
-            asked.append(figures.statistics().host_allocations)
-            gradients = sum(p.grad.nbytes for p in model.parameters())
-            held = figures.statistics().host_bytes_in_use
-            assert held >= placed.host_bytes_in_use + gradients
-            model.zero_grad(set_to_none=not keeps)
-        assert 0 < asked[1] and len(set(asked[2 if keeps else 1 :])) == 1
-        model.zero_grad(set_to_none=True)
-        autograd_lets_go()
-        gc.collect()
-        backend.synchronize()
-        assert figures.statistics().host_bytes_in_use == placed.host_bytes_in_use
-
-
-@both_ways
-def test_a_gradient_that_is_kept_stays_as_it_is(backend: Backend, offload: Offload) -> None:
-    """A view of one, too; the memory of others is used again."""
-    with backend.activate():
-        models = plain_and_offloaded(mlp(), offload, backend)[:2]
-        kept: list[list[Tensor]] = [[], []]
-        for step in range(3):
-            for network, gradients in zip(models, kept, strict=True):
-                network(input_for(backend, step)).square().sum().backward()
-                gradients.append(next(network.parameters()).grad[1:].t())
-                network.zero_grad(set_to_none=True)
-        assert same_bits([gradient.cpu() for gradient in kept[0]], kept[1])
-
-
 def test_anomalies_are_those_of_the_plain_model(backend: Backend) -> None:
     """Memory in which NaN stood is used again, and looked at before the copy was waited for."""
     with backend.activate():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from helpers.sliced import WIDTH, input_for, same_training, state
-from helpers.toy import assert_no_hooks, moved, same_bits
+from helpers.sliced import WIDTH, input_for, same_training
+from helpers.toy import assert_no_hooks, moved
 from torch import Tensor, nn
 
 from pp_offload import (
@@ -166,17 +166,6 @@ def test_a_weight_that_something_else_has_stays_on_the_device(backend) -> None:
         assert handle.peak_parameter_bytes_on_device == 2 * ONE
 
 
-def test_a_layer_called_by_itself(backend) -> None:
-    """Outside of a forward of the model nothing else comes."""
-    with backend.activate():
-        plain, model, handle = plain_and_streamed(backend, stack())
-        for one in (plain, model):
-            one.layers[2](input_for(backend)).sum().backward()
-        assert same_bits(state(model), state(plain))
-        assert handle.statistics().bytes_reloaded == ONE
-        assert handle.parameter_bytes_on_device == 0
-
-
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
 def test_a_model_that_is_moved_keeps_its_layers_on_the_host(kind: str) -> None:
     """A trainer moves it to the device when it prepares it."""
@@ -236,10 +225,9 @@ def in_slices() -> nn.Module:
     ("build", "layers", "options", "message"),
     [
         (stack, "layer", {}, r"no module 'layer' \(did you mean layers\?\).*it has \['layers'\]"),
-        (stack, "head", {}, r"'head' is a Linear.*expected a ModuleList or a Sequential"),
+        (stack, "head", {}, "no module 'head' that is a ModuleList"),
         (stack, [], {}, "layers is empty"),
         (stack, "layers", {"num_resident": 0}, "num_resident is 0, expected an integer of at le"),
-        (stack, "layers", {"frozen_only": "yes"}, "frozen_only is 'yes', expected True or False"),
         (stack, "layers", {"frozen_only": True}, "have no frozen parameters.*freeze the base"),
         (nested, ["layers", "layers.1"], {}, "'layers.1.0' is inside of 'layers.1'"),
         (
@@ -248,7 +236,6 @@ def in_slices() -> nn.Module:
             {},
             r"\('flat', 'layers.0.weight'\), \('flat', 'layers.1.weight'\).* share memory",
         ),
-        (lambda: stack().to("meta"), "layers", {}, "are no dense tensors with data"),
         (lambda: stack(depth=0), "layers", {}, r"\['layers'\] are empty"),
         (in_slices, "layers", {}, "is, or has, an OffloadModel"),
     ],
