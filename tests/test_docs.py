@@ -242,7 +242,7 @@ def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 < model.peak_parameter_bytes_on_device < whole
     assert model.statistics().bytes_offloaded == 2 * whole
-    assert "bytes_reloaded=" in capsys.readouterr().out
+    assert "bytes reloaded" in capsys.readouterr().out
 
 
 def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +269,8 @@ def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     }
     exec(blocks("offload-layers")[1], names)
     assert names["trainer"].layer_offload.statistics().bytes_reloaded > 0
-    assert capsys.readouterr().out.count("OffloadStatistics(") == 2
+    text = capsys.readouterr().out
+    assert text.count("OffloadStatistics(") == text.count("bytes reloaded") == 1
 
 
 def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
