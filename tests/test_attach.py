@@ -162,7 +162,7 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
         assert_no_hooks()
         schedule._stage.clear_runtime_states()
         schedule._internal_losses.clear()  # PyTorch keeps those of a step that did not end
-        assert same(expected, step(schedule))
+        assert same_bits(expected, step(schedule))
         assert_no_hooks()
         assert_idle(handle.manager)
 
@@ -174,11 +174,11 @@ def test_two_schedules_share_a_manager(schedule: Any) -> None:
     with attach(other, None, ALL) as first:
         with attach(schedule, {"layer": "*"}) as handle:
             for one in (schedule, other, schedule):
-                assert same(expected, step(one))
+                assert same_bits(expected, step(one))
             assert handle.manager is first.manager
         moved = first.manager.statistics().bytes_offloaded
         assert moved > 0
-        assert same(expected, step(other))
+        assert same_bits(expected, step(other))
 
 
 def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> None:
@@ -211,24 +211,6 @@ def test_a_handle_tells_what_it_did(schedule: Any) -> None:
     with offload_modules(schedule._stage.submod, {"layer": "0"}) as modules:
         assert f"groups layer (1 modules); at the peak of the last step {did}" in repr(modules)
     assert "removed" in repr(modules)
-
-
-def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:
-    before = PipelineOffloadManager.get_instance()
-    with attach(schedule, {"layer": "*"}):
-        step(schedule)
-        before.reset()
-    options, summary = before.config, before.offload_summary_bytes
-    with pytest.raises(ValueError, match="matches no module"):
-        attach(schedule, {"layer": "nowhere"}, OffloadConfig(prefetch_bytes=0))
-    assert PipelineOffloadManager.get_instance() is before
-    assert before.config == options
-    assert before.offload_summary_bytes == summary != {}
-    assert "step" not in vars(schedule)
-
-
-def same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
 def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -11,23 +10,17 @@ import torch
 import torch.distributed as dist
 from helpers.toy import same_bits
 from main_face import chunk_of, face
-from main_layer import Model, batches, exp_in_a_group, step
+from main_layer import Model, batches, step
 from torch import Tensor
 
 from pp_offload import CpuBackend, OffloadConfig, use_backend
 from pp_offload import PipelineOffloadManager as IntroducedManager
-from pp_offload.compat import megatron
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.compat.megatron import (
-    OffloadTensorGroup,
-    OffloadTensorPool,
     PipelineOffloadManager,
-    fine_grained_offloading_group_offload,
-    fine_grained_offloading_group_start,
     print_offload_summary_table,
 )
 from pp_offload.errors import GroupStateError
-from pp_offload.testing import SimulatedBackend
 
 __all__ = ["face"]
 
@@ -77,26 +70,6 @@ def test_views_of_what_is_flagged_stay(face: PipelineOffloadManager) -> None:
     assert face.statistics().bytes_offloaded == 0
 
 
-class Quantized(torch.Tensor):
-    """Like a tensor of Transformer Engine: it tells what it is made of."""
-
-    parts: list[Tensor | None]
-
-    def get_data_tensors(self) -> list[Tensor | None]:
-        return self.parts
-
-
-def test_a_tensor_made_of_flagged_ones_is_not_to_be_offloaded(face: PipelineOffloadManager) -> None:
-    data = torch.ones(4)
-    tensor = torch.ones(4).as_subclass(Quantized)
-    tensor.parts = [None, data]
-    asks = megatron.ChunkOffloadHandler.pack.__globals__["is_flagged"]
-    assert not asks(tensor)
-    data._TE_do_not_offload = True  # type: ignore[attr-defined]
-    assert asks(tensor)
-    assert not chunk_of(face).tensor_need_offloading_checker(tensor)
-
-
 def test_what_is_flagged_is_not_released(face: PipelineOffloadManager) -> None:
     x = torch.ones(9, requires_grad=True) * 1
     x._do_not_offload = True  # type: ignore[attr-defined]
@@ -136,34 +109,6 @@ def test_groups_are_committed_by_name(face: PipelineOffloadManager) -> None:
         chunk.should_bulk_offload(chunk.offload_groups[-1])
 
 
-def test_without_delay_the_commit_function_commits_at_once(face: PipelineOffloadManager) -> None:
-    x = fine_grained_offloading_group_start(torch.ones(9, requires_grad=True), "act")
-    commit = megatron.FineGrainedOffloadingGroupCommitFunction
-    y = commit.apply(x.exp(), chunk_of(face), "act", None, True)
-    assert not chunk_of(face).open_groups
-    assert not face.offloader.delayed
-    off_interface.enter_replay()
-    fine_grained_offloading_group_start(y, "act")
-    commit.apply(y, chunk_of(face), "act", None, True)
-    off_interface.exit_replay()
-    assert len(face.offloader.delayed) == 1
-    y.sum().backward()
-
-
-def test_several_outputs_keep_their_structure(face: PipelineOffloadManager) -> None:
-    x = fine_grained_offloading_group_start(torch.ones(9, requires_grad=True), "qkv")
-    outputs = (x * 1, x * 2)
-    assert fine_grained_offloading_group_offload(outputs, "qkv") is outputs
-    assert off_interface(False, x, "qkv").group_offload(outputs) is outputs
-
-
-def test_a_hook_is_called_with_its_name(face: PipelineOffloadManager) -> None:
-    called: list[Any] = []
-    face.push_offload_groups(lambda *args: called.append(args), "act", None)
-    off_interface.flush_delayed_groups()
-    assert called == [("act", None)]
-
-
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_hook_that_waits_keeps_no_tensor_alive(
     face: PipelineOffloadManager, is_main: bool
@@ -198,37 +143,6 @@ def test_a_replay_ends_where_the_step_is_given_up(
     y.sum().backward()
 
 
-def test_copies_that_were_not_needed_are_noted() -> None:
-    group = OffloadTensorGroup("act")
-    assert (group.duplicate_storage_tensor_count, group.duplicate_storage_bytes) == (0, 0)
-    group.set_duplicate_storage_info(2, 64)
-    assert (group.duplicate_storage_tensor_count, group.duplicate_storage_bytes) == (2, 64)
-
-
-def test_the_pool() -> None:
-    pool = OffloadTensorPool("cpu")
-    tensor = pool.allocate((2, 3))
-    assert pool.get_pool_status()["allocated_count"] == 1
-    pool.free(tensor)
-    assert pool.get_pool_status((2, 3), torch.float32)["free_count"] == 1
-
-
-def test_each_record_notes_the_event_and_joins_the_copies() -> None:
-    """At the end of a forward, and in backward where the captured part began."""
-    simulated = SimulatedBackend("late")
-    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)):
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
-        leaf = torch.ones(9, requires_grad=True)
-        y = exp_in_a_group(off_interface.backward_record(leaf) * 1, "act")
-        off_interface.forward_record()
-        assert simulated.pending == 0
-        other = exp_in_a_group(torch.ones(9, requires_grad=True) * 1, "other")
-        assert simulated.pending > 0
-        y.sum().backward()
-        assert simulated.pending == 0
-        other.sum().backward()
-
-
 # Steps and the table
 
 
@@ -257,13 +171,3 @@ def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
     assert lines[-1] == "rank 0, mlp: 3 copies of what was copied before, 0.50 MiB"
     print_offload_summary_table({"mlp": 2**20})
     assert "copied before" not in capsys.readouterr().out
-
-
-def test_debug_messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    with caplog.at_level(logging.DEBUG):
-        megatron.debug_rank("silent")
-        monkeypatch.setattr(megatron, "DEBUG", True)
-        megatron.debug_rank("said")
-        monkeypatch.setattr(megatron, "DEBUG_RANK", 3)
-        megatron.debug_rank("of another rank")
-    assert [record.getMessage() for record in caplog.records] == ["pp_offload: said"]

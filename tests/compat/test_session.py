@@ -6,21 +6,17 @@ import threading
 
 import pytest
 import torch
-from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step, same_bits
 
 from pp_offload import (
-    CpuBackend,
     DiskTierError,
     GroupStateError,
     OffloadConfig,
     PipelineOffloadManager,
     configure,
     offload_modules,
-    use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._memory.budget import reserved_bytes
-from pp_offload.backends import Backend
 
 SMALL = OffloadConfig(min_offloaded_tensor_size=1)
 OTHER = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)
@@ -33,16 +29,6 @@ def device_of(manager: PipelineOffloadManager) -> str:
 def step(manager: PipelineOffloadManager) -> list[torch.Tensor]:
     device = device_of(manager)
     return run_step(make_model(device=device), [x.to(device) for x in batches(3)])
-
-
-def test_the_manager_of_a_context_is_the_one_that_is_configured(backend: Backend) -> None:
-    with use_backend(backend) as manager:
-        assert configure(OTHER) is manager
-        assert PipelineOffloadManager.get_instance() is manager
-        assert manager.config == OTHER
-        step(manager)
-        assert manager.statistics().bytes_offloaded > 0
-        assert_idle(manager)
 
 
 def test_steps_begin_anew(manager: PipelineOffloadManager) -> None:
@@ -111,24 +97,6 @@ def test_what_was_said_of_tensors_and_groups_stays_said(
     assert [record.getMessage()[:36] for record in caplog.records] == [
         "pp_offload: group 'idle' never ran: "
     ]
-
-
-def test_inside_its_own_context_it_may_be_configured(manager: PipelineOffloadManager) -> None:
-    with manager:
-        configure(OTHER)
-        step(manager)
-    assert_idle(manager)
-
-
-def test_the_memory_of_the_old_options_goes_back() -> None:
-    before = reserved_bytes()
-    with use_backend(CpuBackend(), config=SMALL) as manager:
-        step(manager)
-        assert reserved_bytes() > before
-        configure(OTHER)
-        assert reserved_bytes() == before
-        step(manager)
-    assert reserved_bytes() == before
 
 
 def test_options_that_cannot_be_had_leave_all_as_it_was(

@@ -8,14 +8,13 @@ from conftest import on_two_backends
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, configure, use_backend
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._megatron.chunk import ChunkOffloadHandler
-from pp_offload.compat import megatron
 
 
 class Closed(Observer):
@@ -106,13 +105,3 @@ def test_offload_switched_inside_a_group_of_the_same_name(
     assert all(group.state is not GroupState.OPEN for group in chunk.groups)
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
-
-
-def test_other_options_leave_the_pipeline_rank_as_it_was() -> None:
-    """It says how many bytes stay, and None leaves it at what it was."""
-    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        megatron.FineGrainedActivationOffloadingInterface.init_chunk_handler(3, None, None, 1, 0, 1)
-        assert manager.step.pipeline_rank == 3
-        manager.reset()
-        configure(OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=9))
-        assert manager.step.pipeline_rank == 3

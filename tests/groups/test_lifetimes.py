@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 
 import pytest
 import torch
 from conftest import make_backend, on_two_backends
-from helpers.processes import HANG_S
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._core.tensors import StorageSet
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend, cpu
 
@@ -85,36 +81,6 @@ def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
         manager.statistics()
         (got,) = torch.autograd.grad(loss, x)
         assert same_bits([got], [expected]), "the source is still there"
-
-
-def test_the_threads_of_a_backend_end_with_it() -> None:
-    gc.collect()
-    before = set(threading.enumerate())
-    for _ in range(10):
-        with use_backend(
-            CpuBackend(inline_bytes=0), config=OffloadConfig(min_offloaded_tensor_size=1)
-        ):
-            run_step(make_model(), batches(2))
-        PipelineOffloadManager.reset_instance()
-    gc.collect()
-    started = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in started:
-        thread.join(timeout=HANG_S)
-    assert not any(thread.is_alive() for thread in started)
-
-
-def test_no_python_code_runs_where_a_marked_tensor_dies() -> None:
-    """What a signal handler raises there is printed and lost."""
-    marked, tensor = StorageSet(), torch.ones(3)
-    marked.add(tensor)
-    called: list[str] = []
-    sys.setprofile(
-        lambda frame, event, _: called.extend([frame.f_code.co_name] * (event == "call"))
-    )
-    del tensor
-    sys.setprofile(None)
-    assert called == []
-    assert len(marked) == 0
 
 
 @pytest.mark.parametrize("kind", ["late", "random"])

@@ -99,13 +99,6 @@ def jacfwd(run: Function, x: Tensor) -> Tensor:
     return torch.func.jacfwd(run)(x)
 
 
-def functionalized(run: Function, x: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    return torch.autograd.grad(torch.func.functionalize(run)(x).sum(), x)[0]
-
-
-TRANSFORMS = {"jacfwd": jacfwd, "functionalize": functionalized}
-
 products = pytest.mark.parametrize("run", PRODUCTS.values(), ids=PRODUCTS)
 
 
@@ -137,19 +130,11 @@ def test_a_forward_recorded_early_has_no_copies(
 
 @on_two_backends
 @products
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_transformed_step_is_right(
-    manager: Manager,
-    backend: Backend,
-    run: Function,
-    transform: Callable[[Function, Tensor], Tensor],
-) -> None:
-    if run is checkpointed and transform is functionalized:
-        pytest.skip("PyTorch's checkpoints refuse it")
-    if run is checkpointed and transform is jacfwd and BEFORE_2_13:
+def test_a_transformed_step_is_right(manager: Manager, backend: Backend, run: Function) -> None:
+    if run is checkpointed and BEFORE_2_13:
         pytest.skip("PyTorch's checkpoints refuse it before torch 2.13")
     x = inputs(backend, 0)
-    assert torch.equal(transform(run, x), transform(plain, x))
+    assert torch.equal(jacfwd(run, x), jacfwd(plain, x))
     assert_a_step_goes_on(manager, backend, run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from conftest import on_two_backends
 from helpers.processes import HANG_S
 from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
@@ -29,7 +29,7 @@ from pp_offload import (
     offload_modules,
 )
 from pp_offload._core.saved import Resident
-from pp_offload._hooks.hook_scopes import HookScope, saving
+from pp_offload._hooks.hook_scopes import HookScope
 from pp_offload._hooks.regions import all_packs, top_pack
 
 WIDTH = 6
@@ -106,15 +106,6 @@ def no_hook_is_left_to_others() -> Iterator[None]:
 # Threads
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Runs a function on another thread, and waits; afterwards no hook is left there."""
-    with ThreadPoolExecutor(1) as thread:
-        yield lambda function: thread.submit(function).result()
-        thread.submit(assert_no_hooks).result()
-    assert_no_hooks()
-
-
 def once_inside(module: nn.Module, function: Callable[[], object]) -> None:
     """Have it called once, inside the group around ``module``."""
     waiting = [function]
@@ -169,39 +160,6 @@ def test_two_threads_in_one_module_may_end_in_any_order(
     assert_idle(manager)
 
 
-@on_two_backends
-def test_another_thread_has_no_chunk(manager: PipelineOffloadManager, elsewhere: Any) -> None:
-    device = manager.backend.device
-    model = build(InContext, plainly, device)
-    expected = one_step(model, device)
-
-    def train() -> None:
-        with pytest.raises(GroupStateError, match="start of group 'g' without a chunk"):
-            model(torch.ones(2, WIDTH, device=device))
-        assert manager.cur_forward_chunk() is None
-
-    once_inside(model[0].part[0], lambda: elsewhere(train))
-    assert same_bits(one_step(model, device), expected)
-
-
-@on_two_backends
-def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
-    manager: PipelineOffloadManager, elsewhere: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = manager.backend.device
-    model = build(Block, plainly, device)
-    offload_modules(model, {"never": "0.part"})
-
-    @torch.no_grad()
-    def evaluate() -> None:
-        model(torch.ones(2, WIDTH, device=device))
-
-    once_inside(model[1].part, lambda: elsewhere(evaluate))
-    one_step(model[1], device)
-    manager.reset()
-    assert "group 'never' never ran" in caplog.text
-
-
 # One scope by hand
 
 
@@ -223,29 +181,6 @@ def test_hooks_of_others_stay() -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         scope.leave()
         assert top_pack() is top
-    assert_no_hooks()
-
-
-def test_hooks_cannot_be_pushed_where_they_are_disabled() -> None:
-    """PyTorch says so, and nothing is popped that was not pushed."""
-    with disable_saved_tensors_hooks("not here"):
-        with pytest.raises(RuntimeError, match="not here"):
-            saving(partial(Resident), lambda: None)
-        with pytest.raises(RuntimeError, match="not here"):
-            HookScope().enter(partial(Resident), None)
-    assert_no_hooks()
-
-
-@on_two_backends
-def test_a_scope_ends_with_its_with_whatever_begins_meanwhile(
-    manager: PipelineOffloadManager,
-) -> None:
-    with manager, ExitStack() as stack:
-        stack.enter_context(manager)
-        for _ in range(2):
-            manager.reset()
-            manager.init_model_chunk_offload_handler(None, None, 1)
-            assert len(all_packs()) == 2
     assert_no_hooks()
 
 

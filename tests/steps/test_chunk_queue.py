@@ -73,17 +73,6 @@ def test_without_an_order_only_chunks_of_the_last_stage_are_certain() -> None:
     assert keys(queue.certain()) == [(0, 1), (1, 0), (1, 1), (0, 0)]
 
 
-def test_front_leaves_the_chunk_and_pop_takes_it() -> None:
-    queue = ChunkQueue()
-    one = chunk(0, 0)
-    queue.push(one)
-    assert queue.front() is one
-    assert queue.front() is one
-    assert queue.pop() is one
-    assert queue.pop() is None
-    assert queue.front() is None
-
-
 def test_a_name_selects_the_next_chunk_that_has_it_and_empty_chunks_are_skipped() -> None:
     queue = ChunkQueue()
     attn, both = chunk(0, 0, "attn"), chunk(0, 1, "mlp", "attn")
@@ -116,16 +105,6 @@ def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
     assert keys(queue.certain()) == []
     queue.skip(ChunkKey(1, 0))
     assert keys(queue.certain()) == [(0, 0)]
-
-
-def test_clear_forgets_chunks_and_keeps_the_order() -> None:
-    queue = ChunkQueue()
-    queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
-    push_all(queue, grid(1, 2))
-    queue.clear()
-    assert not keys_in(queue)
-    push_all(queue, grid(1, 2))
-    assert pop_all(queue) == [(0, 1), (0, 0)]
 
 
 @given(st.permutations(range(6)), st.permutations(range(6)))

@@ -65,19 +65,6 @@ def context(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
     return off_interface.group_commit(y, "mlp") if commits else y
 
 
-def context_around_all(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
-    with off_interface.get_context(True):
-        group_start(x, "mlp")
-        y = layer(x)
-        return off_interface.group_commit(y, "mlp") if commits else y
-
-
-def nested(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
-    with off_interface(True, x, "layer") as x:
-        y = interface(x.cos(), layer, commits)
-    return off_interface.group_commit(y, "layer") if commits else y
-
-
 def module(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
     """Its hook is called after a forward that raised as well."""
     with offload_modules(nn.ModuleDict({"mlp": layer}), {"mlp": "mlp"}):
@@ -85,7 +72,7 @@ def module(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
     return y
 
 
-GROUPS = [interface, context, context_around_all, nested]
+GROUPS = [interface, context]
 """Ways to make a group whose commit may be forgotten."""
 
 

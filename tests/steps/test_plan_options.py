@@ -24,17 +24,6 @@ def plan_of(*, host_peak_bytes: int = 0, **options: Any) -> OffloadPlan:
     return OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)
 
 
-def test_only_options_that_are_no_default_are_kept() -> None:
-    assert options_of(OffloadConfig(), **MADE_FOR) == MADE_FOR
-    given = OffloadConfig(
-        tiers=("host", "disk"), disk_dir="here", verify=True, min_offloaded_tensor_size=1
-    )
-    assert options_of(given, **MADE_FOR) == MADE_FOR | {
-        "tiers": ["host", "disk"],
-        "min_offloaded_tensor_size": 1,
-    }
-
-
 def lines_of(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
     """What a run by the plan with these options logs, though it asks twice."""
     names = ("smallest_numel", "num_ranks", *MADE_FOR)

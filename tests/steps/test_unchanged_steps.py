@@ -53,20 +53,6 @@ def test_steps_that_are_alike(manager: PipelineOffloadManager, calls: Counter[st
 
 
 @on_two_backends
-def test_a_step_that_differs(manager: PipelineOffloadManager, calls: Counter[str]) -> None:
-    """In a size, in a name, in the number of microbatches; each once more in a plan of its own."""
-    device = manager.backend.device
-    found = []
-    for length, groups, num in ((5, ("mix", "mlp"), 3), (6, ("mix", "mlp"), 3), (6, ("mlp",), 4)):
-        model = make_model(groups=groups, device=device.type)
-        run_step(model, [x.to(device) for x in batches(num, length=length)])
-        manager.reset()
-        found.append(manager.offloader.plan)
-    assert calls["groups_to_keep"] == 3
-    assert len({id(plan) for plan in found}) == 3
-
-
-@on_two_backends
 def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
     manager: PipelineOffloadManager,
 ) -> None:
