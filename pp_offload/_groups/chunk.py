@@ -280,31 +280,21 @@ class Chunk:
         """What it did as chunk ``key`` of the step."""
         names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
         shape = ChunkShape(key, tuple(names), tuple(sizes))
-        record = ChunkRecord(shape, {}, Counter(), Counter(), Counter())
-        cut_off = self._cut_off()
+        record = ChunkRecord(shape, {}, Counter(), Counter())
         for group in self.groups:
             more = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
             before = record.group_bytes.get(group.name, GroupBytes())
             record.group_bytes[group.name] = before.plus(more)
             record.num_tensors[group.name] += group.counts.num_tensors
-            if group in cut_off:
-                record.num_cut_off[group.name] += 1
-            else:
-                record.num_open[group.name] += group.state is GroupState.OPEN
+            record.num_open[group.name] += group.state is GroupState.OPEN
         return record
 
-    def _cut_off(self) -> list[Group]:
-        """Groups in which the forward raised, so that no commit was to come.
-
-        A context around the group may have seen the exception. If there was none, it was one of the
-        last groups of the forward, was never committed, and no backward has used it.
+    @property
+    def has_failed(self) -> bool:
+        """Whether the forward raised in a group, as far as a context saw it, or left a group open
+        that no backward has used.
         """
-        groups = [group for group in self.groups if group.has_failed]
-        for group in reversed(self.groups):
-            if not (group.has_failed or group.is_left_behind):
-                break
-            groups.append(group)
-        return groups
+        return any(group.has_failed or group.is_left_behind for group in self.groups)
 
     def reset(self) -> None:
         """Forget all groups. Tensors autograd still holds stay good."""

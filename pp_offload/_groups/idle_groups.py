@@ -102,23 +102,18 @@ class IdleGroups:
         if not self.is_checking:
             return
         self.num_steps_left -= 1
-        started, cut_off = Counter[str](), Counter[str]()
-        still_open, tensors = Counter[str](), Counter[str]()
+        started, still_open, tensors = Counter[str](), Counter[str](), Counter[str]()
         for record in records():
             started.update(record.shape.names)
-            cut_off.update(record.num_cut_off)
             still_open.update(record.num_open)
             tensors.update(record.num_tensors)
-        wanted = self._wanted - +self._new
-        missing = set() if +cut_off else {*wanted}  # they may have been still to come
-        for name in sorted({*started, *missing}):
-            num_groups = started[name] - cut_off[name]
-            num_committed = num_groups - still_open[name]
+        for name in sorted({*started, *(self._wanted - +self._new)}):
+            num_committed = started[name] - still_open[name]
             if name not in started:
                 problem = _NEVER_RAN
-            elif num_groups and not num_committed:
-                problem = _NEVER_COMMITTED.format(num_groups)
-            elif num_groups and not tensors[name]:
+            elif not num_committed:
+                problem = _NEVER_COMMITTED.format(started[name])
+            elif not tensors[name]:
                 problem = _NO_TENSOR.format(num_committed, smallest_numel)
                 small = (eligibility.largest_small or {}).get(name)
                 problem += eligibility.elsewhere_said() or _advice(small)

@@ -376,7 +376,8 @@ class Manager:
 
     def _look_for_idle_groups(self) -> None:
         smallest, engine = self.step.smallest_numel, self.offloader.engine
-        if smallest is not None and not self.forward.is_evaluating:
+        # A forward that raised may have had groups still to come, and says itself what is wrong.
+        if smallest is not None and not (self.forward.is_evaluating or self.step.has_failed()):
             self.idle_groups.check(self.step.records, smallest, engine.eligibility)
         self.idle_groups.begin_step(is_enabled=engine.is_enabled)
 

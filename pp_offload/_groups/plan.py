@@ -79,10 +79,7 @@ class ChunkRecord(NamedTuple):
     group_bytes: dict[str, GroupBytes]
     num_tensors: Counter[str]
     num_open: Counter[str]
-    """Groups without a commit, apart from those that were cut off."""
-
-    num_cut_off: Counter[str]
-    """Groups in which the forward raised."""
+    """Groups without a commit."""
 
 
 class Stay(NamedTuple):

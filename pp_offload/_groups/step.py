@@ -184,6 +184,10 @@ class StepRecord:
         is_over = not any(chunk.open_groups for chunk in self._forward.values())
         return bool(groups) and is_over and not any(g.counts.num_tensors for g in groups)
 
+    def has_failed(self) -> bool:
+        """Whether a forward raised inside a group."""
+        return any(chunk.has_failed for chunk in self._forward.values())
+
     def forgotten(self) -> list[str]:
         """Names of groups that were started, used by backward, and never committed."""
         groups = (group for chunk in self._forward.values() for group in chunk.open_groups)

@@ -1,8 +1,8 @@
 """An exception of any kind leaves autograd's stack of hooks at once as it was.
 
 The stack is looked at where the exception has reached the loop, while it is still handled and
-keeps all frames alive. Interrupts come in two ways: by a signal, at random times; and by a trace
-function, at each line of this package's files that run hooks.
+keeps all frames alive. Interrupts come from a trace function, at each line of this package's files
+that run hooks.
 """
 
 from __future__ import annotations
@@ -149,15 +149,6 @@ def hooks_of_this_test_only() -> Iterator[None]:
     yield
     while all_packs():
         torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-# By a signal
-
-
-# A signal may be handled in the callback of a weak reference, where Python only reports errors.
-
-
-# At each line
 
 
 ROOT = Path(pp_offload.__file__).parent
