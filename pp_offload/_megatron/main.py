@@ -25,10 +25,10 @@ from torch import Tensor
 from pp_offload._common.checks import check_count
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
+from pp_offload._megatron.chunk import MainChunkOffloadHandler
 from pp_offload._megatron.interface import (
     FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
 )
-from pp_offload._megatron.main_chunk import ChunkOffloadHandler
 from pp_offload.config import AUTO, OffloadConfig
 
 the_manager = introduced_manager.PipelineOffloadManager.get_instance
@@ -85,7 +85,7 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
             delta_offload_bytes_across_pp_ranks, activation_offload_fraction: In place of the
                 options of these names, and of a limit that is ``"auto"``. Megatron's defaults, 0
                 and 1.0 together, leave the options as they are.
-            max_inflight_offloads: See :class:`ChunkOffloadHandler`.
+            max_inflight_offloads: See :class:`MainChunkOffloadHandler`.
 
         Raises:
             ConfigError: An option has an impossible value, or the manager has a plan already.
@@ -100,7 +100,7 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         if pp_rank is not None:  # first, for the plan of this rank may begin here
             manager.step.pipeline_rank = pp_rank
         make = partial(
-            ChunkOffloadHandler,
+            MainChunkOffloadHandler,
             cpu_tensor_pool=None,
             max_inflight_offloads=max_inflight_offloads,
             graphs=manager.graphs,

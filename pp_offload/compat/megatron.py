@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pp_offload import summary
 from pp_offload._common.processes import logger_of
+from pp_offload._megatron.chunk import MainChunkOffloadHandler as ChunkOffloadHandler
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedOffloadingGroupCommitFunction,
@@ -35,7 +36,6 @@ from pp_offload._megatron.main import (
     PipelineOffloadManager,
     fine_grained_offloading_group_offload,
 )
-from pp_offload._megatron.main_chunk import ChunkOffloadHandler
 from pp_offload._memory.pool import GPUTensorPool as OffloadTensorPool
 from pp_offload.fine_grained_activation_offload import log_on_rank
 
