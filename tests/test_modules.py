@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
-from pp_offload import GroupStateError, PipelineOffloadManager, offload_modules
+from pp_offload import PipelineOffloadManager, offload_modules
 
 
 class Block(nn.Module):
@@ -169,18 +169,6 @@ def test_an_exception_in_forward_leaves_no_hook_and_the_next_step_is_right(
     assert manager.statistics().host_bytes_in_use == 0
 
 
-def test_a_forward_without_a_chunk_is_an_error_and_leaves_no_hook(
-    manager: PipelineOffloadManager,
-) -> None:
-    net = make_net(manager)
-    expected = step(net, manager, chunk=False)
-    offload_modules(net, GROUPS)
-    with pytest.raises(GroupStateError, match="init_chunk_handler"):
-        forward(net, manager, chunk=False)
-    assert not hooks_are_left()
-    assert same_bits(step(net, manager), expected)
-
-
 def saved_and_loaded(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
@@ -240,19 +228,3 @@ def test_parameters_and_buffers_stay(manager: PipelineOffloadManager, copied: An
     net = WithBuffer().to(manager.backend.device)
     offload_modules(net, {"mlp": "mlp"})
     assert moved_by(copied(net), manager) == 5 * 8 * 4, "only the input is an activation"
-
-
-@pytest.mark.parametrize("whose", ["own", "others"])
-def test_a_handle_is_removed_inside_a_forward(manager: PipelineOffloadManager, whose: str) -> None:
-    """Groups that are open there are committed, and those of other handles go on."""
-    net, other = make_net(manager), make_net(manager)
-    expected = step(net, manager, chunk=False)
-    handles = {"own": offload_modules(net, GROUPS), "others": offload_modules(other, GROUPS)}
-    hook = net.layers[1].mlp[0].register_forward_hook(lambda *_: handles[whose].remove())
-    for number in range(2):
-        before = manager.statistics().bytes_offloaded
-        assert same_bits(step(net, manager), expected)
-        moved = manager.statistics().bytes_offloaded - before
-        assert (moved > 0) is (whose == "others" or number == 0)
-    hook.remove()
-    assert not hooks_are_left()

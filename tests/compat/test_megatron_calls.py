@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from main_layer import GROUPS, Model, assert_steps_equal, batches, exp_in_a_grou
 from torch import Tensor
 
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
-from pp_offload._core.in_flight import InFlight
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.testing import SimulatedBackend
 
@@ -118,18 +116,6 @@ def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: in
         other.sum().backward()
 
 
-def test_disabled_and_enabled(manager: PipelineOffloadManager) -> None:
-    """Around the capture of graphs, as train.py does."""
-    on, off = models(manager)
-    device = manager.backend.device
-    off_interface.disable_offload()
-    assert_steps_equal(on, off, device)
-    assert manager.statistics().bytes_offloaded == 0
-    off_interface.enable_offload()
-    assert_steps_equal(on, off, device)
-    assert manager.statistics().bytes_offloaded > 0
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 @pytest.mark.parametrize("delta", [0, 1000])
 def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, delta: int) -> None:
@@ -149,22 +135,6 @@ def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, del
             kept.append((manager.offloader.plan.kept, manager.statistics().bytes_offloaded))
     assert kept[0] == kept[1]
     assert kept[0][0]
-
-
-def test_given_their_defaults_the_options_stay_what_they_are() -> None:
-    device = torch.device("cpu")
-    config = OffloadConfig(min_offloaded_tensor_size=1, activation_offload_fraction=0.0)
-    with use_backend(SimulatedBackend("late"), config=config) as manager:
-        model = Model(device)
-        step(model, batches(device))
-        before = manager.statistics().bytes_offloaded
-        step(model, batches(device))
-        assert before > 0
-        assert manager.statistics().bytes_offloaded == before
-        model.options["activation_offload_fraction"] = 0.5
-        step(model, batches(device))
-        step(model, batches(device))
-        assert manager.statistics().bytes_offloaded > before
 
 
 class Discarded:
@@ -248,19 +218,3 @@ def test_what_is_discarded_before_its_copy_is_an_error(
         with pytest.raises(OffloadError, match="'qkv_linear'.*(given up|its storage emptied)"):
             y.sum().backward()
         del others
-
-
-def test_an_interrupt_while_it_waits_for_the_oldest_group_begins_a_fresh_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with use_backend(SimulatedBackend("late")) as manager:
-        on, _ = models(manager, max_inflight_offloads=0)
-        engine = manager.offloader.engine
-        interrupt = Mock(side_effect=KeyboardInterrupt)
-        monkeypatch.setattr(InFlight, "let_go_first", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            step(on, batches(manager.backend.device, 1))
-        assert engine.is_torn
-        monkeypatch.undo()
-        off_interface.reset()
-        assert manager.offloader.engine is not engine

@@ -8,9 +8,8 @@ from conftest import on_two_backends
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload import PipelineOffloadManager
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
@@ -57,26 +56,6 @@ def test_each_group_that_opens_is_told_to_close(manager: PipelineOffloadManager)
     chunk.on_group_start_forward("kept")
     chunk.on_group_commit_forward(None)
     assert closed.names_opened == closed.names == ["recorded", "sent", "kept"]
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("nbytes", [64, 32, 128])
-def test_what_a_chunk_says_of_a_group_is_what_the_commit_does(keeps: bool, nbytes: int) -> None:
-    """By a plan, which knows groups by their bytes; that are counted once all the same."""
-    planned = (PlannedGroup("a", nbytes, keeps), PlannedGroup("a", 64, False))
-    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((planned,)),))
-    config = OffloadConfig(min_offloaded_tensor_size=1, plan=plan)
-    with use_backend(CpuBackend(), config=config) as manager:
-        chunk = chunk_of(manager)
-        x = torch.ones(4, 4, requires_grad=True)
-        group = chunk.on_group_start_forward("a")
-        saved = chunk.pack(group, x * 1)
-        leaves = chunk.should_bulk_offload()
-        assert leaves == chunk.should_bulk_offload() == (not keeps or nbytes != 64)
-        chunk.on_group_commit_forward(None)
-        assert group.state is (GroupState.OFFLOADED if leaves else GroupState.KEPT)
-        assert (group.counts.num_tensors, group.counts.nbytes) == (1, 64)
-        assert torch.equal(saved.unpack(), torch.ones(4, 4))
 
 
 @on_two_backends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -78,16 +79,8 @@ def run_step(
     return results
 
 
-class NoPart:
-    """Without offload nobody is told of parts."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
-
-
 def part(manager: PipelineOffloadManager | None, m: int, which: BackwardPass) -> Any:
-    return NoPart() if manager is None else manager.backward_pass(ChunkKey(0, m), which)
+    return nullcontext() if manager is None else manager.backward_pass(ChunkKey(0, m), which)
 
 
 def both(device: torch.device) -> tuple[nn.Module, nn.Module]:
