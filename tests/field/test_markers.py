@@ -193,11 +193,12 @@ def test_switched_before_a_checkpoint_runs_again(
             return h.sin()
 
     with set_checkpoint_early_stop(early_stop):
-        for switches in ((is_on, not is_on), (False, False)):
-            manager.switch(switches[0])
+        switch = {True: manager.enable_offload, False: manager.disable_offload}
+        for before, after in ((is_on, not is_on), (False, False)):
+            switch[before]()
             num_runs = 0
             y = checkpoint(function, x * 1, use_reentrant=False).sum()
-            manager.switch(switches[1])
+            switch[after]()
             y.backward()
             assert num_runs == 2
             assert same_bits(gradients(x), torch.autograd.grad(function(x * 1).sum(), x))

@@ -190,7 +190,7 @@ class OffloadGroups(Offload):
         if what == "flush":
             self.manager.flush_delayed_groups()
         elif what != "synchronize":
-            self.manager.switch(what == "enable")
+            getattr(self.manager, f"{what}_offload")()
 
 
 def end_failed_backward(device: torch.device) -> None:
