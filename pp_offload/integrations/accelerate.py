@@ -23,7 +23,6 @@ import torch
 from torch.nn import Module
 
 from pp_offload._common.checks import said
-from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.forwards import offload_of
@@ -32,6 +31,9 @@ from pp_offload.modules import Patterns
 
 class ActivationOffload:
     """Context for each training forward of a model, which offloads tensors saved for backward.
+
+    ``statistics()`` has the bytes that were moved and are in use, and ``figures()`` those since its
+    last call, for ``accelerator.log``. ``close()`` takes groups off the model.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
@@ -64,7 +66,9 @@ class ActivationOffload:
             )
         self._accelerator = accelerator
         self._offload = offload_of(model, groups, config, options)
-        self._figures = Figures(self._offload.statistics)
+        self.statistics = self._offload.statistics
+        self.figures = Figures(self.statistics).since_last
+        self.close = self._offload.close
         self._entered: list[ExitStack] = []
         self._step = 0
         self._was_last = True
@@ -82,18 +86,3 @@ class ActivationOffload:
     def __exit__(self, *error: Any) -> None:
         """End the forward."""
         self._entered.pop().__exit__(*error)
-
-    def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved and that are in use."""
-        return self._offload.statistics()
-
-    def figures(self) -> dict[str, int | float]:
-        """Figures since the last call, for ``accelerator.log``.
-
-        See :mod:`pp_offload.integrations.figures`.
-        """
-        return self._figures.since_last()
-
-    def close(self) -> None:
-        """Take groups off the model. A second call does nothing."""
-        self._offload.close()

@@ -24,7 +24,6 @@ from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind, check_known
-from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
@@ -33,7 +32,6 @@ from pp_offload.modules import Patterns, offload_modules
 OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)
 OPTIONS = tuple(name for name in OPTIONS if name not in ("model", "config"))
 """Options of all activations, besides the model and a config."""
-
 
 ForwardOffload = Union["ActivationForwards", "GroupForwards"]
 
@@ -88,13 +86,11 @@ class ActivationForwards:
         self._context = get_lora_act_offloading_ctx_manager(
             model, config=config, **{**options, "backend": backend}
         )
+        self.statistics = self._context.statistics
 
     def forward(self, step: int) -> AbstractContextManager[object]:
         """Context for the forward of a microbatch."""
         return self._context
-
-    def statistics(self) -> OffloadStatistics:
-        return self._context.statistics()
 
     def close(self) -> None:
         """Do nothing: the context is in place only while it is entered."""
@@ -106,6 +102,7 @@ class GroupForwards:
     def __init__(self, model: Module, groups: Patterns, config: OffloadConfig | None) -> None:
         self._handle = offload_modules(model, groups)
         self._manager = self._handle.manager
+        self.statistics = self._manager.statistics
         self._step: int | None = None
         try:
             if config is not None:
@@ -144,9 +141,6 @@ class GroupForwards:
             self._manager.reset()
             members.clear()
         members.add(self)
-
-    def statistics(self) -> OffloadStatistics:
-        return self._manager.statistics()
 
     def close(self) -> None:
         _MEMBERS.get(self._manager, WeakSet()).discard(self)

@@ -29,7 +29,7 @@ from pp_offload._common.checks import check_flag
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
-from pp_offload.integrations.trainers import Choice, check_bases, check_trainer
+from pp_offload.integrations.trainers import OfModel, TrainerMixin
 
 ONLY = "hidden_states"
 """Option that offloads only the hidden states that checkpointed layers are given."""
@@ -49,7 +49,7 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
 """Words of other trainers for ``activation_offloading``, and their meaning here."""
 
 
-class ActivationOffloadingMixin:
+class ActivationOffloadingMixin(TrainerMixin):
     """Mixin for a ``Trainer``, which offloads the tensors that each training forward saves.
 
     Args:
@@ -65,17 +65,12 @@ class ActivationOffloadingMixin:
         kwargs: The trainer's.
 
     Raises:
-        ImportError: No trainer is among the bases, and ``transformers`` is not installed.
-        TypeError: No trainer is among the bases, or only before this one.
+        TypeError: A trainer is before this one among the bases of a class.
         ValueError: An option is unknown, or its value cannot be right; or what says whether
             anything is offloaded is neither True nor False, nor one of :data:`MODES`.
 
     Source: axolotl ``ActivationOffloadingMixin``.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_bases(cls, ActivationOffloadingMixin)
 
     def __init__(
         self,
@@ -83,10 +78,11 @@ class ActivationOffloadingMixin:
         activation_offloading: Mapping[str, Any] | bool | str | None = None,
         **kwargs: Any,
     ) -> None:
-        check_trainer(type(self), ActivationOffloadingMixin)
-        self._offloading = _Offloading(activation_offloading)
+        wanted = activation_offloading
+        self._offloading = OfModel("activation_offloading", wanted, OPTIONS, _made, MODES)
+        self._has_checked = False
         super().__init__(*args, **kwargs)
-        self._offloading.prepare(self)
+        self.activation_offload  # noqa: B018  an error in the options shows now
 
     @property
     def activation_offload(self) -> OffloadActivations | None:
@@ -94,7 +90,8 @@ class ActivationOffloadingMixin:
 
         A model that ``model_init`` makes anew gets a new one.
         """
-        return self._offloading.prepare(self)
+        made = self._offloading.prepare(self.args, self.model)  # type: ignore[attr-defined]
+        return None if made is None else made[0]
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Return the trainer's context for a loss, with offload inside if grad is enabled."""
@@ -107,7 +104,9 @@ class ActivationOffloadingMixin:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's step; warn after the first step if nothing was offloaded."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self._offloading.check()
+        if not self._has_checked and self._offloading.made is not None:
+            self._has_checked = True
+            _check(self._offloading.made[0])
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -116,71 +115,41 @@ class ActivationOffloadingMixin:
         ``offload/bytes_offloaded`` and others, since the loss before: see
         :mod:`pp_offload.integrations.figures`. Evaluation and summaries are logged as they are.
         """
-        if "loss" in logs and self._offloading.figures is not None:
-            logs.update(self._offloading.figures.since_last())
+        if "loss" in logs and self._offloading.made is not None:
+            logs.update(self._offloading.made[1].since_last())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class _Offloading:
-    """Offload of a trainer.
-
-    Attributes:
-        model: The model that was trained last.
-        offload: Context of the model.
-        figures: Figures of the context, for logs.
-        is_checked: Whether :meth:`check` has looked at a step.
-    """
-
-    def __init__(self, wanted: Mapping[str, Any] | bool | str | None) -> None:
-        self._choice = Choice("activation_offloading", wanted, OPTIONS, MODES)
-        self.model: Module | None = None
-        self.offload: OffloadActivations | None = None
-        self.figures: Figures | None = None
-        self.is_checked = False
-
-    def prepare(self, trainer: Any) -> OffloadActivations | None:
-        """Context of the model that ``trainer`` has now."""
-        options = self._choice.options(trainer.args)
-        if options is None or trainer.model is None:
-            return None
-        if trainer.model is not self.model:
-            options["backend"] = options.get("backend") or default_backend(trainer.args.device)
-            self.offload = _made(trainer.model, options)
-            self.figures = Figures(self.offload.statistics)
-            self.model = trainer.model
-        return self.offload
-
-    def check(self) -> None:
-        """Warn once if the first step offloaded nothing."""
-        offload = self.offload
-        if self.is_checked or offload is None:
-            return
-        self.is_checked = True
-        if offload.statistics().bytes_offloaded:
-            return
-        saved = f"it saved no {offload.max_fwd_stash_size} tensors of at least"
-        if isinstance(offload, OffloadHiddenStates):
-            saved = (
-                "no layer was checkpointed (gradient_checkpointing=True in the arguments does "
-                "that), or compiled ones were, or none was given hidden states of at least"
-            )
-        warnings.warn(
-            "activation offload is on, but the first training step offloaded nothing: either "
-            f"{saved} {offload.min_offload_size} bytes on the device, or its forward did "
-            "not run inside compute_loss_context_manager(), or on other threads "
-            "(DataParallel); pass activation_offloading=False to do without",
-            stacklevel=3,
-        )
-
-
-def _made(model: Module, options: dict[str, Any]) -> OffloadActivations:
-    """Make the context of a model."""
+def _made(model: Module, options: dict[str, Any], args: Any) -> tuple[OffloadActivations, Figures]:
+    """Make the context of a model, and its figures for logs."""
+    options["backend"] = options.get("backend") or default_backend(args.device)
     check_flag(ONLY, options.setdefault(ONLY, False))
-    if not options.pop(ONLY):
-        return get_lora_act_offloading_ctx_manager(model, **options)
-    if of_head := [name for name in OF_HEADS if name in options]:
+    make: Any = OffloadHiddenStates if options.pop(ONLY) else get_lora_act_offloading_ctx_manager
+    of_head = [name for name in OF_HEADS if name in options]
+    if make is OffloadHiddenStates and of_head:
         raise ValueError(
             f"activation_offloading has {ONLY} and {' and '.join(of_head)}, expected one of them: "
             "the output head is no checkpointed layer, so it stays"
         )
-    return OffloadHiddenStates(model, **options)
+    offload: OffloadActivations = make(model, **options)
+    return offload, Figures(offload.statistics)
+
+
+def _check(offload: OffloadActivations) -> None:
+    """Warn if the first step offloaded nothing."""
+    if offload.statistics().bytes_offloaded:
+        return
+    saved = f"it saved no {offload.max_fwd_stash_size} tensors of at least"
+    if isinstance(offload, OffloadHiddenStates):
+        saved = (
+            "no layer was checkpointed (activation_checkpointing=True in the arguments does that, "
+            "gradient_checkpointing=True before transformers 5.23), or compiled ones were, or none "
+            "was given hidden states of at least"
+        )
+    warnings.warn(
+        "activation offload is on, but the first training step offloaded nothing: either "
+        f"{saved} {offload.min_offload_size} bytes on the device, or its forward did not run "
+        "inside compute_loss_context_manager(), or on other threads (DataParallel); pass "
+        "activation_offloading=False to do without",
+        stacklevel=3,
+    )

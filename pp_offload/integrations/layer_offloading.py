@@ -21,14 +21,14 @@ from torch.nn import Module
 
 from pp_offload._slices.offloaded_layers import OffloadedLayers
 from pp_offload.backends import default_backend
-from pp_offload.integrations.trainers import Choice, check_bases, check_trainer
+from pp_offload.integrations.trainers import OfModel, TrainerMixin
 from pp_offload.layers import lists_of_layers, offload_layers
 
 OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
 """Options of ``layer_offloading``."""
 
 
-class LayerOffloadingMixin:
+class LayerOffloadingMixin(TrainerMixin):
     """Mixin for a ``Trainer``, which keeps parameters of layers on the host.
 
     Args:
@@ -42,72 +42,47 @@ class LayerOffloadingMixin:
         kwargs: The trainer's.
 
     Raises:
-        ImportError: No trainer is among the bases, and ``transformers`` is not installed.
-        TypeError: No trainer is among the bases, or only before this one.
+        TypeError: A trainer is before this one among the bases of a class.
         ValueError: An option is unknown, or its value cannot be right; or what says whether
             anything is offloaded is neither True nor False.
 
     Source: axolotl ``LayerOffloadingMixin``.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_bases(cls, LayerOffloadingMixin)
-
     def __init__(
         self, *args: Any, layer_offloading: Mapping[str, Any] | bool | None = None, **kwargs: Any
     ) -> None:
-        check_trainer(type(self), LayerOffloadingMixin)
-        self._layer_offloading = _LayerOffloading(layer_offloading)
+        self._layers = OfModel("layer_offloading", layer_offloading, OPTIONS, _made)
         super().__init__(*args, **kwargs)
-        self._layer_offloading.prepare(self, getattr(self, "model", None))
+        self._offload_layers()
 
     @property
     def layer_offload(self) -> OffloadedLayers | None:
         """Layers of the current model, with their figures; None if no layer is on the host."""
-        return self._layer_offloading.offloaded
+        return self._layers.made
+
+    def _offload_layers(self) -> None:
+        args, model = self.args, getattr(self, "model", None)  # type: ignore[attr-defined]
+        self._layers.prepare(args, model)
 
     def _move_model_to_device(self, model: Module, device: Any) -> None:
         """Offload the layers, and move the rest as the trainer does."""
-        if model is self._layer_offloading.model_of(self, model):
-            self._layer_offloading.prepare(self, model)
+        # A trainer moves its model before it has one; then the first that it moves is the model.
+        trained = [getattr(self, "model", None), self._layers.model, model]
+        if model is next(each for each in trained if each is not None):
+            self._layers.prepare(self.args, model)  # type: ignore[attr-defined]
         super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Offload the layers of a model that was not moved, and create the optimizer."""
-        self._layer_offloading.prepare(self, getattr(self, "model", None))
+        self._offload_layers()
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
 
-class _LayerOffloading:
-    """Offload of a trainer.
-
-    Attributes:
-        offloaded: What :func:`pp_offload.offload_layers` returned for the last model.
-    """
-
-    def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
-        self._choice = Choice("layer_offloading", wanted, OPTIONS)
-        self._model: Module | None = None
-        self.offloaded: OffloadedLayers | None = None
-
-    def model_of(self, trainer: Any, moved: Module) -> Module:
-        """Return the model that a trainer trains; before it has one, the first that it moves."""
-        model: Module | None = getattr(trainer, "model", None)
-        if model is None:
-            model = self._model
-        return moved if model is None else model
-
-    def prepare(self, trainer: Any, model: Module | None) -> None:
-        """Offload the layers of a model, unless that was done."""
-        if model is None or model is self._model:
-            return
-        wanted = self._choice.options(trainer.args)
-        if wanted is None:
-            return
-        options = {"frozen_only": True, **wanted}
-        if not {"backend", "device"} & options.keys():
-            options["backend"] = default_backend(trainer.args.device)
-        layers = options.pop("layers", None) or lists_of_layers(model)
-        self.offloaded = offload_layers(model, layers, **options)
-        self._model = model
+def _made(model: Module, wanted: dict[str, Any], args: Any) -> OffloadedLayers:
+    """Offload the layers of a model."""
+    options = {"frozen_only": True, **wanted}
+    if not {"backend", "device"} & options.keys():
+        options["backend"] = default_backend(args.device)
+    layers = options.pop("layers", None) or lists_of_layers(model)
+    return offload_layers(model, layers, **options)

@@ -11,9 +11,8 @@ step of the optimizer logs what it moved through the module's own ``log``.
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import Any
-
-from torch.nn import Module
 
 from pp_offload._common.checks import check_flag
 from pp_offload._core.statistics import OffloadStatistics
@@ -68,8 +67,10 @@ class ActivationOffload(Callback):
         check_flag("log", log)
         self._wanted = (groups, config, options)
         self._logs = log
-        self._running: _Running | None = None
         self._offload: ForwardOffload | None = None
+        self._figures: Figures | None = None
+        self._last_step = 0
+        self._running = ExitStack()
 
     def statistics(self) -> OffloadStatistics | None:
         """Bytes moved in the last training, and in use; None before the first training."""
@@ -77,63 +78,37 @@ class ActivationOffload(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the offload of the module, which a strategy may have wrapped."""
-        self._close()
-        self._offload = offload_of(pl_module, *self._wanted)
-        self._running = _Running(trainer, pl_module, self._offload)
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log the bytes that were moved, if the optimizer has made a step."""
-        if self._logs and self._running is not None and self._running.has_stepped():
-            figures = {k: float(v) for k, v in self._running.figures.since_last().items()}
-            pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the offload."""
-        self._close()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the offload: Lightning calls no other hook."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._running is not None:
-            self._running.close()
-            self._running = None
-
-
-class _Running:
-    """Offload of a training.
-
-    Attributes:
-        figures: Figures of the offload, for logs.
-    """
-
-    def __init__(self, trainer: Any, module: Module, offload: ForwardOffload) -> None:
-        self._offload = offload
-        self.figures = Figures(offload.statistics)
-        self._trainer = trainer
-        self._module = module
-        self._seen = trainer.global_step
-        self._own = module.__dict__.get(WRAPPED)
-        inner = getattr(module, WRAPPED)
+        self._running.close()
+        self._offload = offload = offload_of(pl_module, *self._wanted)
+        self._figures, self._last_step = Figures(offload.statistics), trainer.global_step
+        inner = getattr(pl_module, WRAPPED)
 
         @functools.wraps(inner)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             with offload.forward(trainer.global_step):
                 return inner(*args, **kwargs)
 
-        module.__dict__[WRAPPED] = training_step
+        self._running.callback(offload.close)
+        attributes = vars(pl_module)
+        if WRAPPED in attributes:
+            self._running.callback(attributes.__setitem__, WRAPPED, inner)
+        else:
+            self._running.callback(attributes.pop, WRAPPED, None)
+        attributes[WRAPPED] = training_step
 
-    def has_stepped(self) -> bool:
-        """Whether the optimizer made a step since the last call."""
-        before, self._seen = self._seen, self._trainer.global_step
-        return before != self._seen
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the bytes that were moved, if the optimizer has made a step."""
+        if self._logs and self._figures and trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            figures = {k: float(v) for k, v in self._figures.since_last().items()}
+            pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 
-    def close(self) -> None:
-        """Restore the module."""
-        self._module.__dict__.pop(WRAPPED, None)
-        if self._own is not None:
-            self._module.__dict__[WRAPPED] = self._own
-        self._offload.close()
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the offload."""
+        self._running.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the offload: Lightning calls no other hook."""
+        self._running.close()

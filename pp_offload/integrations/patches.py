@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,16 +50,13 @@ MAX_TENSORS = 5
 """Number of saved tensors that leave together; fewer leave where a ``save_on_cpu`` ends."""
 
 _lock = threading.RLock()
-_active: Patch | None = None
+_active: patch | None = None
 
 
-def patch(
-    config: OffloadConfig | None = None,
-    *,
-    min_offload_size: int = 1024,
-    backend: Backend | None = None,
-) -> Patch:
+class patch:  # noqa: N801  called as a function is
     """Have other libraries' offload of activations done by this package, overlapped with compute.
+
+    It is in place when it is made, until :meth:`undo`, and is a context manager as well.
 
     ======================================================================  =======================
     what asks for offload                                                   what it calls
@@ -81,36 +77,37 @@ def patch(
         min_offload_size: Smaller tensors stay on the device. In bytes.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
-    Returns:
-        A handle and context manager: ``undo()`` puts everything back, ``statistics()`` counts.
-
     Raises:
         OffloadError: A patch is active already.
         TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
         ValueError: ``min_offload_size`` is no number of bytes.
     """
-    options = {"config": config, "min_offload_size": min_offload_size, "backend": backend}
-    return Patch(options)
 
-
-class Patch:
-    """Replaced functions of :func:`patch`."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig | None = None,
+        *,
+        min_offload_size: int = 1024,
+        backend: Backend | None = None,
+    ) -> None:
         global _active
+        check_all(count_problem("min_offload_size", min_offload_size, 0, "bytes"))
+        self._options: dict[str, Any] = {
+            "config": config,
+            "min_offload_size": min_offload_size,
+            "backend": backend,
+        }
+        self._stash = ActivationStash(
+            "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **self._options
+        )
+        self._contexts: list[OffloadActivations] = []  # of TRL's trainers
+        self._undo: list[Callable[[], object]] = []
         with _lock:
             if _active is not None:
                 raise OffloadError(
                     "pp_offload.patch() is active already; use the handle that it returned, or "
                     "undo() that first"
                 )
-            check_all(count_problem("min_offload_size", options["min_offload_size"], 0, "bytes"))
-            self._stash = ActivationStash(
-                "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **options
-            )
-            self._contexts: list[OffloadActivations] = []  # of TRL's trainers
-            self._options = options
-            self._undo: list[Callable[[], object]] = []
             try:
                 self._replace_all()
                 _active = self
@@ -163,15 +160,10 @@ class Patch:
             if _active is self:
                 _active = None
 
-    def __enter__(self) -> Patch:
+    def __enter__(self) -> patch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:
@@ -186,7 +178,7 @@ class Patch:
 
 
 # ``save_on_cpu`` objects may be entered several times, and on several threads.
-_scopes = threading.local()
+_entered = threading.local()
 
 
 def _enter(self: save_on_cpu) -> None:
@@ -195,74 +187,73 @@ def _enter(self: save_on_cpu) -> None:
     if torch.compiler.is_compiling() or active is None or type(self) is not save_on_cpu:
         saved_tensors_hooks.__enter__(self)  # a subclass has hooks of its own
         return
-    scope = HookScope()
-    entered = _scopes.__dict__.setdefault("entered", [])
-    while entered and entered[-1][0].is_over:  # cut off by an interrupt
-        entered.pop()
-    entered.append((scope, active))
-    if is_left_to_checkpoint():
-        return
-    stash = active._stash
-    if stash.is_over:
-        stash.begin()
-    scope.enter(PackHook(stash.pack), self)
+    scope, scopes = HookScope(), vars(_entered).setdefault("scopes", [])
+    while scopes and scopes[-1][0].is_over:  # cut off by an interrupt
+        scopes.pop()
+    scopes.append((scope, active._stash))
+    if not is_left_to_checkpoint():
+        if active._stash.is_over:
+            active._stash.begin()
+        scope.enter(PackHook(active._stash.pack), self)
 
 
 def _exit_scope(self: save_on_cpu, *error: Any) -> None:
-    entered = _scopes.__dict__.get("entered")
-    if torch.compiler.is_compiling() or not entered or type(self) is not save_on_cpu:
+    scopes = vars(_entered).get("scopes")
+    if torch.compiler.is_compiling() or not scopes or type(self) is not save_on_cpu:
         saved_tensors_hooks.__exit__(self, *error)
         return
-    scope, patched = entered.pop()
+    scope, stash = scopes.pop()
     scope.leave(*error[1:2])
-    patched._stash.send()
+    stash.send()
 
 
 _exit = exact_exit(_exit_scope)
+
+OFFLOADS = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+Calls = dict[int, Any]
+"""Outputs of the calls of an operator in a selective checkpoint, by number; a mark, which is a bare
+object, for a call that the recomputation runs again.
+"""
 
 
 class _NotedPolicy:
     """User's policy for selective checkpoints, whose last answer is noted.
 
-    PyTorch treats its two policies of offload as those of recomputation, and notes a mark for each
-    call that the recomputation runs again. :func:`_dispatch` replaces the mark by the offloaded
-    outputs. Methods of PyTorch's mode are replaced and not the mode, for which operators have rules
-    by its class.
+    PyTorch recomputes what a policy offloads. :func:`_dispatch` replaces the mark of such a call by
+    its offloaded outputs. Outputs that an operator writes into get their mark back. So do those of
+    operators that drew random numbers, or operators behind them would draw others.
 
-    An operator may write in place into offloaded outputs: they get their mark back, and are
-    recomputed. So are outputs of operators that write, and of those that drew random numbers, or
-    operators behind them would draw others.
+    Methods of PyTorch's mode are replaced and not the mode, for which operators have rules by its
+    class.
     """
 
     def __init__(self, policy: Callable[..., Any]) -> None:
         self._policy = policy
         self.leaves = False
-        self._marks: WeakKeyDictionary[UntypedStorage, list[tuple[dict[int, Any], int, object]]]
+        self._marks: WeakKeyDictionary[UntypedStorage, list[tuple[Calls, int, object]]]
         self._marks = WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         choice = self._policy(*args, **kwargs)
-        self.leaves = choice in (
-            CheckpointPolicy.MUST_CPU_OFFLOAD,
-            CheckpointPolicy.PREFER_CPU_OFFLOAD,
-        )
+        self.leaves = getattr(choice, "name", "") in OFFLOADS
         return choice
 
-    def offload(
-        self, stash: ActivationStash, output: Any, calls: dict[int, Any], number: int
-    ) -> None:
+    def offload(self, stash: ActivationStash, output: Any, calls: Calls, number: int) -> None:
         """Replace the mark of a call by its outputs."""
         mark, calls[number] = calls[number], tree_map(partial(_Offloaded, stash), output)
-        for tensor in tree_leaves(output):
-            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
-                self._marks.setdefault(storage, []).append((calls, number, mark))
+        for storage in _storages(output):
+            self._marks.setdefault(storage, []).append((calls, number, mark))
 
     def recompute_written(self, written: Any) -> None:
         """Put the marks back of all that shares memory with these arguments."""
-        for tensor in tree_leaves(written):
-            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
-                for calls, number, mark in self._marks.pop(storage, ()):
-                    calls[number] = mark
+        for storage in _storages(written):
+            for calls, number, mark in self._marks.pop(storage, ()):
+                calls[number] = mark
+
+
+def _storages(values: Any) -> list[UntypedStorage]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return [storage for tensor in tensors for storage in storages_of(tensor)]
 
 
 _Mode = CachingTorchDispatchMode
@@ -285,10 +276,9 @@ def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = 
     written = written_arguments(func, args, kwargs or {})
     policy.recompute_written(written)
     calls, number = self.storage.get(func, {}), self.func_counter.get(func, 0) - 1
-    # The mark of a recomputation is a bare object. Compiled code has outputs or other keys.
-    if written or not policy.leaves or type(calls.get(number)) is not object:
-        return output
-    if all(map(torch.equal, before, _random_state(args) if may_draw else [])):
+    # Compiled code has outputs in place of marks, or other keys.
+    is_recomputed = not written and policy.leaves and type(calls.get(number)) is object
+    if is_recomputed and all(map(torch.equal, before, _random_state(args) if may_draw else [])):
         stash = active._stash
         if stash.is_over:
             stash.begin()
@@ -306,8 +296,7 @@ def _exit_mode(self: _Mode, *error: Any) -> Any:
 
 def _random_state(args: Any) -> list[Tensor]:
     """The states of the generators that an operator with these arguments may draw from."""
-    _, states = get_device_states(*tree_leaves(args))
-    return [torch.get_rng_state(), *states]
+    return [torch.get_rng_state(), *get_device_states(*tree_leaves(args))[1]]
 
 
 class _Offloaded:

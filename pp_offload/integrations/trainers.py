@@ -1,119 +1,107 @@
-"""Common parts of the mixins for a ``Trainer`` of Hugging Face.
+"""Common parts of the mixins for a ``Trainer`` of Hugging Face, of which nothing is imported here.
 
-    check_bases(cls, Mixin)                          # when a class is made of one
-    check_trainer(type(self), Mixin)                 # when it is used
-    choice = Choice("layer_offloading", wanted, OPTIONS)
-    choice.options(trainer.args)                     # None where nothing is offloaded
-
-Nothing of Hugging Face is imported here.
+class MyMixin(TrainerMixin): ...                          # before the trainer among bases
+offload = OfModel("my_offloading", wanted, OPTIONS, make)
+offload.prepare(trainer.args, trainer.model)              # None where nothing is offloaded
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.nn import Module
 
 from pp_offload._common.checks import check_known, said
 
-CONTEXT = "compute_loss_context_manager"
-"""A class that has this method is a trainer."""
-
-Words = Mapping[str, Mapping[str, Any] | bool]
-"""Words of other trainers for options, or for whether anything is offloaded."""
+Made = TypeVar("Made")
 
 
-class Choice:
-    """Choice of the user and of the trainer's arguments: whether and how to offload.
+class TrainerMixin:
+    """Base of mixins, which have to come before the trainer among the bases of a class."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = list(cls.__mro__)
+        others = [base for base in bases if not issubclass(base, TrainerMixin)]
+        trainer = next((base for base in others if hasattr(base, "training_step")), None)
+        if trainer and bases.index(trainer) < bases.index(TrainerMixin):
+            names = ", ".join(base.__name__ for base in bases if TrainerMixin in base.__bases__)
+            raise TypeError(
+                f"{cls.__name__} has {trainer.__name__} before {names}, which it never calls; "
+                f"expected class {cls.__name__}({names}, transformers.Trainer)"
+            )
+
+
+class OfModel(Generic[Made]):
+    """Offload of the model that a trainer has now, as its user and its arguments choose.
 
     Args:
-        name: Name of the argument, which the trainer's arguments may have as well.
+        name: Name of the choice, which the trainer's arguments may have as well.
         wanted: Options, True, False or a word; None leaves the choice to the trainer's arguments.
-        options: Names of all options.
-        words: Words for some choices.
+        names: Names of all options.
+        make: Makes the offload of a model, from the model, options and the trainer's arguments.
+        words: Words of other trainers for options, or for False.
 
-    Raises:
-        ValueError: ``wanted`` is something else, or an option is unknown.
+    Attributes:
+        made: Offload of ``model``, the model that was prepared last.
     """
 
     def __init__(
-        self, name: str, wanted: object, options: Sequence[str], words: Words | None = None
+        self,
+        name: str,
+        wanted: object,
+        names: Sequence[str],
+        make: Callable[[Module, dict[str, Any], Any], Made],
+        words: Mapping[str, Mapping[str, Any] | bool] | None = None,
     ) -> None:
-        self._name, self._words = name, words or {}
-        self._wanted = self._meaning(name, wanted)
-        if isinstance(self._wanted, Mapping):
-            check_known(self._wanted, options, of=name)
+        self._name, self._wanted, self._make, self._words = name, wanted, make, words or {}
+        self._names = names
+        self._has_warned = False
+        self.model: Module | None = None
+        self.made: Made | None = None
+        if wanted is not None:
+            self._options_of(name, wanted)
 
-    def options(self, args: Any) -> dict[str, Any] | None:
-        """Options of the offload; None if nothing is offloaded.
-
-        Args:
-            args: The trainer's arguments.
+    def prepare(self, args: Any, model: Module | None) -> Made | None:
+        """Return the offload of a model, and make it unless that was done.
 
         Raises:
-            ValueError: The arguments have neither True nor False there, nor a word.
+            ValueError: The choice is neither True nor False nor a word nor, unless it is that of
+                the trainer's arguments, options; or an option is unknown.
         """
-        wanted = self._wanted
-        if wanted is None:
-            name = f"{self._name} of the trainer's arguments"
-            given = getattr(args, self._name, True)
-            if isinstance(given, Mapping):
+        name, chosen = self._name, self._wanted
+        if chosen is None:
+            name, chosen = f"{name} of the trainer's arguments", getattr(args, name, True)
+            if isinstance(chosen, Mapping):
                 raise ValueError(
-                    f"{name} is {said(given)}, expected True or False; give options here"
+                    f"{name} is {said(chosen)}, expected True or False; give options to the trainer"
                 )
-            wanted = self._meaning(name, given)
-        if isinstance(wanted, Mapping):
-            return dict(wanted)
-        return {} if wanted else None
+            if chosen is False and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"nothing is offloaded, for {name} is False, and the trainer was given no "
+                    f"{self._name}; expected {self._name}=True for the trainer, or False to do "
+                    "without",
+                    stacklevel=3,
+                )
+        options = self._options_of(name, chosen)
+        if options is not None and model is not None and model is not self.model:
+            self.made = self._make(model, options, args)
+            self.model = model
+        return self.made
 
-    def _meaning(self, name: str, wanted: object) -> Mapping[str, Any] | bool | None:
-        if isinstance(wanted, str) and wanted in self._words:
-            return self._words[wanted]
-        if isinstance(wanted, Mapping | bool | None):
-            return wanted
-        words = "".join(f", {word!r}" for word in self._words)
-        raise ValueError(
-            f"{name} is {said(wanted)}, expected True, False{words} or a mapping of options; leave "
-            "it out to follow the trainer's arguments"
-        )
-
-
-def check_bases(kind: type, mixin: type) -> None:
-    """Check that no trainer is before a mixin, where it would never call the mixin.
-
-    Raises:
-        TypeError: A trainer is before the mixin, and none behind.
-    """
-    bases = [base for base in kind.__mro__ if not issubclass(base, mixin)]
-    if not _has_trainer(kind, mixin) and any(
-        {CONTEXT, "train"} <= vars(base).keys() for base in bases
-    ):
-        raise _no_trainer(kind, mixin)
-
-
-def check_trainer(kind: type, mixin: type) -> None:
-    """Check that a trainer is behind a mixin.
-
-    Raises:
-        ImportError: No trainer is, and ``transformers`` is not installed.
-        TypeError: No trainer is.
-    """
-    if not _has_trainer(kind, mixin):
-        raise _no_trainer(kind, mixin)
-
-
-def _has_trainer(kind: type, mixin: type) -> bool:
-    """Whether ``kind`` has the methods that a mixin calls."""
-    return hasattr(super(mixin, kind), CONTEXT)  # type: ignore[misc]
-
-
-def _no_trainer(kind: type, mixin: type) -> Exception:
-    if importlib.util.find_spec("transformers") is None:
-        return ImportError(
-            f"{kind.__name__} has no Trainer among its bases, and transformers is not installed; "
-            "pip install 'pp_offload[hf]'"
-        )
-    return TypeError(
-        f"{kind.__name__} has no Trainer behind {mixin.__name__}; expected "
-        f"class {kind.__name__}({mixin.__name__}, transformers.Trainer)"
-    )
+    def _options_of(self, name: str, chosen: object) -> dict[str, Any] | None:
+        if isinstance(chosen, str):
+            chosen = self._words.get(chosen, chosen)
+        if isinstance(chosen, bool):
+            return {} if chosen else None
+        if not isinstance(chosen, Mapping):
+            words = "".join(f", {word!r}" for word in self._words)
+            raise ValueError(
+                f"{name} is {said(chosen)}, expected True, False{words} or a mapping of options; "
+                "leave it out to follow the trainer's arguments"
+            )
+        check_known(chosen, self._names, of=name)
+        return dict(chosen)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.toy import assert_no_hooks, same_bits
-from torch import nn
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend
@@ -101,10 +100,7 @@ def test_bad_input_is_refused() -> None:
             ActivationOffload(wrong, model)
     with pytest.raises(TypeError, match="model is"):
         ActivationOffload(accelerator, [model])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pattern 'blocks.*' matches no module"):
-        ActivationOffload(accelerator, model, {"mlp": "blocks.*"})
     with pytest.raises(ValueError, match=r"'heads' \(did you mean head\?\)"):
         ActivationOffload(accelerator, model, heads="head")
     with pytest.raises(ValueError, match="groups are given, and head too"):
         ActivationOffload(accelerator, model, GROUPS, head="head")
-    assert not any(one._forward_pre_hooks for one in nn.ModuleList(model.layers).modules())

@@ -131,12 +131,6 @@ def test_who_says_whether_it_is_on(argument: bool, wanted: Any, tmp_path: Path) 
     assert (trainer.layer_offload is not None) == (argument if wanted is None else bool(wanted))
 
 
-@pytest.mark.parametrize("wrong", ["yes", {"num_resident": 1}], ids=str)
-def test_arguments_that_say_neither(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layer_offloading of the trainer's arguments is"):
-        streamed(adapters(), tmp_path, arguments=Arguments, layer_offloading=wrong)
-
-
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
