@@ -41,8 +41,7 @@ class AcceleratorBackend(Backend):
             device of the accelerator.
 
     Raises:
-        ValueError: A device without a number is of another kind than the accelerator here, or
-            there is none.
+        ValueError: The device is of another kind than the accelerator here, or there is none.
     """
 
     current_stream: Callable[[], Stream]
@@ -192,20 +191,23 @@ def _warn_of_one_queue() -> None:
 
 def _with_number(device: torch.device | None) -> torch.device:
     """The device with its number, for a tensor's device has one, and is equal to no other."""
-    if device is not None and device.index is not None:
-        return device
-    accelerator = torch.accelerator.current_accelerator()
+    # A torch built for CUDA names it as the accelerator also where there is no GPU.
+    is_here = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if is_here else None
     if accelerator is None:
         given = "" if device is None else f"device is {device}, and "
         raise ValueError(
-            f"{given}there is no accelerator here; use CpuBackend(), or a torch built for your "
-            "device"
+            f"{given}torch {torch.__version__} finds no accelerator, expected one that "
+            'torch.accelerator.is_available() sees; pass device="cpu" or backend=CpuBackend(), or '
+            "install its driver and a torch built for it"
         )
     if device is not None and device.type != accelerator.type:
         raise ValueError(
             f"device is {device}, expected {accelerator.type}, which is the accelerator here; use "
             "CpuBackend() for tensors of the host"
         )
+    if device is not None and device.index is not None:
+        return device
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.processes import HANG_S
+from torch import nn
 
+from pp_offload import GPUTensorPool, OffloadModel, offload_layers
 from pp_offload.backends import AcceleratorBackend, accelerator
 
 
@@ -189,6 +191,7 @@ def test_one_work_queue_for_all_copies_is_warned_of_once(
     for name, value in connections.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(accelerator, "_with_number", lambda device: device)  # it need not be here
     monkeypatch.setattr(torch.version, "cuda", cuda)
     accelerator._warn_of_one_queue.cache_clear()
     for _ in range(2):
@@ -198,3 +201,16 @@ def test_one_work_queue_for_all_copies_is_warned_of_once(
         return
     (line,) = caplog.records
     assert "with CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in line.getMessage()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_device_that_is_not_here_is_refused_by_each_product(device: str) -> None:
+    for make in (
+        lambda: AcceleratorBackend(torch.device(device)),
+        lambda: OffloadModel(nn.Sequential(nn.Linear(2, 2)), device, num_slices=1),
+        lambda: offload_layers(nn.Sequential(nn.Linear(2, 2)), ["0"], device=device),
+        lambda: GPUTensorPool(device),
+    ):
+        with pytest.raises(ValueError, match=f"{device}.* finds no .*; pass device=.cpu"):
+            make()
