@@ -95,6 +95,7 @@ class Engine:
 
     def _collected(self, group: Group) -> Payloads:
         saved = by_storage(group.saved_refs)
+        self.shared.watch(saved)
         chosen = None if self.recipes is None else self.recipes.choose(group, saved)
         payloads = collect(saved)
         payloads.chosen = chosen
@@ -115,7 +116,11 @@ class Engine:
             raise
 
     def begin_step(self) -> None:
-        """Parameters may be others, and fused optimizers count no change of them."""
+        """Parameters may be others, and fused optimizers count no change of them. What several
+        microbatches have saved stays from now on.
+        """
+        for storage in self.shared.repeated():
+            self.eligibility.kept.add_storage(storage)
         self.shared.clear()
         if self.recipes is not None:
             self.recipes.forget_copies()

@@ -5,6 +5,11 @@ again is never taken for the storage that had it before. A copy is shared while 
 tensor that was saved with it, so that a change which no counter sees would be wrong without
 offload, too.
 
+A storage of eight-bit elements that the next microbatch saves again is no activation, but a copy
+of a quantized weight, or a mask. Its owner holds it, so to offload it would free nothing. It stays
+from the next step on, for the microbatches of a step are planned as if they were equal. Wider
+elements may be a buffer that a pipeline receives activations in.
+
 NOTE [ Whose version ]
     Tensors with one memory may count changes apart: the parts of ``unsafe_chunk``, or what
     ``.data`` gives. Then the same number of two of them says nothing. So a copy is shared if
@@ -25,7 +30,8 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._core.batch import Batch
-from pp_offload._core.payloads import Payloads
+from pp_offload._core.keys import ChunkKey
+from pp_offload._core.payloads import ByStorage, Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.tensors import Geometry
 
@@ -40,6 +46,7 @@ class Copy(NamedTuple):
         saved: The first tensor that was saved with it.
         counters: Without memory, with the version counters of all that saved it at version 0.
         position: Which payload of the batch.
+        chunk: Microbatch that saved it; None if the group has no place in a step.
     """
 
     storage: weakref.ref[UntypedStorage]
@@ -47,6 +54,7 @@ class Copy(NamedTuple):
     counters: tuple[Tensor, ...]
     batch: weakref.ref[Batch]
     position: int
+    chunk: ChunkKey | None = None
 
 
 class SharedCopies:
@@ -54,6 +62,26 @@ class SharedCopies:
 
     def __init__(self) -> None:
         self.copies: dict[int, Copy] = {}
+        self._last: dict[int, Copy] = {}
+        self._repeated: list[weakref.ref[UntypedStorage]] = []
+
+    def watch(self, saved: ByStorage) -> None:
+        """Look which eight-bit storages this microbatch saves that an earlier one has offloaded."""
+        for key, (storage, members) in saved.items():
+            if members[0].here.dtype.itemsize > 1:
+                continue
+            copy, group = self.copies.get(key), members[0].group
+            if copy is None or copy.storage() is not storage:
+                copy = self._last.get(key)
+            elif copy.chunk is None or group.key is None or copy.chunk == group.key.chunk:
+                continue  # another group of the same microbatch
+            if copy is not None and copy.storage() is storage:
+                self._repeated.append(copy.storage)
+
+    def repeated(self) -> list[UntypedStorage]:
+        """Storages that several microbatches have saved, since the last call."""
+        refs, self._repeated = self._repeated, []
+        return [storage for ref in refs if (storage := ref()) is not None]
 
     def share(self, payloads: Payloads) -> dict[int, tuple[Batch, int]]:
         shared: dict[int, tuple[Batch, int]] = {}
@@ -82,7 +110,10 @@ class SharedCopies:
             else:
                 counters = () if members[0].version else counters
                 refs = weakref.ref(storage), weakref.ref(members[0])
-                self.copies[storage._cdata] = Copy(*refs, counters, weakref.ref(batch), index)
+                key = members[0].group.key
+                chunk = None if key is None else key.chunk
+                copy = Copy(*refs, counters, weakref.ref(batch), index, chunk)
+                self.copies[storage._cdata] = copy
 
     def forget_dead(self) -> None:
         """Forget what is gone, for a program that never ends a step."""
@@ -91,7 +122,8 @@ class SharedCopies:
             del self.copies[key]
 
     def clear(self) -> None:
-        self.copies.clear()
+        """Begin a step, or a forward without steps: no copy is shared with the last."""
+        self._last, self.copies = self.copies, {}
 
 
 def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:

@@ -46,6 +46,11 @@ would be asked at every save. Any may be lazily negated.
 MAX_STATISTICS = 2**14
 """Elements that a vector of statistics may have; batch norm has one for each channel."""
 
+MARKS = frozenset({"_TE_do_not_offload", "weight_offloading"})
+"""Attributes that Transformer Engine sets on a saved copy of a weight, old versions the second; see
+NOTE [ Transformer Engine ].
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -179,9 +184,10 @@ class StorageSet:
         """Add the storages of ``tensor`` and of those inside it; one without storage is ignored."""
         for plain in plain_tensors(tensor):
             if has_storage(plain):
-                self._add(plain.untyped_storage())
+                self.add_storage(plain.untyped_storage())
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def add_storage(self, storage: torch.UntypedStorage) -> None:
+        """Add one storage."""
         key = storage._cdata
         ref = _KeyedRef(storage, self._gone.append)
         ref.key = key
@@ -271,7 +277,8 @@ class Eligibility:
         """Whether ``tensor`` may be offloaded when autograd saves it.
 
         True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move`, is not
-        kept and cannot be statistics. A parameter, or a view of one, is kept from now on.
+        kept and cannot be statistics. A parameter, a view of one, or a tensor with one of
+        :data:`MARKS` is kept from now on.
         """
         if type(tensor) is not Tensor:
             is_plain = type(tensor) is Parameter and tensor.layout is torch.strided
@@ -296,6 +303,9 @@ class Eligibility:
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):
+            self.kept.add(tensor)
+            return False
+        if tensor.__dict__ and any(map(tensor.__dict__.get, MARKS)):
             self.kept.add(tensor)
             return False
         storages = self.kept

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from pp_offload._common.torch_private import end_checkpoints, push_hooks, top_hooks
 from pp_offload._hooks.regions import all_packs, popped, top_pack
+from pp_offload._hooks.transformer_engine import turn_off, turn_on
 
 T = TypeVar("T")
 
@@ -56,8 +57,10 @@ def saving(
         kwargs: Of ``call``.
     """
     pops = popped(until=top_hooks(True))
+    is_on = False
     try:
         if pack is not None:
+            is_on = turn_on()
             push_hooks(pack, unpack)
         return call(*args, **kwargs)
     except BaseException as failure:
@@ -65,17 +68,19 @@ def saving(
         raise
     finally:
         deque(pops, maxlen=0)
+        turn_off(is_on)
 
 
 class HookScope:
     """The hooks of one ``with``, on the stack of the thread that entered it."""
 
-    __slots__ = ("_pack", "_pops", "_thread", "_with")
+    __slots__ = ("_is_on", "_pack", "_pops", "_thread", "_with")
 
     def __init__(self) -> None:
         self._pack: Callable[[Tensor], Any] | None = None
         self._pops: Iterator[Any] = iter(())  # ends at once
         self._thread = threading.get_ident()
+        self._is_on = False
         self._with: weakref.ref[_Bound] | None = None
 
     def enter(self, pack: Callable[[Tensor], Any], owner: object) -> None:
@@ -88,6 +93,7 @@ class HookScope:
         self._pack = pack
         self._pops = pops = popped(until=top_hooks(True))
         self._with = _here.entering(owner, partial(countOf, pops))
+        self._is_on = turn_on()
         push_hooks(pack, unpack)
 
     def leave(self, failure: BaseException | None = None) -> None:
@@ -97,6 +103,8 @@ class HookScope:
             failure: What the ``with`` raised.
         """
         end_checkpoints(failure)
+        is_on, self._is_on = self._is_on, False
+        turn_off(is_on)
         if self._thread != threading.get_ident():
             self._with = None  # a generator that ends elsewhere: no hook of that thread is ours
             return

@@ -1,0 +1,164 @@
+"""A copy of a weight that layers save with every microbatch is no activation, and stays.
+
+The modules of Transformer Engine here are stand-ins: they have the names that its layers and its
+two generations of offload use, and compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_two_backends
+from helpers.products import PRODUCTS, Product
+from helpers.toy import same_bits
+from torch import Tensor, nn
+
+from pp_offload.backends import Backend
+
+WIDTH, ROWS, LAYERS, MICROBATCHES = 8, 16, 2, 2
+INPUT_BYTES = ROWS * WIDTH * 4
+WEIGHT_BYTES = WIDTH * WIDTH
+
+
+class First(ModuleType):
+    """Version 1.x marks what belongs to a weight, ``main_grad`` among it."""
+
+    CPUOffloadEnabled = False
+
+    def is_on(self) -> bool:
+        return self.CPUOffloadEnabled
+
+    def mark(self, weight_copy: Tensor) -> None:
+        weight_copy.weight_offloading = True  # type: ignore[attr-defined]
+
+
+class Second(ModuleType):
+    """As of version 2.10: ``is_cpu_offload_enabled`` and ``mark_not_offload``."""
+
+    OFFLOAD_SYNCHRONIZER: object = None
+
+    def is_on(self) -> bool:
+        return self.OFFLOAD_SYNCHRONIZER is not None
+
+    def mark(self, weight_copy: Tensor) -> None:
+        weight_copy._TE_do_not_offload = True  # type: ignore[attr-defined]
+
+
+class Unmarked(ModuleType):
+    """A library that marks nothing."""
+
+    def is_on(self) -> bool:
+        return False
+
+
+@pytest.fixture(params=[First, Second, Unmarked])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    name = "transformer_engine.pytorch.cpu_offload"
+    module = request.param(name)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, name, module)
+    yield module
+    assert not module.is_on(), "the switch is as it was"
+
+
+class Quantized(torch.autograd.Function):
+    """A linear layer that computes with a copy of the weight of eight bits, and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, copy: Tensor, library: Any) -> Tensor:
+        if library.is_on():
+            library.mark(copy)
+        ctx.save_for_backward(x, copy)
+        return x @ copy.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, copy = ctx.saved_tensors
+        return grads[0] @ copy.float().T, x.T @ grads[0], None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        quantized = self.weight.detach().clamp(-1, 1) * 127
+        self.workspaces = [quantized.to(torch.int8)]  # neither a parameter nor a buffer
+        self.library = library
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = Quantized.apply(x, self.weight, self.workspaces[0], self.library)
+        return output
+
+
+class Net(nn.Module):
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList()
+        for _ in range(LAYERS):
+            self.layers.append(nn.Module())
+            self.layers[-1].mlp = Layer(library)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.mlp(x)  # type: ignore[operator]
+        return x
+
+
+def train(library: Any, product: Any) -> tuple[list[Tensor], list[int]]:
+    """Gradients, and the bytes that each step offloads."""
+    net = Net(library)
+    net = product.inside(net)
+    product.outside(net)
+    moved = [0]
+    for step in range(3):
+        product.begin_step()
+        losses = []
+        for number in range(MICROBATCHES):
+            torch.manual_seed(10 * step + number)
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            with product.forward():
+                losses.append(net(x).sum())
+        for loss in reversed(losses):
+            loss.backward()
+        del losses, loss, x
+        statistics = product.statistics()
+        moved.append(statistics.bytes_offloaded if statistics else 0)
+    steps = [after - before for before, after in zip(moved, moved[1:], strict=False)]
+    return [p.grad for p in net.parameters() if p.grad is not None], steps
+
+
+@on_two_backends
+@pytest.mark.parametrize("name", ["context", "groups", "markers"])
+def test_a_copy_of_a_weight_stays(name: str, library: Any, manager: Any, backend: Backend) -> None:
+    expected, _ = train(library, Product(backend))
+    grads, steps = train(library, PRODUCTS[name](backend))
+    assert same_bits(grads, expected)
+    first = LAYERS * MICROBATCHES * INPUT_BYTES
+    later = first if name == "context" else first - INPUT_BYTES  # the last group stays
+    if not hasattr(library, "mark"):  # the second microbatch shows that it is no activation
+        first += LAYERS * WEIGHT_BYTES * (MICROBATCHES if name == "context" else 1)
+    assert steps == [first, later, later]
+
+
+@on_two_backends
+def test_the_switch_is_restored_after_an_exception(
+    library: Any, manager: Any, backend: Backend
+) -> None:
+    offload = PRODUCTS["context"](backend).forward()
+    with suppress(RuntimeError), offload, offload:
+        assert library.is_on() or not hasattr(library, "mark")
+        raise RuntimeError
+    assert not library.is_on()
+    if hasattr(library, "OFFLOAD_SYNCHRONIZER"):
+        library.OFFLOAD_SYNCHRONIZER = theirs = object()
+        with offload:
+            pass
+        assert library.OFFLOAD_SYNCHRONIZER is theirs
+        library.OFFLOAD_SYNCHRONIZER = None
