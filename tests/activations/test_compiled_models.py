@@ -13,7 +13,8 @@ from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from pp_offload import OffloadActivations
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadActivations, offload_modules, use_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
 
@@ -106,3 +107,35 @@ def test_a_model_is_compiled_once(way: Callable[..., Any]) -> None:
         assert not torch_module._global_forward_pre_hooks
     assert offloaded_bytes[0] > 0
     assert offloaded_bytes[0] == offloaded_bytes[1] or way in (function, in_place)
+
+
+@pytest.mark.parametrize("way", [whole, parts])
+def test_one_warning_of_a_model_that_is_compiled_as_a_whole(
+    way: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its backward takes all saved tensors at once; that of a layer those of the layer."""
+    model = nn.Sequential(*(Turned() for _ in range(24)))
+    compute = way(model, backend="aot_eager")
+    offload = OffloadActivations(min_offload_size=1, backend=make_backend("cpu"))
+    for _ in range(2):
+        with offload:
+            loss = compute(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+    warnings = [line for line in caplog.messages if "layer.compile()" in line]
+    assert len(warnings) == (way is whole)
+
+
+def test_a_group_in_a_model_that_is_compiled_as_a_whole_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(*(Turned() for _ in range(2)))
+    with use_backend(make_backend("cpu")):
+        offload_modules(model, {"layer": "*"})
+        compute = torch.compile(model, backend="aot_eager")
+        for _ in range(3):
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            compute(torch.randn(ROWS, WIDTH)).sum().backward()
+        off_interface.reset()
+    (warning,) = [line for line in caplog.messages if "group 'layer'" in line]
+    assert "compile each of them" in warning
