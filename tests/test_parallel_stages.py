@@ -33,3 +33,12 @@ def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
             is_offloading = not case.startswith("blocks")
             assert [nbytes > 0 for nbytes in facts["offloaded"]] == [is_offloading] * 2, where
             assert facts["live"] == [0, 0], where
+
+
+def test_layers_that_exchange_activations_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    """Context parallel by all-to-all and in a ring, and expert parallel."""
+    cases = ["ulysses", "ring", "experts"]
+    for found in run_ranks(2, cases, tmp_path, WORKERS / "exchange_worker.py"):
+        assert list(found) == cases
+        for case, facts in found.items():
+            assert len(facts) == 4 and set(facts.values()) == {(True, True, 0)}, (case, facts)
