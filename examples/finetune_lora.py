@@ -2,7 +2,7 @@
 
 python examples/finetune_lora.py                            # LoRA
 python examples/finetune_lora.py --full                     # every weight
-python examples/finetune_lora.py --gradient-checkpointing   # what the checkpoints keep leaves
+python examples/finetune_lora.py --activation-checkpointing   # what the checkpoints keep leaves
 python examples/finetune_lora.py --no-offload               # only without
 """
 
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--full", action="store_true", help="train every weight, not adapters of some")
-    add("--gradient-checkpointing", action="store_true", help="compute layers again in backward")
+    add("--activation-checkpointing", action="store_true", help="compute layers again in backward")
     add("--no-offload", action="store_true", help="train only without offload")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--steps", type=int, default=8)
@@ -102,7 +102,7 @@ def train(options: argparse.Namespace, *, offload: bool) -> Run:
             max_steps=options.steps,
             per_device_train_batch_size=options.batch,
             gradient_accumulation_steps=options.accumulate,
-            **{CHECKPOINTING: options.gradient_checkpointing},
+            **{CHECKPOINTING: options.activation_checkpointing},
             learning_rate=0.005,
             logging_steps=1,
             save_strategy="no",

@@ -2,7 +2,7 @@
 
 python examples/stream_layers.py                            # LoRA: the frozen base is streamed
 python examples/stream_layers.py --full                     # every weight of the layers is
-python examples/stream_layers.py --gradient-checkpointing   # layers are computed again in backward
+python examples/stream_layers.py --activation-checkpointing  # layers are computed again in backward
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--full", action="store_true", help="train every weight, not adapters of a frozen base")
-    add("--gradient-checkpointing", action="store_true", help="compute layers again in backward")
+    add("--activation-checkpointing", action="store_true", help="compute layers again in backward")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--resident", type=int, default=2, help="layers on the device at a time")
     add("--steps", type=int, default=8)
@@ -60,7 +60,7 @@ class Run:
 def make_model(options: argparse.Namespace) -> Any:
     """A small Llama, perhaps one that computes its layers again."""
     model = make_llama(options)
-    if options.gradient_checkpointing:
+    if options.activation_checkpointing:
         model.enable_input_require_grads()
         enable = "activation_checkpointing_enable"  # its new name, where it has one
         getattr(model, enable, model.gradient_checkpointing_enable)()

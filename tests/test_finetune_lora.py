@@ -42,7 +42,7 @@ def check(figures: dict[str, Any], output: str) -> None:
     assert without["offloaded_bytes"] == 0
 
 
-@pytest.mark.parametrize("flags", ["--full", "--gradient-checkpointing"])
+@pytest.mark.parametrize("flags", ["--full", "--activation-checkpointing"])
 def test_offload_changes_memory_and_no_bit(
     example: ModuleType, flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

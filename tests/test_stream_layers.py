@@ -42,7 +42,7 @@ def check(figures: dict[str, Any], *, is_frozen: bool, resident: int) -> None:
 
 
 @pytest.mark.parametrize("resident", [1, 2])
-@pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"]], ids=["kept", "again"])
+@pytest.mark.parametrize("more", [[], ["--activation-checkpointing"]], ids=["kept", "again"])
 @pytest.mark.parametrize("weights", [[], ["--full"]], ids=["lora", "full"])
 def test_the_same_bits_with_fewer_parameters(
     example: ModuleType,

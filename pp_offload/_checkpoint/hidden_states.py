@@ -1,6 +1,6 @@
 """Offload of the hidden states that checkpointed layers are given, whoever checkpoints them.
 
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()  # transformers; gradient_checkpointing before 5.23
     with OffloadHiddenStates(model):
         loss = model(**batch).loss
     loss.backward()
@@ -93,7 +93,8 @@ class OffloadHiddenStates(OffloadActivations):
                 self._has_warned = True
                 logger.warning(
                     "no layer of %s is checkpointed, so nothing leaves the device; call "
-                    "model.gradient_checkpointing_enable() before the forward, or take "
+                    "model.activation_checkpointing_enable() before the forward "
+                    "(gradient_checkpointing_enable before transformers 5.23), or take "
                     "OffloadActivations, with which all activations leave",
                     type(model).__name__,
                 )
