@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1478,
     "_common": 1329,
     "_core": 4573,
-    "_groups": 3496,
+    "_groups": 3495,
     "_hooks": 386,
     "_megatron": 1400,
     "_memory": 1470,
