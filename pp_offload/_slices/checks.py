@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 
-from pp_offload._common.checks import check_kind, said
+from pp_offload._common.checks import check_kind
 from pp_offload._core.tensors import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends import Backend, check_backend
@@ -58,8 +58,8 @@ def sharded_problem(model: Module) -> str | None:
     if not names:
         return None
     return (
-        f"parameters of {said(names)} are owned by FSDP; expected layers that are not sharded, for "
-        "a slice is copied to the device as a whole; wrap the OffloadModel in "
+        f"parameters of {names[:3]} are owned by FSDP; expected layers that are not sharded, for a "
+        "slice is copied to the device as a whole; wrap the OffloadModel in "
         "DistributedDataParallel, with gloo for tensors of the host, or do without it: "
         "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps the shards on the host"
     )
