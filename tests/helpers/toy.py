@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from helpers.sessions import assert_no_hooks
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
 from pp_offload._core.batch import Batch
@@ -122,25 +123,14 @@ def repeated(run: Callable[[], Sequence[Tensor]], *, most: int = 4) -> Sequence[
     """What a plain run comes to, once two in a row agree bit for bit: what to compare with.
 
     A model of another library may have state that outlives a run (a config that the trainer
-    writes to, a cache, a kernel chosen by a measurement). Then a plain run differs from the next
-    one, and a comparison with offload says nothing about offload.
-
-    Args:
-        run: One run without offload, from the same weights and seed each time.
-        most: Runs after which the model counts as one that does not repeat.
+    writes to, a cache, a kernel chosen by a measurement).
     """
     results = run()
     for _ in range(most - 1):
         before, results = results, run()
         if same_bits(before, results):
             return results
-    pairs = enumerate(zip(before, results, strict=False))
-    differ = [i for i, (a, b) in pairs if not same_bits([a], [b])]
-    raise AssertionError(
-        f"{most} runs without offload, no two in a row equal bit for bit: {len(differ)} of "
-        f"{len(results)} results differ in the last two, first result {differ[:1]}; nothing can be "
-        "compared with such a run. Look for state that the runs share."
-    )
+    raise AssertionError(f"of {most} runs without offload no two in a row are equal bit for bit")
 
 
 def assert_idle(manager: PipelineOffloadManager | OffloadActivations) -> None:
@@ -172,10 +162,3 @@ def holders() -> str:
         by = [f"{type(r).__name__} {r!r:.200}" for r in gc.get_referrers(one) if r is not alive]
         found.append(f"{one!r}, held by {by}, holds {gc.get_referents(one)!r:.300}")
     return "\n".join(found) or "nothing that can be seen"
-
-
-def assert_no_hooks() -> None:
-    """A tensor saved now is saved by autograd itself."""
-    y = torch.ones(2, requires_grad=True).exp()
-    # Raises RuntimeError if a hook of the stack packed it.
-    y.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]
