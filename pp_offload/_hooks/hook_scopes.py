@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that are off autograd's stack at once, whatever exception comes.
+"""Push and pop autograd's saved-tensor hooks, so that no exception or Ctrl-C leaves them behind.
 
     y = saving(pack, call, x)          # where the call is ours
 
@@ -11,13 +11,16 @@
             self.scope.leave()
 
 NOTE [ Interrupts ]
-    CPython handles signals where a Python function begins, where a loop goes back, and after a
-    call. So what a signal handler raises never comes between entering ``try`` and the call in C
-    that pushes, nor between entering ``finally`` and a call in C that pops all: ``saving`` is
-    exact. A ``__exit__`` in Python may be cut off before its first line, and the traceback then
-    keeps all that its frame refers to. But the bound ``__exit__`` itself is only on the stack of
-    the function with the ``with``, and is gone when that unwinds. So each ``with`` gets one of its
-    own, and a weak reference to it pops the hooks, with a callback in C.
+    CPython runs signal handlers between bytecodes: where a Python function begins, where a loop
+    goes back, and after a call; never inside a call into C.
+
+    1. :func:`saving` pushes with a call into C inside ``try``, and pops with another, first in
+       ``finally``: a ``deque`` that reads an iterator which pops. No Ctrl-C comes between.
+    2. A user's ``with`` calls our ``__exit__``, a Python function, and Ctrl-C may come before its
+       first line. But Python looks the bound ``__exit__`` up before it calls ``__enter__``, holds
+       it as long as the ``with`` lasts, and drops it however the ``with`` ends. So
+       :class:`exact_exit` makes a bound object for each ``with``, and :class:`HookScope` refers to
+       this object weakly: when it is gone, a callback in C pops the hooks.
 
     Popping goes down to the hooks that were on top on entering. It also takes off what others were
     cut off with inside, and does nothing where nothing was pushed.
@@ -53,8 +56,7 @@ def saving(
     Args:
         pack: Returns something with an ``unpack``. None leaves the hooks as they are.
         call: Computes.
-        args: Of ``call``.
-        kwargs: Of ``call``.
+        args, kwargs: Of ``call``.
     """
     pops = popped(until=top_hooks(True))
     is_on = False
@@ -74,14 +76,14 @@ def saving(
 class HookScope:
     """The hooks of one ``with``, on the stack of the thread that entered it."""
 
-    __slots__ = ("_is_on", "_pack", "_pops", "_thread", "_with")
+    __slots__ = ("_exit", "_is_on", "_pack", "_pops", "_thread")
 
     def __init__(self) -> None:
         self._pack: Callable[[Tensor], Any] | None = None
         self._pops: Iterator[Any] = iter(())  # ends at once
         self._thread = threading.get_ident()
         self._is_on = False
-        self._with: weakref.ref[_Bound] | None = None
+        self._exit: weakref.ref[_BoundExit] | None = None  # of the ``with``
 
     def enter(self, pack: Callable[[Tensor], Any], owner: object) -> None:
         """Save tensors through ``pack``, until the scope is left.
@@ -92,7 +94,7 @@ class HookScope:
         """
         self._pack = pack
         self._pops = pops = popped(until=top_hooks(True))
-        self._with = _here.entering(owner, partial(countOf, pops))
+        self._exit = _lookups.of(owner, partial(countOf, pops))  # which pops all, in C
         self._is_on = turn_on()
         push_hooks(pack, unpack)
 
@@ -106,22 +108,22 @@ class HookScope:
         is_on, self._is_on = self._is_on, False
         turn_off(is_on)
         if self._thread != threading.get_ident():
-            self._with = None  # a generator that ends elsewhere: no hook of that thread is ours
+            self._exit = None  # a generator that ends elsewhere: no hook of that thread is ours
             return
         # Where a scope around this one was left first, its hooks are off with those of that.
         if top_pack() is self._pack or self._pack in all_packs():
             deque(self._pops, maxlen=0)
-        self._with = self._pack = None
+        self._exit = self._pack = None
         self._pops = iter(())
 
     @property
     def is_over(self) -> bool:
         """Whether an interrupt has ended the ``with`` before its ``__exit__`` ran."""
-        return self._with is not None and self._with() is None
+        return self._exit is not None and self._exit() is None
 
 
-class _Bound(partial):  # type: ignore[type-arg]
-    """An ``__exit__`` with its object."""
+class _BoundExit(partial):  # type: ignore[type-arg]
+    """An ``__exit__`` with its object, for a single ``with``."""
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -139,24 +141,24 @@ class exact_exit:  # noqa: N801  a decorator
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         if owner is None:
             return self._function
-        bound = _Bound(self._function, owner)
-        _here.bound = weakref.ref(bound)
+        bound = _BoundExit(self._function, owner)
+        _lookups.last = weakref.ref(bound)
         return bound
 
 
-class _OfThread(threading.local):
-    """The ``__exit__`` that was looked up last: by a ``with``, right before its ``__enter__``."""
+class _Lookups(threading.local):
+    """The ``__exit__`` that a thread looked up last: by a ``with``, right before ``__enter__``."""
 
     def __init__(self) -> None:
-        self.bound: weakref.ref[_Bound] | None = None
+        self.last: weakref.ref[_BoundExit] | None = None
 
-    def entering(self, owner: object, callback: Callable[..., Any]) -> weakref.ref[_Bound] | None:
-        """A reference to that of ``owner``, which calls back when it is gone; None without one."""
-        looked_up, self.bound = self.bound, None
-        bound = None if looked_up is None else looked_up()
+    def of(self, owner: object, when_gone: Callable[..., Any]) -> weakref.ref[_BoundExit] | None:
+        """A reference to the last lookup, with a callback; None if it was of another object."""
+        ref, self.last = self.last, None
+        bound = None if ref is None else ref()
         if bound is None or bound.args[0] is not owner:
             return None
-        return weakref.ref(bound, callback)
+        return weakref.ref(bound, when_gone)
 
 
-_here = _OfThread()
+_lookups = _Lookups()
