@@ -178,10 +178,8 @@ class Manager:
         if torch.is_grad_enabled():
             self.step.smallest_numel = min_offloaded_tensor_size
         eligibility = self.offloader.engine.eligibility
-        if not self.idle_groups.is_checking:
-            eligibility.largest_small = None
-        elif eligibility.largest_small is None:
-            eligibility.largest_small = {}
+        small = (eligibility.largest_small or {}) if self.idle_groups.is_checking else None
+        eligibility.largest_small = small
         self.step.queue.vp_size = size
         if self.forward.chunk is not None:
             self.forward.chunk.is_left = True
@@ -193,7 +191,7 @@ class Manager:
         )
 
     def _follow_options(self) -> None:
-        """Follow the plan of the options until there was a step to learn from."""
+        """Follow the plan of the options before there was a step to learn from."""
         options = self.step.options or self.config
         if options.offload_plan is None or not self.step.is_warmup or self.offloader.plan.planned:
             return

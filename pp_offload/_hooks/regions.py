@@ -112,9 +112,9 @@ def warn_of_region(what: str) -> None:
         return
     _warned.add(what)
     logger.warning(
-        "pp_offload: %s is inside a checkpoint and does nothing there: the checkpoint drops and "
-        "recomputes what is saved inside; put the checkpoint inside the group, or offload the "
-        "inputs of the checkpoint with pp_offload.checkpoint(function, x, offload_inputs=True) or "
+        "%s is inside a checkpoint and does nothing there: the checkpoint drops and recomputes "
+        "what is saved inside; put the checkpoint inside the group, or offload the inputs of the "
+        "checkpoint with pp_offload.checkpoint(function, x, offload_inputs=True) or "
         "pp_offload.checkpoint_wrapper(module, offload_inputs=True)",
         what,
     )
