@@ -211,11 +211,7 @@ class WeightVisit:
 def _expect(
     group: Group, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
 ) -> None:
-    try:
-        batch.mover.arrived.expect_uses(batch.back, uses, part)
-    except BaseException as failure:
-        group.engine.tear(failure)
-        raise
+    group.engine.guarded(batch.mover.arrived.expect_uses, batch.back, uses, part)
 
 
 def _batch(group: Group) -> Batch | None:

@@ -79,10 +79,8 @@ def all_packs() -> list[Pack]:
 
 def popped(until: object) -> Iterator[tuple[Any, None]]:
     """Pops hooks as it is iterated over, until ``until`` is on top; all of them if None."""
-    return zip(iter(partial(top_hooks, True), until), iter(pop_hooks, _NEVER), strict=False)
-
-
-_NEVER = object()
+    never = object()
+    return zip(iter(partial(top_hooks, True), until), iter(pop_hooks, never), strict=False)
 
 
 def is_in_backward() -> bool:

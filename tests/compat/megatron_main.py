@@ -1,10 +1,7 @@
 """The names of Megatron-LM's main, written by hand from its module and its call sites.
 
 What a user or another module of Megatron may call; names with an underscore are left out. A method
-is ``name: (kind, parameters)``, as in ``helpers.reference``. docs/megatron.md has the table
-that this makes:
-
-    PYTHONPATH=tests python tests/compat/megatron_main.py
+is ``name: (kind, parameters)``, as in ``helpers.reference``.
 """
 
 from __future__ import annotations
@@ -123,55 +120,7 @@ CLASSES: Mapping[str, Methods] = {
     ),
 }
 
-NOT_HERE: Mapping[str, str] = {
-    "ChunkOffloadHandler.BASE_OFFLOAD_MIN_COVERAGE": (
-        "how a view leaves, alone or with its storage, depends on what else of it was saved"
-    ),
-}
-"""Names of theirs that are left out, and why."""
-
 INTERFACE = "FineGrainedActivationOffloadingInterface"
-
-DIFFERS: Mapping[str, str] = {
-    "debug_rank": "logs, and prints nothing",
-    "print_offload_summary_table": "its own call: no `reset()` makes it",
-    "fine_grained_offloading_group_start": "no node in the graph; without a chunk an error",
-    "fine_grained_offloading_group_offload": (
-        "no node in the graph; what others share is not released"
-    ),
-    "OffloadTensorPool": "freeing twice is an error; freed shapes give their bytes to others",
-    "OffloadTensorPool.get_pool_status": (
-        "counts and bytes in one dictionary, without `global_stats` and `pools`"
-    ),
-    "OffloadTensorGroup.set_duplicate_storage_info": (
-        "kept for callers: bytes are copied once, so the engine notes none"
-    ),
-    "PipelineOffloadManager.get_instance": "the manager of `pp_offload`, with these names",
-    "PipelineOffloadManager.reset": "no collective; `process_group` is not used",
-    "PipelineOffloadManager.post_warmup_callback": "no collective; `process_group` is not used",
-    "PipelineOffloadManager.init_model_chunk_offload_handler": (
-        "a chunk for each microbatch of each step; options of the plan as above"
-    ),
-    "PipelineOffloadManager.cpu_tensor_pool": "for callers; ours are in the host tier",
-    "PipelineOffloadManager.mark_not_offload": "its storage stays, views too; no flag is set",
-    "PipelineOffloadManager.pop_backward_chunk": "returns the chunk",
-    "PipelineOffloadManager.push_offload_groups": "what is queued at `reset()` is done there",
-    "ChunkOffloadHandler.__init__": "a count in flight as above",
-    "ChunkOffloadHandler.reload": "any number of times",
-    "ChunkOffloadHandler.tensor_pop": "any number of times",
-    "ChunkOffloadHandler.find_next_group": "of the open groups; the first when no name is given",
-    "ChunkOffloadHandler.finish_all_groups": "whether backward has reached them; needs no name",
-    "FineGrainedOffloadingGroupCommitFunction": "there for who calls it; the engine does not",
-    "FineGrainedOffloadingGroupStartFunction": "there for who calls it; the engine does not",
-    f"{INTERFACE}.init_chunk_handler": "every parameter has a default, for calls of version 0.16",
-    f"{INTERFACE}.group_offload": "what others share is not released; delayed in a replay alone",
-    f"{INTERFACE}.mark_not_offload": "its storage stays, views too; no flag is set",
-    f"{INTERFACE}.forward_record": "also with an event, as in version 0.16",
-    f"{INTERFACE}.reset": "no collective; `process_group` is not used",
-    f"{INTERFACE}.cuda_graph_stream": "without CUDA, the live stream",
-    f"{INTERFACE}.cuda_graph_event": "without CUDA, an event of the backend",
-}
-"""By name, where a call that is right there does something else here; elsewhere nothing differs."""
 
 OURS_TAKES_MORE = {
     f"{INTERFACE}.init_chunk_handler",
@@ -187,16 +136,3 @@ def names() -> Iterator[tuple[str, str]]:
     for owner, methods in CLASSES.items():
         yield "", owner
         yield from ((owner, name) for name in methods)
-
-
-def table() -> str:
-    """The table of docs/megatron.md: the names of main that differ here, and how."""
-    rows = ["| name in main | what differs here |", "|---|---|"]
-    listed = [f"{owner}.{name}" if owner else name for owner, name in names()]
-    rows += [f"| `{name}` | {DIFFERS[name]} |" for name in listed if name in DIFFERS]
-    rows += [f"| `{name}` | not here: {reason} |" for name, reason in NOT_HERE.items()]
-    return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(table())

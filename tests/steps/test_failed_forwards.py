@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
-    OffloadActivations,
     PipelineOffloadManager,
     offload_modules,
 )
 from pp_offload import fine_grained_offloading_group_start as group_start
-from pp_offload._activations.stash import ActivationStash
-from pp_offload._checkpoint.recompute import Recompute
 
 
 class Boom(Exception):
@@ -76,18 +73,7 @@ GROUPS = [interface, context]
 """Ways to make a group whose commit may be forgotten."""
 
 
-def activations(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
-    with OffloadActivations(min_offload_size=1):
-        y: Tensor = layer(x)
-    return y
-
-
-def checkpoints(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
-    y: Tensor = Recompute(ActivationStash("inputs", min_offload_size=1))(layer, x)
-    return y
-
-
-PRODUCTS = [*GROUPS, module, activations, checkpoints]
+PRODUCTS = [*GROUPS, module]
 Product = Callable[[Tensor, nn.Module, bool], Tensor]
 
 
