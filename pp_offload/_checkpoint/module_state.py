@@ -82,15 +82,17 @@ class ModuleState:
         """
         memo: dict[int, Any] = {}
         new = [(part, part.buffers_again(memo), part.parameters_again()) for part in self._parts]
-        modules = [part.module for part in self._parts]
-        now = [(m.training, dict(m._buffers), dict(m._parameters)) for m in modules]
+        now = [
+            (m, m.training, dict(m._buffers), {name: m._parameters[name] for name in exchanged})
+            for m, exchanged in [(part.module, exchanged) for part, _, exchanged in new]
+        ]
         try:
             for part, buffers, parameters in new:
                 _put(part.module, part.is_training, buffers, parameters)
             yield
         finally:
-            for (part, _, exchanged), (mode, buffers, standing) in zip(new, now, strict=True):
-                _put(part.module, mode, buffers, {name: standing[name] for name in exchanged})
+            for state in now:
+                _put(*state)
 
 
 class _PartState:

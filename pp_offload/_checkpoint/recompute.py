@@ -43,15 +43,13 @@ from pp_offload._hooks.regions import PackHook, expected, is_left_to_checkpoint,
 from pp_offload.backends import Backend, check_backend
 
 ATTRIBUTE = "_pp_offload_checkpoints"
-"""Of a backend: its engines. An engine holds its backend, so a table of ours would keep both for
-good; as an attribute of the backend they are a cycle, which goes when nobody else has the backend.
+"""Attribute of a backend with its engines. A table of ours would keep both for good; so they are a
+cycle, which is freed when nothing else refers to the backend.
 """
 
 _lock = threading.Lock()
 _of_default: list[Recompute] = []
-"""Engines of the default backend: few, so a search costs little. Options may hold mappings, which
-are no keys.
-"""
+"""Engines of the default backend. No dict: options may hold mappings, which are no keys."""
 
 
 class Recompute:

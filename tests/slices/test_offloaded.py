@@ -6,15 +6,13 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import BACKENDS, NO_SPARSE, make_backend, on_two_backends, skip_on_emulated
 from helpers import sliced
-from helpers.quick import chosen
 from helpers.sliced import (
     MODELS,
     ORDERS,
@@ -22,7 +20,6 @@ from helpers.sliced import (
     WIDTH,
     Offload,
     adamw,
-    as_layers,
     as_slices,
     both_ways,
     each_way,
@@ -33,7 +30,6 @@ from helpers.sliced import (
     one_by_one,
     pair,
     plain_and_offloaded,
-    run_again,
     same_training,
     sgd,
     state,
@@ -52,31 +48,11 @@ def name(case: Any) -> str:
     return getattr(case, "__name__", str(case))
 
 
-def cases() -> Iterator[Any]:
-    """On the host some have every pair of parameters; the others are exhaustive."""
-    every = list(all_cases())
-    names = "kind", "make", "offload", "order"
-    on_host = [index for index, (_, _, marks) in enumerate(every) if not marks]
-    values = [dict(zip(names, map(name, every[index][0]), strict=True)) for index in on_host]
-    quick = {on_host[index] for index in chosen(values, 2)}
-    for index, (case, words, marks) in enumerate(every):
-        if index in on_host and index not in quick:
-            marks = pytest.mark.exhaustive
-        yield pytest.param(*case, id="-".join(words), marks=marks)
-
-
-def all_cases() -> Iterator[tuple[tuple[Any, ...], list[str], tuple[Any, ...]]]:
-    """All orders on two backends; on the others one for each model, in turn."""
-    ways = [as_layers, as_slices, run_again]
-    for kind, (number, make), (turn, way) in product(BACKENDS, enumerate(MODELS), enumerate(ways)):
-        is_whole = kind in ("cpu threads", "late")
-        for order in ORDERS if is_whole else [ORDERS[(number + turn) % len(ORDERS)]]:
-            case, marks = (kind, ()) if isinstance(kind, str) else (kind.values[0], kind.marks)
-            words = [case, name(make), name(way), name(order)]
-            yield (case, make, way, order), words, tuple(marks)
-
-
-@pytest.mark.parametrize(("kind", "make", "offload", "order"), list(cases()))
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("order", ORDERS, ids=name)
+@each_way
+@pytest.mark.parametrize("make", MODELS, ids=name)
+@pytest.mark.parametrize("kind", BACKENDS)
 def test_equal_bit_for_bit(kind: str, make: Any, offload: Offload, order: Any) -> None:
     if order is together and make in REPEATED:
         pytest.skip("sums in another order, see below")
