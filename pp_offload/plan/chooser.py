@@ -83,8 +83,8 @@ Order = Callable[[RankTapes], list[Candidate]]
 ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
 
 FEW = 12
-"""Up to so many groups of all ranks, each order is tried within all bounds: of many groups a single
-one makes no difference.
+"""Up to so many groups of all ranks, each order is tried within all bounds, and each group by
+itself: of many a single group makes no difference.
 """
 
 NUM_PROVEN = 4
@@ -294,6 +294,8 @@ class Chooser:
     def _best(self, limit_bytes: int) -> Tried | None:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
         fitting = self._each_settled(self._ways(limit_bytes), limit_bytes, self._try)
+        if self._has_few and fitting and not self._is_enough(fitting[0], limit_bytes):
+            fitting[0] = self._improved(fitting[0], limit_bytes)
         shortest_s = fitting[0].step.seconds if fitting else 0.0
         nearly = [way for way in fitting if not _is_longer(way.step.seconds, shortest_s, NEARLY)]
         best = self._best_proven(nearly, limit_bytes)
@@ -391,6 +393,24 @@ class Chooser:
 
         return self._try(tuple(map(least, range(len(self._tapes)))))
 
+    def _improved(self, way: Tried, limit_bytes: int) -> Tried:
+        """Exchange a group on a rank, as long as that makes the step shorter."""
+        while True:
+            best = _best_of([way, *map(self._try, self._neighbours(way.choice))], limit_bytes)
+            if not _is_longer(way.step.seconds, best.step.seconds, SAME):
+                return way
+            way = best
+
+    def _neighbours(self, choice: Choice) -> Iterator[Choice]:
+        """Choices in which one group more stays, or one less, or another one in place of it."""
+        for rank, places in enumerate(_everything(self._tapes_of(choice))):
+            stay = choice[rank].stay
+            for out in (None, *stay):
+                rest = tuple(place for place in stay if place != out)
+                for more in ((), *((place,) for place in places if place not in stay)):
+                    changed = choice[rank]._replace(stay=rest + more)
+                    yield (*choice[:rank], changed, *choice[rank + 1 :])
+
     def _own_bounds(self, choice: Choice) -> list[Bounds]:
         """Return the bounds that an engine would choose for what leaves."""
         free = tuple(rank._replace(bounds=None) for rank in choice)
@@ -459,7 +479,7 @@ class Chooser:
             self._try(_choice(nums, [_scaled(both, part) for both in self._first_bounds], stays))
             for nums in dict.fromkeys((self._nothing, self._all_layers))
             for part in BOUNDS
-            for stays in (((),) * len(self._tapes), self._everything(nums))
+            for stays in (((),) * len(self._tapes), _everything(self._recomputing(nums)))
         ]
         mixed = tuple(
             min(corners, key=lambda tried: tried.step.ranks[rank].peak_bytes).choice[rank]
@@ -467,10 +487,6 @@ class Chooser:
         )
         corners.append(self._try(mixed))
         return self._prove(min(corners, key=lambda tried: tried.peak_bytes).choice)
-
-    def _everything(self, nums: Nums) -> Sequence[tuple[Place, ...]]:
-        groups = map(as_saved, self._recomputing(nums))
-        return tuple(tuple(group.place for group in each) for each in groups)
 
     @cached_property
     def _least(self) -> Tried:
@@ -573,6 +589,11 @@ class Chooser:
         self._num_predicted += 1
         how = order, tapes, self._hardware, config, self._peers
         return predict_each(*how, num_steps, has_state=has_state)
+
+
+def _everything(tapes: Iterable[RankTapes]) -> list[tuple[Place, ...]]:
+    """List the places of all groups with something to move, by rank."""
+    return [tuple(group.place for group in as_saved(rank)) for rank in tapes]
 
 
 def _best_of(ways: Sequence[Tried], limit_bytes: int) -> Tried:
