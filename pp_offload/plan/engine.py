@@ -15,8 +15,7 @@ are moved.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.step import StepRecord
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import Held, NumberDevice, NumberTensor
-from pp_offload.plan.tape import Again, Tape
+from pp_offload.plan.tape import Event, Mark, Stretch, Tape
 
 
 class SharedNumbers(SharedCopies):
@@ -119,7 +118,6 @@ class NumberChunk(Chunk):
         """Versions of sources, whose copies groups share."""
 
         self._saved: dict[int, list[Saved]] = {}
-        self._uses = Counter[int]()
         self._given: dict[tuple[int, int], Any] = {}
 
     def begin(self, position: int, use: int = 0) -> None:
@@ -141,9 +139,8 @@ class NumberChunk(Chunk):
         self._sources[source] = None
 
     def use(self, index: int, use: int = 0) -> None:
-        number, members = self._uses[index], self._saved[index]
-        self._uses[index] = number + 1
-        self._given[index, number] = members[number % len(members)].unpack()
+        members = self._saved[index]
+        self._given[index, use] = members[use % len(members)].unpack()
 
     def lose(self, index: int, use: int) -> None:
         self._given[index, use] = self._given[index, use].held
@@ -204,18 +201,24 @@ class NumberChunk(Chunk):
             self._device.memory.pass_by(copies.nbytes, copies.nbytes)
 
     def _term(
-        self, again: Again, group: Group, members: dict[int, list[Saved]], reached: list[Saved]
+        self,
+        again: Sequence[Event],
+        group: Group,
+        members: dict[int, list[Saved]],
+        reached: list[Saved],
     ) -> Call:
         """Make the call that computes a payload of a group again.
 
         Args:
-            again: Operators.
+            again: Events of the recipe.
             group: Group that has saved the payload.
             members: Saved tensors of the group by payload, which those that the recipe holds join.
             reached: Those that the recipe holds of other groups, which have left.
         """
         leaves: list[Saved] = []
-        for index in _leaves(again):
+        for index in [
+            each.number for each in again if isinstance(each, Mark) and each.kind == "use"
+        ]:
             if index in members and not members[index]:  # a part that nobody else asks for
                 twin = Saved(self._tensor(index), group)
             else:
@@ -227,28 +230,24 @@ class NumberChunk(Chunk):
                 twin.batch, twin.index = member.batch, member.index
                 reached.append(twin)
             leaves.append(twin)
-        return Call(lambda: _made(self._device, again, iter(leaves)), ())
+        return Call(partial(_computed, self._device, again, leaves), ())
 
 
 def _storage(nbytes: int) -> UntypedStorage:
     return UntypedStorage(nbytes, device="meta")
 
 
-def _leaves(again: Again) -> Iterator[int]:
-    """Yield the payloads that the operator asks for, in order."""
-    for each in again.inputs:
-        if isinstance(each, int):
-            yield each
+def _computed(device: NumberDevice, again: Sequence[Event], leaves: Sequence[Saved]) -> Any:
+    """Compute a payload again. Memory that is in use in the end is that of the output."""
+    given: dict[tuple[int, int], Any] = {}
+    asked, nbytes = iter(leaves), 0
+    for event in again:
+        if isinstance(event, Stretch):
+            device.run(event.seconds)
+            device.memory.pass_by(event.nbytes, event.rise)
+            nbytes += event.nbytes
+        elif event.kind == "use":
+            given[event.number, event.use] = next(asked).unpack()
         else:
-            yield from _leaves(each)
-
-
-def _made(device: NumberDevice, again: Again, leaves: Iterator[Saved]) -> Any:
-    """Run operators on saved tensors, and return the output."""
-    inputs = [  # noqa: F841 -- alive until it returns
-        next(leaves).unpack() if isinstance(each, int) else _made(device, each, leaves)
-        for each in again.inputs
-    ]
-    device.run(again.seconds)
-    device.memory.pass_by(again.nbytes, again.rise)
-    return NumberTensor(again.nbytes, Held(device.memory, again.nbytes))
+            del given[event.number, event.use]
+    return NumberTensor(nbytes, Held(device.memory, nbytes))

@@ -26,8 +26,9 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
+from pp_offload._core.recipes import computed
 from pp_offload._core.saved import Saved
-from pp_offload.plan.tape import Again, Event, GroupTape, Mark, Payload, Stretch
+from pp_offload.plan.tape import Event, GroupTape, Mark, Payload, Stretch
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
 
@@ -59,8 +60,8 @@ class ChunkNotes:
         self.inputs: WeakSet[Any] = WeakSet()
         """Saved tensors that recipes hold."""
 
-        self.recipes: dict[int, _RecordedFunction] = {}
-        """Function of each payload that is computed again."""
+        self.recipes: dict[int, tuple[Event, ...]] = {}
+        """Events of each payload that is computed again, when it was computed last."""
 
         self.copies: dict[int, Stretch] = {}
         """Copies of parameters, by position of the group whose recipes needed them first."""
@@ -74,43 +75,9 @@ class ChunkNotes:
         payloads = [
             each if num[each.source] > 1 else each._replace(version=None) for each in self.payloads
         ]
-        for index, function in self.recipes.items():
-            payloads[index] = payloads[index]._replace(again=function.again())
+        for index, again in self.recipes.items():
+            payloads[index] = payloads[index]._replace(again=again)
         return tuple(payloads)
-
-
-class _RecordedFunction:
-    """Function of a recipe, which notes its bytes and times.
-
-    Args:
-        recorder: Recorder of the function.
-        function: Function that is called.
-        inputs: Payloads, and other such functions.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        function: Callable[..., Tensor],
-        inputs: Sequence[int | _RecordedFunction],
-    ) -> None:
-        self._recorder, self._function, self._inputs = recorder, function, inputs
-        self._stretch = Stretch((), 0, 0)
-
-    def __call__(self, *args: Any) -> Tensor:
-        result, self._stretch = self._recorder.apart(partial(self._function, *args))
-        return result
-
-    def again(self) -> Again:
-        """Return the operator as it ran last."""
-        inputs = [each if isinstance(each, int) else each._pruned() for each in self._inputs]
-        return Again(*self._stretch, tuple(inputs))
-
-    def _pruned(self) -> int | Again:
-        """Return the operator; its input if it computes nothing."""
-        again = self.again()
-        is_view = len(again.inputs) == 1 and self._stretch == _NOTHING
-        return again.inputs[0] if is_view else again
 
 
 _NOTHING = Stretch((), 0, 0)
@@ -139,8 +106,11 @@ class Recorder(Observer):
         self._reloads: dict[int, Mark] = {}
         """Mark that ends each reload, by number of the reloaded storage."""
 
-        self._of_recipes: set[int] = set()
-        """Numbers of storages that recipes use, or whose bytes leave."""
+        self._uses_by_recipe: Counter[int] = Counter()
+        """Number of uses of each payload by the recipe that runs."""
+
+        self._taken_out: set[int] = set()
+        """Numbers of storages whose allocation was taken out of the notes."""
 
         backend.compute.listeners = (*backend.compute.listeners, self._ran)
 
@@ -165,7 +135,7 @@ class Recorder(Observer):
         self.taken()
         self._sources.clear()
         self._reloads.clear()
-        self._of_recipes.clear()
+        self._taken_out.clear()
 
     def _refuse(self, problem: str) -> None:
         """Have :meth:`taken` raise the problem: here the program's forward would raise it."""
@@ -190,7 +160,7 @@ class Recorder(Observer):
         number, nbytes = raw
         if number in self._reloads:
             return self._reloads[number] if nbytes < 0 else _NOTHING
-        if number in self._of_recipes:
+        if number in self._taken_out:
             return _NOTHING
         if number in self._sources and nbytes < 0:
             return Mark("drop", self._sources[number][1])
@@ -215,7 +185,7 @@ class Recorder(Observer):
         if payloads is None or group.state is not GroupState.OFFLOADED:
             self._raw.append(end)
             return
-        made = {index: self._taken_out(payloads.tensors[index]) for index in payloads.gathered}
+        made = {index: self._take_out(payloads.tensors[index]) for index in payloads.gathered}
         self._note_copies(group, group.key.position)
         self._raw.append(end)  # before the sources go: the payloads still hold them
         first = len(self.chunk.payloads)
@@ -245,18 +215,19 @@ class Recorder(Observer):
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
         num = len(self.chunk.payloads)
         for index, (recipe, *_) in zip(range(num - len(recipes), num), recipes, strict=True):
-            recipe.term, self.chunk.recipes[index] = self._with_recorded(recipe.term)
+            run = partial(self._compute, self.chunk, index, recipe.term)
+            recipe.term = Call(run, ())
         self.chunk.groups[end.number] = GroupTape(group.name, tuple(range(first, num)))
 
     def _note_copies(self, group: Group, position: int) -> None:
         """Note the copies of parameters that were made for a group's recipes."""
         copies = group.engine.recipes.copies.values() if group.engine.recipes else ()
-        made = [self._taken_out(copy.tensor) for _, copy in copies]
+        made = [self._take_out(copy.tensor) for _, copy in copies]
         stretch = Stretch.joined(each for each in made if each is not None)
         if stretch.seconds:
             self.chunk.copies[position] = stretch
 
-    def _taken_out(self, tensor: Tensor) -> Stretch | None:
+    def _take_out(self, tensor: Tensor) -> Stretch | None:
         """Take out the notes of how a tensor was made; None if this forward did not make it."""
         number = self.memory.number_of(tensor.untyped_storage())
         for at, raw in enumerate(self._raw):
@@ -264,40 +235,18 @@ class Recorder(Observer):
                 run = self._raw[at + 1]
                 assert isinstance(run, Stretch), "the tensor was allocated for that"
                 del self._raw[at : at + 2]
-                self._of_recipes.add(number)
+                self._taken_out.add(number)
                 return Stretch(run.seconds, raw.nbytes, raw.nbytes)
         return None
 
-    def _with_recorded(self, term: Call) -> tuple[Call, _RecordedFunction]:
-        """Return the term with functions that are recorded, and the outermost function."""
-        args: list[Any] = []
-        inputs: list[int | _RecordedFunction] = []
-        for arg in term.args:
-            if type(arg) is Call:
-                arg, function = self._with_recorded(arg)
-                inputs.append(function)
-            elif isinstance(arg, Saved):
-                inputs.append(self._payload_of(arg))
-            args.append(arg)
-        function = _RecordedFunction(self, term.function, inputs)
-        return Call(function, tuple(args)), function
-
-    def _payload_of(self, saved: Saved) -> int:
-        index = self.chunk.payload_of.get(saved)
-        if index is None:
-            index = self.chunk.payload_of_copy[weakref.ref(saved.batch), saved.index]
-        return index
-
-    def apart(self, function: Callable[[], Tensor]) -> tuple[Tensor, Stretch]:
-        """Call a function of a recipe, and keep its events out of the notes."""
+    def _compute(self, chunk: ChunkNotes, index: int, term: Call) -> Tensor:
+        """Compute a payload by its recipe, with notes of their own."""
         begin = len(self._raw)
-        result = function()
-        raw = self._raw[begin:]
+        self._uses_by_recipe.clear()
+        output: Tensor = computed(term, lambda leaf: leaf.unpack())
+        chunk.recipes[index] = self.events_of(self._raw[begin:])
         del self._raw[begin:]
-        stretch = Stretch.joined(self._event(each) for each in raw)  # type: ignore[misc]
-        memory = [each for each in raw if isinstance(each, _Memory)]
-        self._of_recipes.update(each.number for each in memory if each.nbytes > 0)
-        return result, stretch
+        return output
 
     def _note(
         self,
@@ -369,18 +318,21 @@ class Recorder(Observer):
         return payload if restore is None else restore(payload)
 
     def _use(self, holder: Saved, tensor: Tensor) -> None:
-        number = self.memory.number_of(tensor.untyped_storage())
-        if holder in self.chunk.inputs:  # by a recipe
-            self._of_recipes.add(number)
-            return
-        index, uses = self.chunk.payload_of.get(holder), self.chunk.uses
+        chunk, is_input = self.chunk, holder in self.chunk.inputs
+        index = chunk.payload_of.get(holder)
+        if index is None and is_input:  # another group has sent it
+            index = chunk.payload_of_copy[weakref.ref(holder.batch), holder.index]
         if index is None:
             return  # it is refused
-        release = self._reloads[number] = Mark("release", index, uses[index])
-        self._raw.append(Mark("use", index))
-        # Bound late: another list may be noted in by then.
-        weakref.finalize(tensor, self._lost, release._replace(kind="lose")).atexit = False
+        uses = self._uses_by_recipe if is_input else chunk.uses
+        use = Mark("use", index, uses[index])
         uses[index] += 1
+        self._raw.append(use)
+        number = self.memory.number_of(tensor.untyped_storage())
+        self._reloads[number] = use._replace(kind="release")
+        if not is_input:
+            # Bound late: another list may be noted in by then.
+            weakref.finalize(tensor, self._lost, use._replace(kind="lose")).atexit = False
 
     def _lost(self, mark: Mark) -> None:
         self._raw.append(mark)

@@ -14,20 +14,6 @@ from typing import NamedTuple
 from pp_offload._common.offload_plan import PlannedGroup
 
 
-class Again(NamedTuple):
-    """An operator that runs again in backward, in place of a copy of what it made."""
-
-    seconds: tuple[float, ...]
-    nbytes: int
-    """Device memory of the output."""
-
-    rise: int
-    """Most device memory while the operator runs."""
-
-    inputs: tuple[int | Again, ...]
-    """Payloads, and operators that run again, in the order in which they are asked for."""
-
-
 class Payload(NamedTuple):
     """Bytes that a group saves, and may send away."""
 
@@ -45,8 +31,10 @@ class Payload(NamedTuple):
     None if the source is not shared.
     """
 
-    again: Again | None = None
-    """Operator that computes the payload again if its group leaves; None if it is copied."""
+    again: tuple[Event, ...] | None = None
+    """Events that compute the payload again if its group leaves: operators, and uses of other
+    payloads. None if the payload is copied.
+    """
 
     gather_s: float | None = None
     """Time in which compute copies a part out of its source, if only recipes ask for the part."""
@@ -110,8 +98,8 @@ class Mark(NamedTuple):
     """Position of the group, or number of the source or of the payload."""
 
     use: int = 0
-    """Number of the payload's use in its chunk, where backward lets go; parts of a backward count
-    on.
+    """Number of the payload's use in its chunk; parts of a backward count on. Events that compute
+    a payload again have numbers of their own.
     """
 
 
