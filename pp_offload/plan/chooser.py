@@ -87,6 +87,9 @@ FEW = 12
 itself: of many a single group makes no difference.
 """
 
+NUM_IMPROVED = 4
+"""Number of the best ways in which single groups are tried."""
+
 NUM_PROVEN = 4
 """Steps that are predicted of a plan before it is returned: the first step, in which an optimizer
 has no state yet, and some in which what is carried from step to step could make a difference.
@@ -295,7 +298,8 @@ class Chooser:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
         fitting = self._each_settled(self._ways(limit_bytes), limit_bytes, self._try)
         if self._has_few and fitting and not self._is_enough(fitting[0], limit_bytes):
-            fitting[0] = self._improved(fitting[0], limit_bytes)
+            improved = [self._improved(way, limit_bytes) for way in fitting[:NUM_IMPROVED]]
+            fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
         shortest_s = fitting[0].step.seconds if fitting else 0.0
         nearly = [way for way in fitting if not _is_longer(way.step.seconds, shortest_s, NEARLY)]
         best = self._best_proven(nearly, limit_bytes)

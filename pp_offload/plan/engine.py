@@ -99,12 +99,7 @@ class NumberManager(Manager):
 
 
 class NumberChunk(Chunk):
-    """Microbatch of a stage, with a method for each kind of :class:`Mark`.
-
-    Args:
-        tape: Events of the microbatch.
-        min_numel, offloader, which: As for :class:`Chunk`.
-    """
+    """Microbatch of a stage, with a method for each kind of :class:`Mark`."""
 
     def __init__(self, tape: Tape, min_numel: int, offloader: Any, **which: Any) -> None:
         super().__init__(min_numel, offloader, **which)

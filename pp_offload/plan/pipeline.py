@@ -108,7 +108,7 @@ def _check_known(config: OffloadConfig) -> None:
 
 
 def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
-    stages = [sorted(rank_tapes.stages) for rank_tapes in tapes]
+    stages = [sorted(rank.stages) for rank in tapes]
     expected = [order.stages_of(rank) for rank in range(order.num_ranks)]
     if stages != expected:
         raise ValueError(

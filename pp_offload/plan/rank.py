@@ -40,16 +40,8 @@ def number_rank(
     *,
     has_state: bool = False,
 ) -> VirtualRank:
-    """Make a rank that plays its tapes.
-
-    Args:
-        order: Actions of all ranks.
-        number: Number of the rank.
-        tapes: Work of the rank.
-        hardware: Device of the rank.
-        config: Options of the rank's engine; None for no offload.
-        messages: Messages to and from other ranks.
-        has_state: Whether its optimizer has made its state.
+    """Make a rank that plays its tapes. Without a config nothing leaves; with ``has_state`` its
+    optimizer has made its state before.
     """
     if config is None:
         stages = {stage: tape.staying() for stage, tape in tapes.stages.items()}
@@ -64,15 +56,7 @@ def number_rank(
 
 
 class TapeWork(RankWork):
-    """Work of a rank's actions, played from its tapes.
-
-    Args:
-        order: Actions of all ranks.
-        number: Number of the rank.
-        tapes: Work of the rank.
-        manager: Manager of the rank.
-        has_state: Whether its optimizer has made its state.
-    """
+    """Work of a rank's actions, played from its tapes."""
 
     def __init__(
         self,
@@ -88,10 +72,13 @@ class TapeWork(RankWork):
         self._manager = manager
         self._device: Any = manager.backend
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
-        self._order = [key for action in order.actions[number] if (key := self._key(action))]
-        split = frozenset(key.chunk for key in self._order if isinstance(key, WeightPassKey))
+        keys = {action: self._key(action) for action in order.actions[number]}
+        self._keys = {action: key for action, key in keys.items() if key is not None}
+        """Key that each action takes out of the queue, in order."""
+
+        split = {key.chunk for key in self._keys.values() if isinstance(key, WeightPassKey)}
         is_keeping = manager.config.split_backward == "keep"
-        self._split = SplitBackward(split, is_keeping=is_keeping) if split else None
+        self._split = SplitBackward(frozenset(split), is_keeping=is_keeping) if split else None
         self._chunks: dict[ChunkKey, Any] = {}
         """Chunks of the step. A program may hold what they saved until its end."""
 
@@ -116,7 +103,7 @@ class TapeWork(RankWork):
         manager.reset()
         manager.offloader.follow_parts(self._split)
         manager.step.pipeline_rank = self._number
-        manager.step.queue.know_order(self._order, is_told=True)
+        manager.step.queue.know_order([*self._keys.values()], is_told=True)
         state_bytes = self._tapes.update.state_bytes * self._has_state
         self._device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
@@ -160,7 +147,7 @@ class TapeWork(RankWork):
             with manager.backward_pass(key, part):
                 self._play(events, self._chunks[key])
             return
-        if self._key(action) is not None:
+        if action in self._keys:
             manager.begin_backward(key)
         self._play(events, self._chunks[key])
 

@@ -141,10 +141,7 @@ class _AllAnew(SplitBackward):
 class _Recording:
     """Recording of a rank. Adjacent stages run together, because they hand over tensors.
 
-    Args:
-        order, work, hardware, config: As for :func:`record`.
-        rank: Number of the rank.
-        has_disk: Whether some of what leaves may go there, in what is predicted.
+    Recipes need nothing that other groups save if some of what leaves may go to a disk.
     """
 
     def __init__(

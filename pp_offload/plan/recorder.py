@@ -84,21 +84,19 @@ _NOTHING = Stretch((), 0, 0)
 
 
 class Recorder(Observer):
-    """Recorder of the events of a rank.
-
-    Args:
-        backend: Device of the rank.
+    """Recorder of the events of a rank on a device.
 
     Attributes:
-        memory: Memory that the backend has to use.
+        memory: Memory that the device has to use.
         chunk: Notes of the chunk that is at work.
-        problem: Reason why tapes cannot describe the program; None without a reason.
     """
 
     def __init__(self, backend: VirtualBackend) -> None:
         self.memory = _WatchedMemory(self._note_memory)
         self.chunk = ChunkNotes()
-        self.problem: str | None = None
+        self._problem: str | None = None
+        """Reason why tapes cannot describe the program."""
+
         self._raw: list[Raw] = []
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         """Chunk and source of each storage, by number of the storage."""
@@ -125,8 +123,8 @@ class Recorder(Observer):
         Raises:
             ValueError: Tapes cannot describe what happened.
         """
-        if self.problem is not None:
-            raise ValueError(f"{self.problem}; see what the program costs with run_pipeline")
+        if self._problem is not None:
+            raise ValueError(f"{self._problem}; see what the program costs with run_pipeline")
         raw, self._raw = self._raw, []
         return raw
 
@@ -139,7 +137,7 @@ class Recorder(Observer):
 
     def _refuse(self, problem: str) -> None:
         """Have :meth:`taken` raise the problem: here the program's forward would raise it."""
-        self.problem = self.problem or problem
+        self._problem = self._problem or problem
 
     def events_of(self, raw: list[Raw]) -> tuple[Event, ...]:
         """Turn notes into events of sources and payloads, when all backwards are over."""
@@ -348,11 +346,8 @@ def _leaves(term: Any) -> Iterator[Saved]:
 
 
 class _WatchedMemory(DeviceMemory):
-    """Memory that reports each storage when it is made and when it is gone.
-
-    Args:
-        note: Called with a new number, and the bytes that an allocator takes for the storage; and
-            when the storage is gone, with these bytes below 0.
+    """Memory that notes the number and bytes of each storage when it is made, and these bytes below
+    0 when it is gone.
     """
 
     def __init__(self, note: Callable[[int, int], None]) -> None:

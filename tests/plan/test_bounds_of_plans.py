@@ -7,10 +7,7 @@ from helpers.plans.chosen import MOST_LONGER, check_follows, chooser_of, chosen
 from helpers.plans.every_choice import all_choices
 from helpers.plans.small import limits, planned
 
-from pp_offload.plan import (
-    InfeasibleError,
-    chooser,
-)
+from pp_offload.plan import InfeasibleError, chooser
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
-from helpers.plans.every_choice import every_number_and_choice
+from helpers.plans.every_choice import all_choices, each_number
 from helpers.plans.small import limits, planned
 
-from pp_offload import OffloadError
 from pp_offload.plan import RankTapes, record
-from pp_offload.simulate import run_pipeline
 
 pytestmark = pytest.mark.usefixtures("small_bounds")
 
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("small_bounds")
 @pytest.mark.parametrize("seed", [8, 35, *slow(2, 5, 12, 20, 46, 51, 78)])
 def test_hardly_any_choice_of_layers_and_groups_is_better(seed: int) -> None:
     drawn, tapes = planned(seed, layers="*")
-    every = list(every_number_and_choice(drawn, tapes))
+    every = [each for some in each_number(tapes) for each in all_choices(drawn, some)]
     low, high = min(peak for peak, _ in every), limits(drawn, tapes, 2)[1]
     num_recomputed = 0
     for limit in (low, low + (high - low) // 3, low + (high - low) * 2 // 3):
@@ -63,19 +61,3 @@ def test_layers_are_spread_and_named() -> None:
     plain = record(drawn.order, planned(3)[0].work, drawn.hardware)
     with pytest.raises(ValueError, match='expected 0 to 0; name them with Modules.layers="'):
         plain[0].recomputing(1)
-
-
-def test_a_plan_of_layers_needs_them_recomputed() -> None:
-    """The virtual pipeline does so by itself; a training calls recompute_layers."""
-    drawn, tapes = planned(8, layers="*")
-    plan = chosen(drawn, tapes, limits(drawn, tapes, 2)[0])
-    assert plan is not None and any(names for rank in plan.ranks for names in rank.recomputed)
-    config = drawn.config.__class__(plan=plan)
-
-    class Plain:
-        """Work whose modules nobody wraps."""
-
-        prepare, on = drawn.work.prepare, drawn.work.on
-
-    with pytest.raises(OffloadError, match="recomputed, and they are not"):
-        run_pipeline(drawn.order, Plain(), drawn.hardware, config=config, peers=drawn.peers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans.beside_engine import OPTIMIZERS, compare, ran_with_optimizer
+from helpers.plans.beside_engine import OPTIMIZERS
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -21,11 +21,6 @@ KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 WIDTH = 512
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 DEVICE = DEVICES["H100"]
-
-
-def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
-    predictions = compare(range(6), ran_with_optimizer)
-    assert sum(prediction.tapes[0].update.state_bytes > 0 for prediction in predictions) > 2
 
 
 def pipeline(name: str | None) -> tuple[PipelineOrder, Modules]:
@@ -55,11 +50,8 @@ def test_its_state_is_there_from_the_first_step_on(name: str, of_a_parameter: in
     tapes = both[0]
     assert tapes.update.state_bytes == of_a_parameter * sum(mine)
     assert sum(tensor.nbytes for tensor in tapes.update.later) == 0
-    steps = [predict(order, both, DEVICE, num_steps=num) for num in (1, 2)]
-    assert steps[1].ranks[0].peak_bytes >= steps[0].ranks[0].peak_bytes
-    is_longer = steps[1].seconds > steps[0].seconds * (1 + 1e-9)
-    is_fuller = steps[1].ranks[0].peak_bytes > steps[0].ranks[0].peak_bytes
-    assert (is_longer or is_fuller) <= (of_a_parameter > 0)
+    first, second = (predict(order, both, DEVICE, num_steps=num).ranks[0] for num in (1, 2))
+    assert second.peak_bytes >= first.peak_bytes
 
 
 # Plans
@@ -112,7 +104,6 @@ def test_what_is_no_optimizer_is_refused() -> None:
     [
         (torch.optim.Adafactor, "Adafactor"),  # looks at data
         (torch.optim.LBFGS, "LBFGS"),  # wants a closure
-        (lambda p: torch.optim.AdamW(p, capturable=True), "AdamW"),
         (lambda p: torch.optim.AdamW(p, fused=True), "AdamW"),
     ],
 )

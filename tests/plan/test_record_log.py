@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -29,19 +30,16 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Stage(nn.Module):
-    def __init__(self, is_first: bool) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH, **KIND) if is_first else None
-        self.layers = nn.Sequential(Layer(), Layer())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x if self.before is None else self.before(x))
-
-
 def modules(num_stages: int, **groups: str) -> Modules:
+    """Two layers in each stage, and a part before those of the first stages of two ranks."""
+    stages = []
+    for index in range(num_stages):
+        parts: dict[str, nn.Module] = {"layers": nn.Sequential(Layer(), Layer())}
+        if index < 2:
+            parts = {"before": nn.Linear(WIDTH, WIDTH, **KIND), **parts}
+        stages.append(nn.Sequential(OrderedDict(parts)))
     return Modules(
-        [Stage(index < 2) for index in range(num_stages)],  # on two ranks
+        stages,
         example=torch.empty(8, WIDTH, **KIND),
         loss_fn=lambda y: y.sum(),
         groups=groups,

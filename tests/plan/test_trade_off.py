@@ -18,28 +18,28 @@ def chooser_of(seed: int, layers: str | None = None) -> Chooser:
 
 
 @pytest.mark.parametrize("layers", [None, "*"])
-@pytest.mark.parametrize("seed", [2, 3, *slow(1, 4, 5, 6, 8, 10)])
+@pytest.mark.parametrize("seed", [2, 3, *slow(1, 4, 8)])
 def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
     chooser = chooser_of(seed, layers)
-    found = front(chooser, num=4)
-    plans = found.plans
+    plans_by_limit = front(chooser, num=4)
+    plans, none = plans_by_limit.plans, plans_by_limit.without_offload
     for less, more in zip(plans, plans[1:], strict=False):
         assert less.limit_bytes < more.limit_bytes and less.seconds >= more.seconds
     assert all(peak_of(plan) <= plan.limit_bytes for plan in plans)
-    assert plans[-1].seconds == pytest.approx(found.without_offload.seconds), "all may stay"
-    assert plans[-1].limit_bytes == peak_of(found.without_offload)
-    assert (found.recomputed is None) is (layers is None)
+    assert plans[-1].seconds == pytest.approx(none.seconds), "all may stay"
+    assert plans[-1].limit_bytes == peak_of(none)
+    assert (plans_by_limit.recomputed is None) is (layers is None)
     if len(plans) > 1:
         with pytest.raises(InfeasibleError, match="expected at least"):
             chooser.plan(plans[0].limit_bytes - 1)
 
 
 def test_a_table_of_them() -> None:
-    found = front(chooser_of(3, "*"), num=3)
-    rows = front_table(found).splitlines()
+    plans_by_limit = front(chooser_of(3, "*"), num=3)
+    rows = front_table(plans_by_limit).splitlines()
     names = [row.split("  ")[0].strip() for row in rows]
     assert [name for name in names if name.startswith("plan")] == [
-        f"plan {number}" for number in range(len(found.plans))
+        f"plan {number}" for number in range(len(plans_by_limit.plans))
     ]
     assert "all recomputed" in names and "without offload" in names
 

@@ -62,28 +62,6 @@ def test_with_room_for_all_everything_stays(demand: Demand, moving: int) -> None
         assert sizes is demand.lean or stay == sizes
 
 
-def test_where_fewer_chunks_are_in_flight_more_stays() -> None:
-    """A byte of memory keeps one of each of them."""
-    sizes = {Place(stage, position): 10 for stage in (0, 1) for position in (0, 1)}
-    demand = Demand(sizes, sizes, frozenset({((0, 4), (1, 1)), ((0, 1), (1, 2))}))
-    stay = [fitting(demand, room, 0).keys() for room in (9, 20, 40, 79, 80)]
-    assert stay == [
-        frozenset(),
-        {Place(1, 1)},
-        {Place(1, 0), Place(1, 1)},
-        {Place(1, 0), Place(1, 1), Place(0, 1)},
-        {Place(1, 0), Place(1, 1), Place(0, 1)},
-    ]
-
-
-def test_what_moves_has_its_room_as_long_as_something_leaves() -> None:
-    sizes = {Place(0, 0): 10, Place(0, 1): 10}
-    demand = Demand(sizes, sizes, frozenset({((0, 2),)}))
-    assert fitting(demand, 39, 15) == {Place(0, 1): 10}
-    assert fitting(demand, 34, 15) == {}
-    assert fitting(demand, 40, 15) == sizes
-
-
 def test_what_is_computed_again_goes_before_anything_leaves() -> None:
     sizes, lean = ({Place(0, 0): size, Place(0, 1): size} for size in (10, 6))
     demand = Demand(sizes, lean, frozenset({((0, 2),)}))

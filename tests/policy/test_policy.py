@@ -104,29 +104,6 @@ def test_the_rules_apply_one_after_the_other(
     assert chunks == before, "inputs are not changed"
 
 
-@given(steps(), st.integers(0, 30), st.integers(0, 4))
-def test_a_rank_keeps_at_least_its_bytes_if_it_has_them(
-    chunks: list[ChunkShape], delta: int, rank: int
-) -> None:
-    config = OffloadConfig(delta_offload_bytes_across_pp_ranks=delta)
-    kept = groups_to_keep(chunks, config, rank)
-    everything = forward_keys(chunks)
-    kept_bytes = sum(group.nbytes for key, group in everything if key in kept)
-    assert kept_bytes >= min(rank * delta, sum(group.nbytes for _, group in everything))
-
-
-def test_an_example_by_hand() -> None:
-    late = shape(ChunkKey(0, 0), [Shape(n, 10) for n in "abababab"])
-    early = shape(ChunkKey(0, 1), [Shape(n, 10) for n in "abab"])
-    config = OffloadConfig(delta_offload_bytes_across_pp_ranks=15, activation_offload_fraction=0.5)
-    kept = groups_to_keep([late, early], config, 1)
-    margin = {GroupKey(late.key, 6), GroupKey(late.key, 7)}
-    two_groups_of_delta = {GroupKey(late.key, 0), GroupKey(late.key, 1)}
-    half_of_four = {GroupKey(late.key, 4), GroupKey(late.key, 5)}
-    half_of_four |= {GroupKey(early.key, 2), GroupKey(early.key, 3)}
-    assert kept == margin | two_groups_of_delta | half_of_four
-
-
 def test_an_empty_step_keeps_nothing() -> None:
     assert groups_to_keep([], OffloadConfig(activation_offload_fraction=0.0), 5) == frozenset()
     assert make_plan((), OffloadConfig(), 0) == Plan()

@@ -1,8 +1,6 @@
 """Random pipelines, run by the engine on virtual devices and predicted in numbers.
 
-found = ran(seed)          # or ran_with_recomputed, ran_split, ran_v_shaped, ran_with_disk
-found.compared().unequal   # bytes and counts, in words
-found.compared().time_gap  # of all times of all ranks, the largest
+ran(seed).differences()    # in words; or of ran_with_recomputed, ran_split, ran_with_disk
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from helpers.plans.random_pipelines import Drawn, draw_pipeline, some_recomputed
 from pp_offload import PipelineOffloadManager
 from pp_offload._core.mover import Counts
 from pp_offload.plan import predict, record
-from pp_offload.simulate import PipelineStep, RankStep, run_pipeline
+from pp_offload.simulate import RankStep, run_pipeline
 from pp_offload.simulate.rank import VirtualRank
 
 SAME = (
@@ -55,69 +53,38 @@ class Managers:
         self.moved = [replace(one, stalled_ms=None) for one in counts]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A prediction beside the run."""
-
-    unequal: list[str]
-    """Bytes and counts that are not the same, in words."""
-
-    time_gap: float
-    """The largest difference of a time, as a part of the step."""
-
-    times: list[str]
-    """Those that differ by more than one part in 1e9, in words."""
-
-
 @dataclass
-class Found:
+class Run:
+    """A pipeline, its last step, what each rank moved, and its tapes."""
+
     drawn: Drawn
-    ran: list[RankStep]
+    ranks: list[RankStep]
     moved: list[Counts]
     tapes: Any
 
-    def compared(self) -> Compared:
-        """With what is predicted."""
-        return self._compared(*self._predicted())
-
     def differences(self) -> list[str]:
-        """In words, also of another second step after the same first one."""
-        step, moved = self._predicted()
-        compared = self._compared(step, moved)
-        return compared.unequal + compared.times
-
-    def _predicted(self) -> tuple[PipelineStep, list[Counts]]:
+        """Compare with what is predicted: times to 1e-9 of the step, all else to the byte."""
         drawn = self.drawn
         moved: list[Counts] = []
         with patch.object(VirtualRank, "ended", noting(moved)):
             step = predict(drawn.order, self.tapes, drawn.hardware, **drawn.options)
-        return step, moved[-len(step.ranks) :]
-
-    def _compared(self, step: PipelineStep, moved: list[Counts]) -> Compared:
+        moved = moved[-len(step.ranks) :]
         unequal = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
-        times, gaps = [], [0.0]
-        for number, (one, other) in enumerate(zip(self.ran, step.ranks, strict=True)):
+        for number, (rank, predicted) in enumerate(zip(self.ranks, step.ranks, strict=True)):
             for name in (*SAME, *NEARLY):
-                a, b = getattr(one, name), getattr(other, name)
-                said = f"{name} of rank {number}: ran {a}, predicted {b}"
-                if name in SAME:
-                    unequal += [said] * (a != b)
-                    continue
-                gaps.append(abs(a - b) / one.seconds)
-                times += [said] * (abs(a - b) > 1e-9 * one.seconds)
-        return Compared(unequal, max(gaps), times)
+                a, b = getattr(rank, name), getattr(predicted, name)
+                if a != b if name in SAME else abs(a - b) > 1e-9 * rank.seconds:
+                    unequal.append(f"{name} of rank {number}: ran {a}, predicted {b}")
+        return unequal
 
 
-def compare(seeds: Iterable[int], ran: Callable[[int], Found]) -> list[Found]:
-    """What the engine did is what is predicted; in half of the pipelines something left."""
-    all_found = []
-    for seed in seeds:
-        found = ran(seed)
-        assert found.differences() == [], f"seed {seed}"
-        all_found.append(found)
-    num = sum(any(rank.bytes_offloaded for rank in found.ran) for found in all_found)
-    assert num >= len(all_found) / 2
-    return all_found
+def compare(seeds: Iterable[int], ran: Callable[[int], Run]) -> list[Run]:
+    """The engine does what is predicted; in half of the pipelines something left."""
+    runs = [ran(seed) for seed in seeds]
+    assert [run.differences() for run in runs] == [[] for _ in runs]
+    num = sum(any(rank.bytes_offloaded for rank in run.ranks) for run in runs)
+    assert num >= len(runs) / 2
+    return runs
 
 
 def noting(moved: list[Counts]) -> Callable[[VirtualRank], RankStep]:
@@ -131,27 +98,23 @@ def noting(moved: list[Counts]) -> Callable[[VirtualRank], RankStep]:
     return note
 
 
-def ran(seed: int, **hardware: Any) -> Found:
-    drawn = draw_pipeline(seed)
-    return run_and_recorded(replace(drawn, hardware=replace(drawn.hardware, **hardware)))
+def ran(seed: int) -> Run:
+    return run_and_recorded(draw_pipeline(seed))
 
 
-def run_and_recorded(drawn: Drawn) -> Found:
+def run_and_recorded(drawn: Drawn) -> Run:
     managers = Managers()
     how = drawn.order, drawn.work, drawn.hardware
     step = run_pipeline(*how, **drawn.options, trace=managers)
     tapes = record(*how, drawn.config)
-    return Found(drawn, step.ranks, managers.moved, tapes)
+    return Run(drawn, step.ranks, managers.moved, tapes)
 
 
-def ran_with_budget(seed: int) -> Found:
+def ran_with_budget(seed: int) -> Run:
     """With less host memory than all that leaves would take, on some rank at least."""
     draw = Random(seed)
     drawn = draw_pipeline(seed)
-    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
-    step = predict(drawn.order, tapes, drawn.hardware, **drawn.options)
-    most = max(rank.host_peak_bytes for rank in step.ranks)
-    budget_bytes = int(most * draw.choice([0.2, 0.5, 0.8, 0.95]))
+    budget_bytes = int(peak_on_host(drawn) * draw.choice([0.2, 0.5, 0.8, 0.95]))
     config = replace(drawn.config, host_budget_bytes=max(1, budget_bytes))
     return run_and_recorded(replace(drawn, config=config))
 
@@ -166,7 +129,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def ran_with_optimizer(seed: int) -> Found:
+def ran_with_optimizer(seed: int) -> Run:
     """Of any kind of pipeline, with some parameters frozen in every third one."""
     draw = Random(seed)
     is_split = draw.random() < 0.3
@@ -182,20 +145,20 @@ def ran_with_optimizer(seed: int) -> Found:
         return run_and_recorded(drawn)
 
 
-def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:
+def ran_with_recomputed(seed: int) -> Run:
     drawn = draw_pipeline(seed)
-    with some_recomputed(drawn, seed if layers_seed is None else layers_seed):
+    with some_recomputed(drawn, seed):
         return run_and_recorded(drawn)
 
 
-def ran_split(seed: int, *schedules: type) -> Found:
+def ran_split(seed: int, *schedules: type) -> Run:
     """Backwards in two parts, with some layers recomputed in every fourth one."""
     drawn = draw_pipeline(seed, schedules=schedules or [ScheduleInterleavedZeroBubble])
     with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
         return run_and_recorded(drawn)
 
 
-def ran_v_shaped(seed: int) -> Found:
+def ran_v_shaped(seed: int) -> Run:
     """The same, where two stages of a rank are next to each other."""
     return ran_split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
@@ -210,7 +173,7 @@ def drawn_of_any_kind(seed: int) -> Iterator[Drawn]:
         yield drawn
 
 
-def ran_with_disk(seed: int) -> Found:
+def ran_with_disk(seed: int) -> Run:
     """Behind host memory in every third one, and with little of that in most."""
     draw = Random(seed)
     with drawn_of_any_kind(seed) as drawn:

@@ -22,15 +22,14 @@ def places_of(tapes: list[RankTapes]) -> list[Place]:
     """Groups that have something to move."""
     return [
         (rank, stage, position)
-        for rank, one in enumerate(tapes)
-        for stage, tape in one.stages.items()
+        for rank, rank_tapes in enumerate(tapes)
+        for stage, tape in rank_tapes.stages.items()
         for position, group in enumerate(tape.groups)
         if group.payloads
     ]
 
 
 def num_groups(tapes: list[RankTapes]) -> int:
-    """How many those are."""
     return len(places_of(tapes))
 
 
@@ -102,29 +101,23 @@ def all_choices(
         drawn, tapes: The pipeline.
         is_followed: As :attr:`Choice.followed` says them.
     """
-    for one in choices(drawn, tapes):
-        yield one.followed if is_followed else one.tried
+    for choice in choices(drawn, tapes):
+        yield choice.followed if is_followed else choice.tried
 
 
 def each_number(tapes: list[RankTapes]) -> Iterator[list[RankTapes]]:
     """With each number of recomputed layers."""
-    for nums in product(*(range(one.num_layers + 1) for one in tapes)):
-        yield [one.recomputing(num) for one, num in zip(tapes, nums, strict=True)]
-
-
-def every_number_and_choice(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
-    """As :func:`all_choices`, for each number of recomputed layers."""
-    for some in each_number(tapes):
-        yield from all_choices(drawn, some)
+    for nums in product(*(range(rank.num_layers + 1) for rank in tapes)):
+        yield [rank.recomputing(num) for rank, num in zip(tapes, nums, strict=True)]
 
 
 def best_followed(every: Sequence[Choice], limit_bytes: int) -> float:
     """The shortest time of those that fit, as an engine follows them. Few have to be followed."""
     best_s = float("inf")
-    for one in sorted(every, key=lambda one: one.tried[1]):
-        if one.tried[1] >= best_s:
+    for choice in sorted(every, key=lambda choice: choice.tried[1]):
+        if choice.tried[1] >= best_s:
             break
-        if one.tried[0] <= limit_bytes:
-            peak, seconds = one.followed
+        if choice.tried[0] <= limit_bytes:
+            peak, seconds = choice.followed
             best_s = min(best_s, seconds) if peak <= limit_bytes else best_s
     return best_s
