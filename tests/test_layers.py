@@ -25,7 +25,7 @@ MOST_LINES = {
     "backends": 721,
     "cli": 1380,
     "compat": 112,
-    "integrations": 1207,
+    "integrations": 1202,
     "plan": 3364,
     "simulate": 2782,
     "testing": 967,

@@ -58,15 +58,10 @@ class patch:  # noqa: N801  called as a function is
 
     It is in place when it is made, until :meth:`undo`, and is a context manager as well.
 
-    ======================================================================  =======================
-    what asks for offload                                                   what it calls
-    ======================================================================  =======================
-    ``activation_checkpointing_enable(offload=True)`` of transformers       ``save_on_cpu``
-    ``activation_checkpointing_offload`` of accelerate's FSDP plugin        ``save_on_cpu``
-    ``torch.distributed``'s ``offload_wrapper``; your own ``save_on_cpu``   ``save_on_cpu``
-    ``activation_offloading=True`` of TRL's trainers                        its context for a model
-    ``CheckpointPolicy.MUST_CPU_OFFLOAD``, which eager PyTorch recomputes   selective checkpoints
-    ======================================================================  =======================
+    It replaces ``save_on_cpu``, which transformers, FSDP plugins of accelerate and
+    ``torch.distributed``'s ``offload_wrapper`` call; the context that TRL's
+    ``activation_offloading=True`` makes; and what selective checkpoints do for
+    ``CheckpointPolicy.MUST_CPU_OFFLOAD``, which eager PyTorch recomputes.
 
     ``save_on_cpu`` is ``torch.autograd.graph.save_on_cpu``, whoever imported it, before or after.
     TRL is imported if it is installed. Compiled code keeps PyTorch's own.

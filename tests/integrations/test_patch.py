@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -213,23 +212,6 @@ def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, x.detach().bfloat16().float().cos())
     assert patched.statistics().bytes_offloaded == 0
-
-
-def test_threads_have_contexts_of_their_own(backend: Backend, patched: Patch) -> None:
-    results: list[list[Tensor]] = []
-
-    def run(layers: nn.ModuleList, inputs: list[Tensor]) -> None:
-        results.append(train(saved_on_cpu, layers, inputs))
-
-    threads = [threading.Thread(target=run, args=make(backend.device)) for _ in range(2)]
-    with save_on_cpu():  # of this thread alone
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    expected = train(plain, *make(backend.device))
-    assert len(results) == 2
-    assert all(all(map(torch.equal, got, expected)) for got in results)
 
 
 def test_undo_puts_everything_back_and_offloaded_tensors_stay_good() -> None:
