@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 755,
     "_checkpoint": 1478,
     "_common": 1329,
-    "_core": 4573,
+    "_core": 4560,
     "_groups": 3477,
     "_hooks": 386,
     "_megatron": 1383,

@@ -153,7 +153,6 @@ class Recipes:
         eligibility: Likewise; knows which storages, of parameters and others, never move.
 
     Attributes:
-        mover, eligibility: As given.
         copies: Of parameters, in this step.
         is_planned: Whether a plan may choose which groups stay.
         may_reach: Whether recipes may need what earlier groups saved. Not where some of it may be

@@ -44,31 +44,19 @@ MOST_COPIED = 2**22
 
 
 class Narrow(NamedTuple):
-    """In a term: what a saved tensor was made of, taken out of that tensor; it joins the group.
+    """In a term: what a saved tensor was made of, taken out of that tensor; it joins the group."""
 
-    Attributes:
-        view: A part of the saved tensor, which has all of its bits that matter.
-        dtype: What these are.
-    """
-
-    view: Tensor
-    dtype: torch.dtype
+    view: Tensor  # a part of the saved tensor, with all of its bits that matter
+    dtype: torch.dtype  # of what these bits are
 
 
 class Computable(NamedTuple):
-    """A storage that can be computed again.
-
-    Attributes:
-        term: How.
-        members: The saved tensors that are views of it.
-        storage: Itself.
-        has_parameter: Whether a parameter is needed.
-    """
+    """A storage that can be computed again."""
 
     term: Call
-    members: list[Saved]
+    members: list[Saved]  # which are views of it
     storage: UntypedStorage
-    has_parameter: bool
+    has_parameter: bool  # whether a parameter is needed
 
 
 class Search:
