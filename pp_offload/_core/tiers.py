@@ -239,8 +239,8 @@ class DiskTier(HostTier):
                 else:
                     self._note(batch.write.failure)
             self.writing.popleft()
-        while self.reads and self.reads[0].event.query():
-            read = self.reads.popleft()
+        for read in [read for read in self.reads if read.event.query()]:  # in any order
+            self.reads.remove(read)
             if (batch := read.batch()) is not None:
                 try:
                     read.event.synchronize()  # which has ended
