@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -59,23 +57,6 @@ def test_a_row_for_each_rank(schedule: str, in_flight: list[int], tmp_path: Path
     assert len(rows) == 2
 
 
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    bar = importlib.import_module("simulate_llama").bar
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    show = bar("a run")
-    for number in range(1, 101):
-        show(number, 100)
-    shown = sys.stderr.getvalue().split("\r")
-    assert f"a run            [{'#' * 20}{'.' * 20}]" in shown
-    assert len(shown) == 42 and not shown[-1].strip(), "a line for each mark, and it is gone"
-
-
 WRONG = {
     "--groups moe": "--groups is 'moe', expected attn, mlp or attn,mlp",
     "--fraction 2": "--fraction is 2, expected 0 to 1",
@@ -88,24 +69,8 @@ WRONG = {
 }
 
 
-def test_a_picture_of_its_trace(tmp_path: Path) -> None:
-    flags = ["--quick", "--trace", str(tmp_path / "out.json.gz")]
-    flags += ["--picture", str(tmp_path / "out.png")]
-    done = run_command([sys.executable, SCRIPT, *flags])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "out.png").read_bytes()[1:4] == b"PNG"
-
-
 def test_wrong_flags_are_explained() -> None:
     done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *WRONG])
     assert done.returncode == 0, done.stderr
     for flags, (code, message) in json.loads(done.stdout).items():
         assert code == 2 and WRONG[flags] in message, f"{flags}: {code}, {message}"
-
-
-def test_help_is_true() -> None:
-    done = run_command([sys.executable, SCRIPT, "--help"])
-    assert done.returncode == 0
-    assert "no time is measured" in done.stdout
-    flags = {word for line in WRONG for word in line.split() if word.startswith("--")}
-    assert all(flag in done.stdout for flag in flags | {"--quick", "--json", "--gib"})

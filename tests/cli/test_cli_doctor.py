@@ -6,7 +6,6 @@ import getpass
 import json
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,9 +114,3 @@ def test_a_device_that_is_not_here(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     check_refused(f"doctor --device cuda --measure {out}", "install a build of torch for it")
     assert not out.exists()
-
-
-def test_a_full_disk_is_not_filled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "disk_usage", lambda directory: SimpleNamespace(free=3 * MIB))
-    speed = doctor.facts_of(tmp_path, 2 * MIB)["disk"]["speed, 2 MiB"]
-    assert speed == "not tried: less than twice as much is free"

@@ -42,12 +42,6 @@ def test_the_limit_is_filled_and_kept(training: Training, caplog: pytest.LogCapt
     assert peaks[0] < peaks[-1] - 10 * SAVED_BYTES
 
 
-@with_limit(200)
-def test_with_room_for_all_nothing_leaves(training: Training) -> None:
-    training.run(4)
-    assert training.sent_by_a_step() == 0
-
-
 @with_limit(2)
 def test_where_all_that_leaves_is_too_little_one_warning_says_so(
     training: Training, caplog: pytest.LogCaptureFixture
@@ -97,23 +91,6 @@ def test_steps_that_ask_for_more_begin_anew(training: Training) -> None:
     again = training.run(3, in_flight=5, num=6)
     assert all(peak <= limit for peak in more + longer + again)
     assert few < training.sent_by_a_step(in_flight=5, num=6) < NUM_LAYERS * 6 * SAVED_BYTES
-
-
-@with_limit(60)
-def test_two_smaller_steps_in_a_row_have_the_room_to_themselves(training: Training) -> None:
-    """As much stays as if there had been no larger ones; the next larger step fits again."""
-    limit = training.limit_bytes
-    training.rows = ROWS // 2
-    training.run(6, in_flight=5)
-    alone = training.sent_by_a_step(in_flight=5)
-    training.rows = ROWS
-    peaks = training.run(6, in_flight=5)
-    training.rows = ROWS // 2
-    sent = [training.sent_by_a_step(in_flight=5) for _ in range(3)]
-    training.rows = ROWS
-    peaks += training.run(4, in_flight=5)
-    assert all(peak <= limit for peak in peaks)
-    assert sent[0] > sent[2] == alone
 
 
 @with_limit(None)

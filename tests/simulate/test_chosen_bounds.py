@@ -165,19 +165,6 @@ def test_the_statistics_say_what_compute_waited(training: Training) -> None:
     assert stalled_ms / 1e3 == pytest.approx(stalled_s, rel=0.05)
 
 
-def test_more_bytes_under_the_same_plan_are_timed_again(training: Training) -> None:
-    """As where sequences become longer."""
-    for _ in range(4):
-        training.step()
-    before = training.bounds()
-    training.rows = 2 * ROWS
-    for _ in range(4):
-        stalled_s, _ = training.step()
-    after = training.bounds()
-    assert after[0] >= 1.5 * before[0]
-    assert stalled_s < 0.01 * 6 * FORWARD_S
-
-
 def test_a_device_that_makes_no_timed_events_goes_on(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,14 +124,6 @@ def test_programs_move_what_they_move_with_data() -> None:
     assert count.compared > 30 and count.offloaded > 15
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [2, 3])
-def test_a_thousand_more_do(number: int) -> None:
-    count = compare(number, 1000)
-    assert count.different == 0
-    assert count.compared > 600, "seven of ten say something"
-
-
 ASKED: Counter[int] = Counter()
 
 

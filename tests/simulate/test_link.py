@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import HostClock, VirtualStream
@@ -169,15 +168,3 @@ def test_a_copy_on_one_side_takes_no_link() -> None:
     with backend.activate():
         y = x.to("cpu", torch.bfloat16)
     assert (y.shape, y.stride(), y.dtype) == ((6, 4), (1, 6), torch.bfloat16)
-
-
-def test_save_on_cpu_moves_saved_tensors_there_and_back() -> None:
-    backend = VirtualBackend(H100)
-    with backend.activate():
-        x = on("meta").requires_grad_()
-        with save_on_cpu(pin_memory=True):
-            y = x.sin()
-        assert (backend.link.bytes_to_host, backend.link.bytes_to_device) == (BYTES, 0)
-        y.backward(torch.empty_like(y))
-    assert backend.link.bytes_to_device == BYTES
-    assert x.grad is not None

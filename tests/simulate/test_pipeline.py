@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from pp_offload.simulate import (
     VirtualBackend,
     run_pipeline,
 )
-from pp_offload.simulate import pipeline as pipelines
 
 EVEN = replace(DEVICES["H100"], launch_s=0)
 INSTANT = PeerLink(bytes_per_s=1e30, latency_s=0)
@@ -102,13 +101,6 @@ def test_the_bubble_of_several_stages_for_each_rank(
     assert step.seconds == pytest.approx(3 * each * num + bubble_s, abs=1e-9)
 
 
-def test_in_a_v_without_bubbles_ranks_wait_for_the_first_activation_alone() -> None:
-    step = uniform(ScheduleZBVZeroBubble, 4, 2, 16)
-    waited = [sum(rank.waited_s.values()) for rank in step.ranks]
-    assert waited == pytest.approx([0, 1, 2, 3], abs=1e-9)
-    assert [rank.waits_most_for for rank in step.ranks] == [None, 0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("schedule", "each", "most"),
     [
@@ -129,16 +121,6 @@ def test_a_message_takes_its_time_on_the_way_there_and_back() -> None:
     assert step.seconds == pytest.approx(3 * (num + num_ranks - 1) + ways * 0.25, abs=1e-9)
 
 
-@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleZBVZeroBubble])
-def test_a_rank_is_busy_or_waits_for_others(schedule: Any) -> None:
-    each = 1 if schedule is Schedule1F1B else 2
-    for rank in uniform(schedule, 4, each, 8).ranks:
-        assert rank.busy_s == pytest.approx(3 * each * 8, abs=1e-9)
-        assert rank.stalled_s == pytest.approx(0, abs=1e-9)
-        total = rank.busy_s + sum(rank.waited_s.values())
-        assert rank.seconds == pytest.approx(total, abs=1e-9)
-
-
 # Orders
 
 
@@ -155,11 +137,6 @@ def test_a_file_says_the_same_as_the_class(tmp_path: Path) -> None:
 def test_the_last_rank_of_1f1b_counts_from_zero() -> None:
     forwards = [one for one in order(Schedule1F1B, 3, 3, 6).actions[2] if one.kind == "FORWARD"]
     assert [one.microbatch for one in forwards] == list(range(6))
-
-
-def test_a_v_has_its_first_and_last_stage_on_one_rank() -> None:
-    made = order(ScheduleZBVZeroBubble, 3, 6, 6)
-    assert [made.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -287,28 +264,6 @@ def test_one_rank_alone_does_what_the_schedule_itself_does(
     assert found.peak_bytes == backend.memory.peak_bytes
 
 
-def test_offload_lowers_the_peak_and_without_it_nothing_moves() -> None:
-    made, before = order(ScheduleGPipe, 2, 2, 8), PipelineOffloadManager.OFFLOAD_MGR
-    config = replace(CONFIG, max_in_flight_bytes=0, prefetch_bytes=SAVED_BYTES)
-    ours = run_pipeline(made, modules(2), DEVICES["H100"], config=config)
-    none = run_pipeline(made, modules(2), DEVICES["H100"])
-    for with_it, without in zip(ours.ranks, none.ranks, strict=True):
-        assert without.bytes_offloaded == without.host_peak_bytes == 0
-        assert with_it.bytes_offloaded > 0
-        assert with_it.busy_s == pytest.approx(without.busy_s)
-        assert with_it.peak_bytes < without.peak_bytes
-    assert PipelineOffloadManager.OFFLOAD_MGR is before
-
-
-def test_whose_turn_it_is_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = order(ScheduleInterleaved1F1B, 2, 4, 4)
-    first = run_pipeline(made, modules(4), DEVICES["H100"], config=CONFIG)
-    run_step = pipelines._run_step
-    monkeypatch.setattr(pipelines, "_run_step", lambda ranks, *more: run_step(ranks[::-1], *more))
-    again = run_pipeline(made, modules(4), DEVICES["H100"], config=CONFIG)
-    assert list(map(asdict, again.ranks)) == list(map(asdict, first.ranks))
-
-
 def test_each_rank_has_a_host_budget_of_its_own() -> None:
     """Room for a microbatch of two that are in flight, as if in a process for each."""
     config = replace(CONFIG, host_budget_bytes=NUM * SAVED_BYTES)
@@ -329,14 +284,6 @@ def test_a_slow_network_is_waited_for() -> None:
     waited_s = slow.ranks[1].waited_s[0]
     assert waited_s > 4 * on_the_way_s - 4 * forward_s
     assert slow.ranks[1].waits_most_for == 0 and slow.seconds > 8 * on_the_way_s
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int]] = []
-    made = order(ScheduleGPipe, 2, 2, 2)
-    run_pipeline(made, UNIFORM, EVEN, progress=lambda *numbers: told.append(numbers))
-    total = 2 * sum(map(len, made.actions))
-    assert told == [(number, total) for number in range(1, total + 1)]
 
 
 def test_a_failure_leaves_no_manager_behind() -> None:

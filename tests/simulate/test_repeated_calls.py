@@ -82,13 +82,3 @@ def test_other_calls_run_each_time() -> None:
     with pytest.raises(RuntimeError):
         calls.run(aten.mm.default, (meta(2, 3), meta(2, 3)), {})
     assert not calls._results
-
-
-def test_the_default_dtype_is_part_of_a_call() -> None:
-    calls, before = OperatorCosts(H100), torch.get_default_dtype()
-    try:
-        for dtype in (torch.float32, torch.float64):
-            torch.set_default_dtype(dtype)
-            assert calls.run(aten.div.Tensor, (WHOLE, 2), {})[0].dtype is dtype
-    finally:
-        torch.set_default_dtype(before)

@@ -72,24 +72,6 @@ def test_there_and_back() -> None:
         assert (backend.disk.busy_s, backend.disk.free_at_s) == (6.0, 12.0)
 
 
-def test_read_ahead_the_host_does_not_wait() -> None:
-    backend, engine = engine_on(PLAIN)
-    with backend.activate():
-        saved = sent(engine)
-        at(backend, engine, 1.0)
-        at(backend, engine, 5.0)
-        engine.mover.read(saved.batch)
-        at(backend, engine, 6.9)
-        assert saved.batch.place is None
-        at(backend, engine, 7.0)
-        engine.mover.reload([(saved.batch, [0])])
-        assert backend.h2d.busy_s == 1.0 and staged(engine) == 0
-        at(backend, engine, 20.0)
-        saved.unpack()
-        assert backend.host.now_s == 20.0
-        assert backend.compute.launch(0.0) == 20.0
-
-
 def test_writes_and_reads_share_the_disk() -> None:
     """The second write keeps the read of the first waiting."""
     backend, engine = engine_on(PLAIN)
@@ -102,18 +84,6 @@ def test_writes_and_reads_share_the_disk() -> None:
         first.unpack()
         assert backend.host.now_s == 11.0
         del second
-
-
-def test_what_is_asked_for_while_it_is_written_comes_from_the_buffer() -> None:
-    backend, engine = engine_on(PLAIN)
-    with backend.activate():
-        saved = sent(engine)
-        at(backend, engine, 1.0)
-        at(backend, engine, 2.0)
-        saved.unpack()
-        assert backend.host.now_s == 2.0
-        assert backend.compute.launch(0.0) == 3.0
-        assert backend.disk.busy_s == 4.0, "nothing is read"
 
 
 def test_what_passes_through_is_bounded() -> None:
