@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1202,
     "plan": 3364,
-    "simulate": 2782,
+    "simulate": 2772,
     "testing": 967,
     "trace": 1746,
 }

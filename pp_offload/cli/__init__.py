@@ -5,15 +5,11 @@ Help and the version are printed without torch, whose import takes seconds.
 
 from __future__ import annotations
 
-import platform
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from importlib.metadata import version
 
-from pp_offload import __version__
 from pp_offload.cli.arguments import parser
-from pp_offload.cli.wrong import say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,10 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     top = parser()
     given = top.parse_args(arguments)
-    if given.version:
-        torch_version, python = version("torch"), platform.python_version()
-        say(f"pp_offload {__version__}, torch {torch_version}, Python {python}")
-        sys.exit()
     if given.command is None:
         top.print_help(sys.stderr)
         top.exit(2)

@@ -6,12 +6,16 @@ given.command, given.limit
 
 from __future__ import annotations
 
+import platform
 import re
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable
+from importlib.metadata import version
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+from pp_offload import __version__
 
 SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev"
 DEVICES = "A100, H100, H200, GH200, B200, GB200, GB300, MI300X"
@@ -171,7 +175,8 @@ def parser() -> Parser:
         "happened in a step.",
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="store_true", help="print versions, and exit")
+    versions = f"torch {version('torch')}, Python {platform.python_version()}"
+    top.add_argument("--version", action="version", version=f"pp_offload {__version__}, {versions}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         usage = ["pp-offload", name, "[OPTIONS]"]

@@ -50,15 +50,12 @@ class VirtualEvent:
         return self
 
     def query(self) -> bool:
-        """Whether the host's clock has reached the event."""
         return self.time_s <= self._host.now_s
 
     def elapsed_time(self, end: VirtualEvent) -> float:
-        """Milliseconds from this event to ``end``."""
         return (end.time_s - self.time_s) * 1e3
 
     def synchronize(self) -> None:
-        """Have the host wait until the event."""
         self._host.wait_until(self.time_s)
 
     done, result = query, synchronize  # as of the future of a disk's thread

@@ -106,19 +106,15 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         return self._streams[-1]
 
     def timed_event(self, stream: Stream) -> VirtualEvent:
-        """Make an event; all events have their time."""
         return stream.record_event()  # type: ignore[return-value]
 
     def memory_bytes(self) -> int:
-        """Size of the device's memory."""
         return self.hardware.memory_bytes
 
     def allocated(self) -> Allocated:
-        """Bytes of the tensors seen."""
         return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualFile:
-        """Make a file on the device's disk, which stays empty."""
         return VirtualFile(self.disk, directory)
 
     def copy(
@@ -156,7 +152,6 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
             yield
 
     def synchronize(self) -> None:
-        """Have the host wait for all work of the device."""
         self.host.wait_until(self.seconds)
 
 

@@ -53,7 +53,6 @@ class VirtualFile(DiskFile):
         self._clock = clock
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Any] = ()) -> DiskWrite:
-        """Take the time of a write."""
         self._open_file()
         nbytes = sum(payload.numel() for payload in payloads)
         self.written_bytes += nbytes
@@ -63,7 +62,6 @@ class VirtualFile(DiskFile):
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Any] = ()
     ) -> DiskEvent:
-        """Take the time of a read."""
         self._open_file()
         self.read_bytes += write.extent.nbytes
         return DiskEvent(self._work("read", write.extent.nbytes, [write, *after]))
