@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from pp_offload import __version__
+from pp_offload._common.sizes import size_said
 from pp_offload._memory import budget
 from pp_offload._memory.checksum import checksum_version
 from pp_offload._memory.disk_file import file_system_of
@@ -26,7 +27,7 @@ from pp_offload.backends import default_backend
 from pp_offload.cli.device_speed import DeviceSpeed
 from pp_offload.cli.wrong import check_target, report, wrong
 
-MIB, GIB, GB = 2**20, 2**30, 10**9
+MIB, GB = 2**20, 10**9
 
 VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
@@ -108,17 +109,19 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "device": {"engine's backend": lambda: default_backend().name} | _accelerators(),
         "host memory": {
             "there is": lambda: _total(root / "proc/meminfo"),
-            "available": lambda: _gib(budget.available_bytes(root)),
+            "available": lambda: size_said(budget.available_bytes(root)),
             "cgroup": lambda: "; ".join(_cgroups(root)) or "no limit found",
             "ranks on this host": budget.ranks_on_this_host,
-            "host budget of a rank": lambda: f"{_gib(budget.HostBudget().limit_bytes)}, {share}",
+            "host budget of a rank": lambda: (
+                f"{size_said(budget.HostBudget().limit_bytes)}, {share}"
+            ),
             "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
         },
         "pinned memory": {"limit (ulimit -l)": _memlock, "pinning 1 MiB": _pin},
         "NUMA": _nodes(root / "sys/devices/system/node"),
         "disk": {
             "file system": lambda: file_system_of(directory),
-            "free": lambda: _gib(disk_usage(directory).free),
+            "free": lambda: size_said(disk_usage(directory).free),
             speed: lambda: _speed(directory, disk_bytes),
         },
         "environment": variables or {"of those that matter": lambda: "none is set"},
@@ -135,10 +138,6 @@ def _answer(ask: Ask) -> str:
     except Exception as failure:
         lines = str(failure).splitlines()
         return f"not known: {type(failure).__name__}" + (f": {lines[0]}" if lines else "")
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
 
 
 def _torch() -> str:
@@ -158,12 +157,12 @@ def _accelerator(index: int) -> str:
     current: Any = torch.accelerator.current_accelerator()
     module: Any = torch.get_device_module(current)
     free, total = module.mem_get_info(index)
-    return f"{module.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
+    return f"{module.get_device_name(index)}, {size_said(free)} of {size_said(total)} free"
 
 
 def _total(meminfo: Path) -> str:
     line = next(line for line in meminfo.read_text().splitlines() if "MemTotal" in line)
-    return _gib(int(line.split()[-2]) * 1024)
+    return size_said(int(line.split()[-2]) * 1024)
 
 
 def _cgroups(root: Path) -> Iterator[str]:
@@ -178,8 +177,8 @@ def _cgroups(root: Path) -> Iterator[str]:
                 texts = ((place / name).read_text() for name in (limit_name, used_name))
                 unlimited = str(budget.UNLIMITED)
                 limit, used = (int(text.replace("max", unlimited)) for text in texts)
-                of = _gib(limit) if limit < budget.UNLIMITED else "no limit"
-                yield f"version {1 if controller else 2}: {_gib(used)} used of {of}"
+                of = size_said(limit) if limit < budget.UNLIMITED else "no limit"
+                yield f"version {1 if controller else 2}: {size_said(used)} used of {of}"
                 break
 
 
@@ -187,7 +186,7 @@ def _memlock() -> str:
     import resource  # not on every system
 
     soft, hard = (
-        "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / MIB:.1f} MiB"
+        "unlimited" if limit == resource.RLIM_INFINITY else size_said(limit)
         for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
     )
     return f"{soft}, at most {hard}"

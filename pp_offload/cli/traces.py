@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.sizes import size_cell
 from pp_offload._common.tables import format_table
 from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.errors import ConfigError
@@ -15,7 +16,7 @@ from pp_offload.trace import Timeline, compare_with_plan, read
 from pp_offload.trace.figures import WAITS, RankFigures, checked_step, figures_of, steps_of
 from pp_offload.trace.timeline import COUNTERS
 
-GIB, GB, MS = 2**30, 10**9, 1e-3
+GB, MS = 10**9, 1e-3
 
 HEAD = "rank,step ms,busy,for reload,offload,disk,others,off GB/s,back GB/s".split(",")
 
@@ -96,8 +97,8 @@ def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str
         rates = rank.offload_bytes_per_s, rank.reload_bytes_per_s
         sizes: list[Any] = [rank.written_bytes, rank.read_bytes] if has_disk else []
         sizes += [rank.peak_bytes.get(name) for name in counters]
-        units = [(times, MS, 1), (rates, GB, 1), (sizes, GIB, 3)]
-        cells = [_number(x, unit, digits) for row, unit, digits in units for x in row]
+        cells = [_number(x, unit) for row, unit in ((times, MS), (rates, GB)) for x in row]
+        cells += ["-" if nbytes is None else size_cell(nbytes, digits=3) for nbytes in sizes]
         rows.append([str(rank.rank), *cells])
     first, *later_steps = steps_of(timeline)
     steps = f"steps {first} to {later_steps[-1]}" if later_steps else f"step {first}"
@@ -109,5 +110,5 @@ def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str
     return "\n".join(lines)
 
 
-def _number(value: float | None, unit: float, digits: int) -> str:
-    return "-" if value is None else f"{value / unit:.{digits}f}"
+def _number(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:.1f}"
