@@ -23,7 +23,7 @@ MOST_LINES = {
     "_memory": 1470,
     "_slices": 1591,
     "backends": 721,
-    "cli": 1380,
+    "cli": 1377,
     "compat": 112,
     "integrations": 1202,
     "plan": 3364,
