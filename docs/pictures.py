@@ -26,7 +26,7 @@ from llama import SIZES, Stage, loss_fn  # noqa: E402
 
 
 def traced(num_ranks: int, num_layers: int, num_microbatches: int, length: int) -> Timeline:
-    """The steps of a pipeline whose layers leave whole."""
+    """Trace the steps of a pipeline that offloads every saved tensor of its layers."""
     config = replace(SIZES["8b"], num_layers=num_layers)
     stages = [Stage(config, index, num_ranks, length=length) for index in range(num_ranks)]
     tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
@@ -41,13 +41,14 @@ def traced(num_ranks: int, num_layers: int, num_microbatches: int, length: int) 
     )
     with TemporaryDirectory() as folder:
         trace = Trace(Path(folder) / "out.json")
-        run_pipeline(order, work, DEVICES["H100"], config=OffloadConfig(), trace=trace)
+        everything = OffloadConfig(rematerialize="none")
+        run_pipeline(order, work, DEVICES["H100"], config=everything, trace=trace)
     assert trace.timeline is not None
     return trace.timeline
 
 
 def draw_small(timeline: Timeline, path: Path, ranks: list[int] | None = None) -> None:
-    """With as many colours as one sees: a third of the bytes."""
+    """Draw with as many colours as the eye sees: a third of the bytes."""
     draw(timeline, path, ranks=ranks)
     with Image.open(path) as whole:
         few = whole.convert("RGB").quantize(128)
@@ -55,7 +56,7 @@ def draw_small(timeline: Timeline, path: Path, ranks: list[int] | None = None) -
 
 
 def main() -> None:
-    """One rank, and four."""
+    """Draw one rank, and four."""
     draw_small(traced(2, 16, 3, 4096), DOCS / "step_of_a_rank.png", [1])
     draw_small(traced(4, 16, 6, 4096), DOCS / "step_of_four_ranks.png")
 

@@ -1,1 +1,1 @@
-"""What every folder stands on: checks of arguments, processes, threads."""
+"""Checks of arguments, processes, threads and other things that every folder needs."""

@@ -42,7 +42,7 @@ def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _is_part(part: str, want: str) -> bool:
-    """Whether a part matches. A star stands for no wrapper, but for a module named ``module``."""
+    """Match a part of a name. A star stands for no wrapper, but for a module named ``module``."""
     if part in WRAPPERS and part != "module":
         return part == want
     return fnmatch.fnmatchcase(part, want)

@@ -49,7 +49,7 @@ class PlannedGroup:
     """Bytes that an offload of the group moves. A group with other bytes is not the planned one."""
 
     keeps: bool
-    """Whether the group stays on the device."""
+    """True if the group stays on the device."""
 
     def is_it(self, name: str, nbytes: int) -> bool:
         """Return whether a group at this place of the stage is the planned one."""

@@ -1,7 +1,7 @@
 """Colours, sizes and files of all pictures.
 
     figure = new_figure(height_inches=4.0)
-    figure.add_subplot().plot(..., color=BLUE)
+    figure.add_subplot().plot(..., color=OFFLOAD)
     save(figure, "out.png")
 
 Pictures need matplotlib: the extra ``plots``.
@@ -21,11 +21,17 @@ FORMATS = (".png", ".svg", ".pdf")
 WIDTH_INCHES, DOTS_PER_INCH = 8.0, 150
 """Width of a page on a code host, and dots enough for a sharp screen."""
 
-# Colours of Okabe and Ito, which colour-blind people tell apart.
+# Colours of Okabe and Ito, and a ninth of Tol, which colour-blind people tell apart.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, YELLOW = "#0072B2", "#D55E00", "#CC79A7", "#F0E442"
-GREY, WHITE = "#BBBBBB", "#FFFFFF"
-FAINT = "#DDDDDD"
+WINE, GREY, FAINT, WHITE = "#882255", "#BBBBBB", "#DDDDDD", "#FFFFFF"
+
+# A colour has one meaning in all pictures of steps and plans.
+FORWARD, BACKWARD, OTHER_WORK = SKY, BLUE, GREY
+OFFLOAD, RELOAD, DISK = GREEN, PURPLE, YELLOW
+WAIT, RECOMPUTE = VERMILION, WINE
+DEVICE, HOST = BLACK, ORANGE
+"""Memory of the device, and of the host."""
 
 NEEDS = "a picture needs matplotlib, which is not installed; pip install matplotlib"
 
@@ -59,7 +65,6 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    suffix = Path(path).suffix
-    dates = {".png": {"Software": None}, ".svg": {"Date": None}}
-    metadata: dict[str, Any] = dates.get(suffix, {"CreationDate": None})
+    dates: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}}
+    metadata = dates.get(Path(path).suffix, {"CreationDate": None})
     figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)

@@ -99,10 +99,10 @@ try:
     """Number of tensors and Python objects that hold a storage, by its ``_cdata``."""
 
     is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-    """Whether a transform of ``torch.func`` is active, so operators stand for others."""
+    """True while a transform of ``torch.func`` is active, so operators stand for others."""
 
     is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-    """Whether ``torch.autocast`` is active on this thread for any device."""
+    """True while ``torch.autocast`` is active on this thread for any device."""
 
     _compiler = torch._C._dynamo.eval_frame  # in C++: its Python takes seconds to import
     _set_strategy = _compiler.set_code_exec_strategy
@@ -131,12 +131,12 @@ def never_compiled(function: F) -> F:
 
 
 def is_profiling() -> bool:
-    """Whether ``torch.profiler`` runs now."""
+    """Return whether ``torch.profiler`` runs now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def records_operators() -> bool:
-    """Whether operators that run now become part of a graph, as by ``make_fx`` or TorchScript."""
+    """Return whether operators that run now join a graph, as by ``make_fx`` or TorchScript."""
     # All in C, because every group asks.
     if _mode(_RECORDS) is not None or _is_included(DispatchKey.PreDispatch):
         return True

@@ -52,7 +52,7 @@ if THEIRS in sys.modules:  # modules that imported it keep it, without any sign
     )
 
 DEBUG = False
-"""Whether :func:`debug_rank` logs. Set it in this module."""
+"""True if :func:`debug_rank` logs. Set it in this module."""
 
 DEBUG_RANK = 0
 """Rank on which :func:`debug_rank` logs."""

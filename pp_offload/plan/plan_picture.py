@@ -15,12 +15,12 @@ from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.pictures import (
-    BLACK,
-    BLUE,
+    DEVICE,
     FAINT,
-    GREY,
-    ORANGE,
-    VERMILION,
+    HOST,
+    OFFLOAD,
+    RECOMPUTE,
+    WHITE,
     check_format,
     new_figure,
     save,
@@ -32,6 +32,11 @@ HEIGHT_INCHES = 5.0
 FRONT_HEIGHT_INCHES = 4.0
 BAR_WIDTH = 0.38
 WITHOUT = "device, without offload"
+
+ABOVE: dict[str, Any] = dict(
+    loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False
+)
+"""Place of a legend above its axes, where nothing is drawn."""
 
 
 def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -55,12 +60,13 @@ def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str
     for axes in (peaks, groups):
         axes.grid(axis="y", color=FAINT, linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.legend(fontsize=8, loc="upper right")
+        axes.legend(**ABOVE)
     groups.set_xticks(range(len(plan.ranks)))
     groups.set_xlabel("pipeline rank")
     slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
     times = f"{plan.seconds * 1e3:.1f} ms a step, {slower:.1%} more than without offload"
-    peaks.set_title(f"{plan.made_for}\n{times}".strip(), fontsize=9, loc="left", wrap=True)
+    title = f"{plan.made_for}\n{times}".strip()
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
     save(figure, path)
 
 
@@ -70,12 +76,13 @@ def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
     without = [rank.peak_bytes / GIB for rank in none.ranks]
     planned = [rank.peak_bytes / GIB for rank in plan.ranks]
     host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
+    empty: dict[str, Any] = {"facecolor": WHITE, "edgecolor": DEVICE}
     bars = {"width": BAR_WIDTH, "align": "edge"}
-    axes.bar([rank - BAR_WIDTH for rank in ranks], without, color=GREY, label=WITHOUT, **bars)
-    axes.bar(ranks, planned, color=BLUE, label="device, by the plan", **bars)
-    axes.plot(ranks, host, color=ORANGE, marker="o", linestyle="", label="host memory")
-    axes.axhline(limit, color=BLACK, linestyle="--", linewidth=0.8, label="limit")
-    axes.set_ylim(top=1.25 * max(*without, *planned, *host, limit))  # room for the legend
+    axes.bar([rank - BAR_WIDTH for rank in ranks], without, label=WITHOUT, **bars, **empty)
+    axes.bar(ranks, planned, color=DEVICE, label="device, by the plan", **bars)
+    axes.plot(ranks, host, "o", color=HOST, label="host memory", clip_on=False)
+    axes.axhline(limit, color=DEVICE, linestyle="--", linewidth=0.8, label="limit")
+    axes.set_ylim(top=1.05 * max(*without, *planned, *host, limit))
     axes.set_ylabel("peak, GiB")
 
 
@@ -87,13 +94,13 @@ def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
         for keeps in (False, True)
     )
     tops = [low + high for low, high in zip(leave, stay, strict=True)]
-    axes.bar(range(len(ranks)), leave, color=BLUE, label="leave")
-    axes.bar(range(len(ranks)), stay, color=GREY, bottom=leave, label="stay")
-    where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": VERMILION}
+    axes.bar(range(len(ranks)), leave, color=OFFLOAD, label="offloaded")
+    axes.bar(range(len(ranks)), stay, color=DEVICE, bottom=leave, label="stay")
+    where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": RECOMPUTE}
     for number, rank in enumerate(ranks):
         if num := sum(map(len, rank.recomputed)):
             axes.annotate(f"{num} recomputed", (number, tops[number]), **where)
-    axes.set_ylim(top=1.25 * max(tops) or 1.0)
+    axes.set_ylim(top=1.1 * max(tops) or 1.0)
     axes.set_ylabel("groups of a microbatch, GiB")
 
 
@@ -121,20 +128,20 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
 
     by_limit = [(plan.limit_bytes, plan.seconds) for plan in front.plans]
     partly = [any(any(rank.recomputed) for rank in plan.ranks) for plan in front.plans]
-    draw("by a plan", by_limit, "o-", color=BLUE, markersize=4)
-    recomputed = [*compress(by_limit, partly)]
-    circles = {"color": VERMILION, "markersize": 8, "markerfacecolor": "none"}
-    draw("with layers recomputed", recomputed, "o", **circles)
-    draw("without offload", [(peak_of(none), none.seconds)], "s", color=BLACK)
+    draw("by a plan", by_limit, "o-", color=OFFLOAD, markersize=4)
+    if recomputed := [*compress(by_limit, partly)]:
+        circles = {"color": RECOMPUTE, "markersize": 8, "markerfacecolor": "none"}
+        draw("with layers recomputed", recomputed, "o", **circles)
+    draw("without offload", [(peak_of(none), none.seconds)], "s", color=DEVICE)
     if (every := front.recomputed) is not None:
         label = "all layers recomputed, nothing leaves"
-        draw(label, [(peak_of(every), every.seconds)], "D", color=ORANGE)
-    axes.axhline(none.seconds * 1e3, color=BLACK, linewidth=0.6, linestyle="--")
+        draw(label, [(peak_of(every), every.seconds)], "D", color=RECOMPUTE)
+    axes.axhline(none.seconds * 1e3, color=DEVICE, linewidth=0.6, linestyle="--")
     axes.axvspan(0, by_limit[0][0] / GIB, color=FAINT, label="no plan was found")
     axes.set_xlim(left=0)
     axes.set_xlabel("limit of each device, GiB")
     axes.set_ylabel("step, ms")
     axes.grid(color=FAINT, linewidth=0.6)
-    axes.legend(fontsize=8)
-    axes.set_title(title, fontsize=9, loc="left", wrap=True)
+    axes.legend(**ABOVE)
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
     save(figure, path)

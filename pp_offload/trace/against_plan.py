@@ -81,7 +81,7 @@ class RankCompared:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether nothing is worse than planned, and the plan is for this run."""
+        """True if nothing is worse than planned, and the plan is for this run."""
         return not self.differences
 
 
@@ -95,7 +95,7 @@ class Compared:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether nothing is worse than planned, and the plan is for this run."""
+        """True if nothing is worse than planned, and the plan is for this run."""
         return all(rank.is_as_planned for rank in self.ranks)
 
     def table(self) -> str:

@@ -18,7 +18,7 @@ from pp_offload._common.pictures import FORMATS, NEEDS
 from pp_offload.trace import figures as fig
 from pp_offload.trace import timeline as tl
 from pp_offload.trace.figures import WAITS, WAITS_FOR_COPIES, Interval, Kind, RankFigures
-from pp_offload.trace.timeline import Span, Timeline
+from pp_offload.trace.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,35 +32,29 @@ ROWS = {  # what comes later covers what comes before
     "h2d": (Kind.RELOAD,),
     "disk": (Kind.WRITE, Kind.READ),
 }
-FILL = dict.fromkeys(WAITS_FOR_COPIES, art.VERMILION) | {
+FILL = dict.fromkeys(WAITS_FOR_COPIES, art.WAIT) | {
     Kind.WAITS_FOR_RANK: art.WHITE,
-    Kind.OPERATORS: art.GREY,
-    Kind.FORWARD: art.SKY,
-    Kind.BACKWARD: art.BLUE,
-    Kind.OFFLOAD: art.GREEN,
-    Kind.RELOAD: art.PURPLE,
-    Kind.WRITE: art.ORANGE,
-    Kind.READ: art.YELLOW,
+    Kind.OPERATORS: art.OTHER_WORK,
+    Kind.FORWARD: art.FORWARD,
+    Kind.BACKWARD: art.BACKWARD,
+    Kind.OFFLOAD: art.OFFLOAD,
+    Kind.RELOAD: art.RELOAD,
+    Kind.WRITE: art.DISK,
+    Kind.READ: art.DISK,
 }
-HATCH = dict(zip(WAITS, ("", "////", "xxxx", "..."), strict=True))
-LINES = dict(zip(tl.COUNTERS, (art.BLACK, art.ORANGE, art.GREEN, art.PURPLE), strict=True))
+HATCH = dict(zip(WAITS, ("", "////", "xxxx", "..."), strict=True)) | {Kind.READ: "////"}
+LINES = dict(zip(tl.COUNTERS, (art.DEVICE, art.HOST, art.OFFLOAD, art.RELOAD), strict=True))
 DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 MIB, GIB = 2**20, 2**30
 
 
-def draw(
-    timeline: Timeline,
-    path: str | os.PathLike[str],
-    *,
-    ranks: Sequence[int] | None = None,
-    step: int | None = None,
-    predicted: Timeline | None = None,
-) -> None:
+def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> None:
     """Write the picture of a step: PNG, SVG or PDF, by the name of the file.
 
     Args:
-        timeline, ranks, step, predicted: As for :func:`picture`.
+        timeline: A real run, or a virtual one.
         path: File to write.
+        options: ``ranks``, ``step`` and ``predicted`` of :func:`picture`.
 
     Raises:
         ImportError: There is no matplotlib.
@@ -68,7 +62,7 @@ def draw(
         OSError: The file cannot be written.
     """
     art.check_format(path)
-    art.save(picture(timeline, ranks=ranks, step=step, predicted=predicted), path)
+    art.save(picture(timeline, **options), path)
 
 
 def picture(
@@ -107,7 +101,7 @@ def picture(
         _draw_bytes(below, panels[rank], plan.get(rank))
     axes[-1].set_xlim(0, shown_ms)
     axes[-1].set_xlabel(f"time since the begin of step {number}, ms", fontsize=9)
-    _legend(figure, [panels[rank] for rank in ranks], is_predicted=bool(plan))
+    _legend(figure, [panels[rank] for rank in ranks], has_plan=any(rank in plan for rank in ranks))
     figure.set_layout_engine("constrained", hspace=0.02, h_pad=0.03)
     return figure
 
@@ -119,12 +113,8 @@ class _Panel(NamedTuple):
     end_ms: float
     times: dict[Kind, list[Interval]]
     lines: dict[str, list[tuple[float, int]]]
-
-    longest: Span | None
-    """Longest wait for a copy."""
-
-    longest_ms: float
-    """Middle of that wait."""
+    longest: tuple[float, float, str] | None
+    """Length and middle of the longest wait for a copy, in ms, and its name."""
 
     is_whole: bool
 
@@ -132,10 +122,8 @@ class _Panel(NamedTuple):
 def _panels(timeline: Timeline, step: int) -> dict[int, _Panel]:
     windows = fig.steps_of(timeline)[step]
     zero_s = min(begin_s for begin_s, _ in windows.values())
-    figures = {each.rank: each for each in fig.figures_of(timeline, step)}
-    return {
-        rank: _panel(timeline, figures[rank], window, zero_s) for rank, window in windows.items()
-    }
+    figures = fig.figures_of(timeline, step)
+    return {each.rank: _panel(timeline, each, windows[each.rank], zero_s) for each in figures}
 
 
 def _panel(timeline: Timeline, figures: RankFigures, window: Interval, zero_s: float) -> _Panel:
@@ -153,12 +141,20 @@ def _panel(timeline: Timeline, figures: RankFigures, window: Interval, zero_s: f
         values = fig.values_of(timeline, figures.rank, name, window)
         values += [(window[1], nbytes) for _, nbytes in values[-1:]]
         lines[name] = [(ms(time_s), nbytes) for time_s, nbytes in values]
-    waits = [span for span in spans if fig.kind_of(span) in WAITS_FOR_COPIES]
-    waits = [span for span in waits if window[0] <= span.begin_s and span.end_s <= window[1]]
-    wait = max(waits, key=lambda span: span.end_s - span.begin_s, default=None)
-    middle_ms = 0.0 if wait is None else ms((wait.begin_s + wait.end_s) / 2)
+    waits = [
+        # The name of a wait for a disk is too long.
+        (
+            (span.end_s - span.begin_s) * 1e3,
+            ms((span.begin_s + span.end_s) / 2),
+            kind.value if kind is Kind.WAITS_FOR_DISK else span.name,
+        )
+        for span in spans
+        if (kind := fig.kind_of(span)) in WAITS_FOR_COPIES
+        and window[0] <= span.begin_s
+        and span.end_s <= window[1]
+    ]
     is_whole = not timeline.metadata.get(figures.rank, {}).get("is_truncated", False)
-    return _Panel(figures, ms(window[1]), times, lines, wait, middle_ms, is_whole)
+    return _Panel(figures, ms(window[1]), times, lines, max(waits, default=None), is_whole)
 
 
 def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
@@ -170,7 +166,7 @@ def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
             axes.broken_barh(widths, (row - 0.4, 0.8), zorder=2, **_style(kind))
     _draw_bands(axes, panel)
     if panel.longest is not None:
-        _mark(axes, panel.longest, panel.longest_ms, shown_ms, len(names) - 0.35)
+        _mark(axes, *panel.longest, shown_ms, len(names) - 0.35)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(-0.5, len(names) - (0.5 if panel.longest is None else -0.1))
     axes.tick_params(axis="both", length=0)
@@ -186,23 +182,23 @@ def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
 
 
 def _style(kind: Kind) -> dict[str, Any]:
-    edge = art.GREY if FILL[kind] == art.WHITE else art.WHITE
+    edge = art.GREY if kind in (Kind.WAITS_FOR_RANK, Kind.READ) else art.WHITE
     return dict(facecolor=FILL[kind], hatch=HATCH.get(kind), edgecolor=edge, linewidth=0.0)
 
 
 def _draw_bands(axes: Axes, panel: _Panel) -> None:
     for begin, end in (time for kind in WAITS_FOR_COPIES for time in panel.times[kind]):
-        axes.axvspan(begin, end, color=art.VERMILION, alpha=0.13, linewidth=0, zorder=0)
+        axes.axvspan(begin, end, color=art.WAIT, alpha=0.13, linewidth=0, zorder=0)
 
 
-def _mark(axes: Axes, wait: Span, middle_ms: float, shown_ms: float, y: float) -> None:
+def _mark(
+    axes: Axes, took_ms: float, middle_ms: float, name: str, shown_ms: float, y: float
+) -> None:
     """Label the longest wait for a copy, unless it is too short to be seen."""
-    took_ms, kind = (wait.end_s - wait.begin_s) * 1e3, fig.kind_of(wait)
     if took_ms < shown_ms / 500:
         return
-    name = kind.value if kind is Kind.WAITS_FOR_DISK else wait.name  # which is long
     side, offset = ("right", -7) if middle_ms > shown_ms / 2 else ("left", 7)
-    axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.VERMILION)
+    axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.WAIT)
     axes.annotate(
         f"{name} {took_ms:.3g} ms, the longest of its waits",
         xy=(middle_ms, y),
@@ -211,7 +207,7 @@ def _mark(axes: Axes, wait: Span, middle_ms: float, shown_ms: float, y: float) -
         ha=side,
         va="center",
         fontsize=8.5,
-        color=art.VERMILION,
+        color=art.WAIT,
     ).set_in_layout(False)  # or a long name would make the picture narrow
 
 
@@ -228,7 +224,7 @@ def _draw_bytes(axes: Axes, panel: _Panel, predicted: _Panel | None) -> None:
                 fill: dict[str, Any] = dict(color=LINES[counter], alpha=0.2, lw=0)
                 axes.fill_between(times, values, step="post", **fill)
     if predicted is not None:
-        axes.axvline(predicted.end_ms, color=art.BLACK, **DASHED)
+        axes.axvline(predicted.end_ms, color=art.DEVICE, **DASHED)
     axes.set_ylabel(f"memory, {name}", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
@@ -238,7 +234,7 @@ def _draw_bytes(axes: Axes, panel: _Panel, predicted: _Panel | None) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Figure, panels: Sequence[_Panel], *, is_predicted: bool) -> None:
+def _legend(figure: Figure, panels: Sequence[_Panel], *, has_plan: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -246,6 +242,6 @@ def _legend(figure: Figure, panels: Sequence[_Panel], *, is_predicted: bool) -> 
     counters = [name for name in tl.COUNTERS if any(panel.lines[name] for panel in panels)]
     handles: list[Any] = [Patch(label=kind.value, **_style(kind)) for kind in kinds]
     handles += [Line2D([], [], color=LINES[name], label=f"memory: {name}") for name in counters]
-    if is_predicted:
-        handles.append(Line2D([], [], color=art.BLACK, label="predicted", **DASHED))
+    if has_plan:
+        handles.append(Line2D([], [], color=art.DEVICE, label="predicted", **DASHED))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8.5, frameon=False)

@@ -65,16 +65,16 @@ def test_each_span_is_where_it_was() -> None:
     timeline = timeline_of(0)
     timeline.spans.append(Span(0, "disk 2", "read", 1.06, 1.07, {"bytes": 1}))
     figure = picture.picture(timeline)
-    assert bars(figure, art.SKY) == [(0, 20, 3)] and bars(figure, art.BLUE) == [(40, 100, 3)]
+    assert bars(figure, art.FORWARD) == [(0, 20, 3)] and bars(figure, art.BLUE) == [(40, 100, 3)]
     assert bars(figure, art.VERMILION) == [(50, 80, 3), (85, 86, 3)]
     assert bars(figure, art.WHITE) == [(20, 40, 3)]
     assert bars(figure, art.GREEN) == [(10, 60, 2)] and bars(figure, art.PURPLE) == [(60, 80, 1)]
-    assert bars(figure, art.YELLOW) == [(60, 70, 0)]
+    assert bars(figure, art.DISK) == [(60, 70, 0)]
     rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert rows == ["disk", "h2d", "d2h", "compute"], "from the bottom"
     timeline.spans.append(Span(0, "operators", "operators", 1.01, 1.05))
     figure = picture.picture(timeline)
-    assert bars(figure, art.SKY) == [(10, 20, 3)], "compute of groups is that of operators"
+    assert bars(figure, art.FORWARD) == [(10, 20, 3)], "compute of groups is that of operators"
     assert bars(figure, art.GREY) == [(10, 50, 3)]
 
 
