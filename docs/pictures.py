@@ -41,7 +41,9 @@ def traced(num_ranks: int, num_layers: int, num_microbatches: int, length: int) 
     )
     with TemporaryDirectory() as folder:
         trace = Trace(Path(folder) / "out.json")
-        everything = OffloadConfig(rematerialize="none")
+        everything = OffloadConfig(
+            rematerialize="none", max_in_flight_bytes=5 * 2**29, prefetch_bytes=5 * 2**28
+        )
         run_pipeline(order, work, DEVICES["H100"], config=everything, trace=trace)
     assert trace.timeline is not None
     return trace.timeline

@@ -23,14 +23,8 @@ ROWS = [torch.ones(2, 3), torch.ones(4, 3)]
 
 TENSORS = {
     "dense": (torch.ones(2, 3), "a tensor of shape (2, 3), dtype torch.float32"),
-    "meta": (torch.ones(2, device="meta"), "a tensor of shape (2,), dtype torch.float32"),
     "coo": (torch.eye(4).to_sparse(), "shape (4, 4), dtype torch.float32, layout torch.sparse_coo"),
-    "mkldnn": (torch.ones(2).to_mkldnn(), "layout torch._mkldnn"),
     "nested": (torch.nested.nested_tensor(ROWS), "a nested tensor of shape unknown, dtype torch."),
-    "jagged": (
-        torch.nested.nested_tensor(ROWS, layout=torch.jagged),
-        "a nested tensor of shape (2, j",
-    ),
     "mute": (torch.ones(2).as_subclass(Mute), "a tensor of shape unknown, dtype unknown"),
 }
 
@@ -51,13 +45,10 @@ class Broken:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "None"),
         ("late", "'late'"),
-        (2.5, "2.5"),
         ({"a": 1}, "the dict {'a': 1}"),
         ([Broken()], "a list"),
         (torch.ones(1), "a Tensor"),
-        (object(), "an object"),
         (list(range(100)), "a list"),
         ("x" * 1000, "'" + "x" * 99 + "..."),
     ],

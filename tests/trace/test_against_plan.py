@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B
 
 from pp_offload import OffloadConfig
 from pp_offload._common.offload_plan import OffloadPlan
@@ -100,10 +100,8 @@ def test_what_was_planned_is_what_was_done(config: OffloadConfig, tmp_path: Path
 
 
 SLOWER = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 0.9)
-FASTER = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 1.05)
 SLOWER_LINK = replace(DEVICE, link_bytes_per_s=DEVICE.link_bytes_per_s * 0.9)
 SIX = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=6)
-INTERLEAVED = PipelineOrder(ScheduleInterleaved1F1B, num_ranks=2, num_stages=4, num_microbatches=8)
 ANOTHER = "the plan is of another model or schedule"
 LENGTH = "give the run the length and the options of the plan"
 BOUNDS = "as with other bounds on what is on its way"
@@ -114,12 +112,8 @@ BOUNDS = "as with other bounds on what is on its way"
     [
         ({"length": 1024}, "sent GiB", LENGTH),
         ({"order": SIX}, "the plan is of 8 microbatches", "in a step, which has 6"),
-        ({"name": "mlp"}, ANOTHER, "group 0 of stage 0 is mlp, planned linear"),
-        ({"num_layers": 5}, ANOTHER, "group 4 of stage 0 is linear, planned None"),
         ({"num_layers": 3}, ANOTHER, "group 3 of stage 0 is None, planned linear"),
-        ({"order": INTERLEAVED}, ANOTHER, "group 0 of stage 1 is linear, planned None"),
         ({"hardware": SLOWER}, "busy ms", "operators take other times"),
-        ({"hardware": SLOWER}, "step ms", "longer compute"),
         ({"hardware": SLOWER_LINK}, "GB/s", "a Hardware of other link"),
         ({"config": NARROW}, "stalled ms", BOUNDS),
         ({"config": NARROW}, "on demand", BOUNDS),
@@ -131,11 +125,6 @@ def test_a_run_that_differs_names_the_figure_and_the_cause(
     texts = differences(plan, run(tmp_path, plan, **how))
     assert any(text.startswith(head) and words in text for text in texts), texts
     assert head != ANOTHER or not any("plan again" in text for text in texts), "no causes"
-
-
-def test_nothing_is_worse_on_a_faster_device(plan: OffloadPlan, tmp_path: Path) -> None:
-    texts = differences(plan, run(tmp_path, plan, hardware=FASTER))
-    assert not any(text.startswith(("busy ms", "step ms")) for text in texts)
 
 
 def real_step(**worse: float) -> Timeline:
@@ -154,13 +143,10 @@ def real_step(**worse: float) -> Timeline:
     ("worse", "expected"),
     [
         ({}, None),
-        ({"stalled_s": 0.11}, None),  # 1 % of a step
         ({"stalled_s": 0.13}, "stalled ms 130.0, planned 100.0"),
         ({"step_s": 1.2}, "step ms 1200.0, planned 1000.0: longer compute or waits"),
         ({"device": 7.0, "host": 7.0}, None),
         ({"device": 9.0}, "peak GiB 9.000, planned 8.000: memory that the plan does not know"),
-        ({"host": 9.0}, "host GiB 9.000, planned 8.000"),
-        ({"sent": 7.0}, "sent GiB 7.000, planned 8.000: groups do not leave as planned"),
     ],
 )
 def test_a_step_of_a_real_device(worse: dict[str, float], expected: str | None) -> None:

@@ -42,23 +42,17 @@ def of_each_kind(rank: int = 0, base_ns: int = BASE_NS) -> Timeline:
     )
 
 
-@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
-def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """A file that cannot be written leaves the file that was there."""
+    path = tmp_path / "out.json"
     write(of_each_kind(), path)
     assert read(path) == of_each_kind()
     assert check_file(path, 1) == {"M": 2 + 2 * 4, "X": 4, "C": 2, "s": 2, "t": 1, "f": 2}
-    assert [file.name for file in tmp_path.iterdir()] == [name], "no partial file"
-
-
-def test_a_file_that_cannot_be_written_keeps_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    write(of_each_kind(), path)
     broken = of_each_kind()
     broken.metadata[0]["device"] = object()
     with pytest.raises(TypeError):
         write(broken, path)
-    assert read(path) == of_each_kind()
+    assert read(path) == of_each_kind() and len(list(tmp_path.iterdir())) == 1
 
 
 def test_ranks_are_merged_on_one_clock(tmp_path: Path) -> None:
@@ -106,12 +100,6 @@ def test_files_of_a_profiler_are_moved_and_are_other_processes(tmp_path: Path) -
     number = 2**20
     assert others == [(number + 1, 5), ("Spans", 5), (2 * number + 1, 5), ("Spans", 5)]
     assert read(both).spans[0].begin_s == pytest.approx(1.002, abs=1e-9)
-    for base in (0, 7):
-        write(Timeline(base, metadata={0: {}}), ours)
-        profiled.write_text('{"traceEvents": []}')
-        refused = "profiled" if base else "ours"
-        with pytest.raises(ValueError, match=f"{refused} has no baseTimeNanoseconds"):
-            merge(ours, [profiled], both)
 
 
 def test_other_files_are_refused_with_advice(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,7 @@ from matplotlib.image import imread
 
 from pp_offload._common import pictures as art
 from pp_offload.trace import Span, picture
-from pp_offload.trace.figures import Kind, common, figures_of, kind_of, merged
-
-
-def test_sets_of_times() -> None:
-    assert merged([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
-    assert merged([(0, 1), (1.5, 2), (3, 4)], gap=0.5) == [(0, 2), (3, 4)]
-    assert common([(0, 3), (4, 9)], [(1, 2), (2.5, 5), (9, 10)]) == [(1, 2), (2.5, 3), (4, 5)]
-    assert common([(0, 2), (1, 3)], [(2.5, 5)]) == [(2.5, 3)] and common([], [(0, 1)]) == []
+from pp_offload.trace.figures import Kind, figures_of
 
 
 def test_figures_of_a_step() -> None:
@@ -46,7 +38,6 @@ def test_figures_of_a_step() -> None:
     assert figures.reload_bytes_per_s == pytest.approx(2 * GIB / 0.04)
     assert (figures.written_bytes, figures.read_bytes) == (5, 0)
     assert figures.peak_bytes["device"] == 6 * GIB and figures.peak_bytes["host"] == GIB
-    assert kind_of(Span(0, "compute", "waits for nobody (forward)", 0, 1)) is Kind.FORWARD
 
 
 def bars(figure: Figure, colour: str) -> list[tuple[float, float, float]]:
@@ -113,15 +104,12 @@ def test_bytes_are_steps_and_what_was_predicted_is_dashed() -> None:
     assert figure.legends[0].get_texts()[-1].get_text() == "predicted"
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_a_file_is_the_same_each_time(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"out{suffix}"
+def test_a_file_is_the_same_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "out.png"
     picture.draw(timeline_of(0), path)
     first = path.read_bytes()
-    assert first[:4] == {".png": b"\x89PNG", ".svg": b"<?xm", ".pdf": b"%PDF"}[suffix]
     picture.draw(timeline_of(0), path)
-    assert path.read_bytes() == first or suffix == ".svg", "an SVG has random ids"
-    assert suffix != ".png" or imread(path).shape[1] == 1200, "as wide as a page"
+    assert path.read_bytes() == first and imread(path).shape[1] == 1200, "as wide as a page"
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -138,9 +126,3 @@ def test_wrong_arguments_are_explained(
     with pytest.raises(ValueError, match=message):
         picture.draw(timeline_of(0), tmp_path / name, **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        picture.picture(timeline_of(0))
