@@ -151,8 +151,8 @@ def compare_with_plan(
         planned = plan.rank(pipeline_rank(figures.rank))
         window = fig.steps_of(timeline)[number][figures.rank]
         samples = timeline.counter(figures.rank, HOST)
-        host = max((item.nbytes for item in samples if item.time_s < window[1]), default=None)
-        pairs = _pairs(plan, planned, figures, host)
+        host_bytes = [item.nbytes for item in samples if item.time_s < window[1]]
+        pairs = _pairs(plan, planned, figures, max(host_bytes, default=None))
         differences = [*_strangers(plan, planned, timeline, figures.rank, window)]
         differences += _worse(plan, planned, pairs, has_causes=not differences)
         ranks.append(RankCompared(figures.rank, planned, figures, pairs, differences))
@@ -202,9 +202,11 @@ def _strangers(
     forwards = [
         span
         for span in timeline.spans
-        if span.rank == rank and fig.kind_of(span) is Kind.FORWARD and "position" in span.args
+        if span.rank == rank
+        and fig.kind_of(span) is Kind.FORWARD
+        and "position" in span.args
+        and window[0] <= span.begin_s < window[1]
     ]
-    forwards = [span for span in forwards if window[0] <= span.begin_s < window[1]]
     names = {
         (span.args["vp_stage"], span.args["position"]): span.name.removesuffix(" (forward)")
         for span in forwards

@@ -17,6 +17,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,14 @@ def _read_json(path: AnyPath, key: str = "traceEvents") -> Json:
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        problem: object = None if isinstance(content, dict) and key in content else f"no key {key}"
+        if isinstance(content, dict) and key in content:
+            return content
+        problem = f"no key {key}"
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as failure:
-        problem = failure
-    if problem is None:
-        return content
-    expected = "expected a file that a Trace has written"
-    raise ValueError(f"{path} cannot be read as a trace, {expected} ({problem})")
+        problem = str(failure)
+    raise ValueError(
+        f"{path} cannot be read as a trace, expected a file that a Trace has written ({problem})"
+    )
 
 
 def _read_ours(path: AnyPath) -> Json:
@@ -145,32 +147,29 @@ def _events(timeline: Timeline) -> Iterator[Json]:
     used = sorted({(span.rank, span.track) for span in timeline.spans} | set(points))
     more_tracks = sorted({track for _, track in used} - set(TRACKS))
     tids = {track: tid for tid, track in enumerate([*TRACKS, *more_tracks])}
-    for rank in timeline.ranks:
-        yield from _label("process", rank, 0, f"rank {rank}", rank)
-    for rank, track in used:
-        yield from _label("thread", rank, tids[track], track, tids[track])
+    labels = [("process", rank, 0, f"rank {rank}", rank) for rank in timeline.ranks]
+    labels += [("thread", rank, tids[track], track, tids[track]) for rank, track in used]
+    for kind, rank, tid, name, index in labels:
+        yield _event("M", f"{kind}_name", rank, tid, 0, args={"name": name})
+        yield _event("M", f"{kind}_sort_index", rank, tid, 0, args={"sort_index": index})
     for span in timeline.spans:
+        place = span.rank, tids[span.track], span.begin_s
         dur = (span.end_s - span.begin_s) * 1e6
-        event = _event("X", span.name, span.rank, tids[span.track], span.begin_s)
-        yield event | {"dur": dur, "args": dict(span.args)}
+        yield _event("X", span.name, *place, dur=dur, args=dict(span.args))
     for item in timeline.samples:
-        event = _event("C", f"{item.counter} bytes", item.rank, 0, item.time_s)
-        yield event | {"args": {"bytes": item.nbytes}}
+        args = {"bytes": item.nbytes}
+        yield _event("C", f"{item.counter} bytes", item.rank, 0, item.time_s, args=args)
     for number, flow in enumerate(timeline.flows):
         kinds = ["s", *"t" * (len(flow.points) - 2), "f"]
         for kind, point in zip(kinds, flow.points, strict=True):
-            event = _event(kind, flow.name, flow.rank, tids[point.track], point.time_s)
             ends = {"bp": "e"} if kind == "f" else {}  # at the span around it, not at the next
-            yield event | {"id": flow.rank * FLOWS_OF_A_RANK + number} | ends
+            place = flow.rank, tids[point.track], point.time_s
+            yield _event(kind, flow.name, *place, id=flow.rank * FLOWS_OF_A_RANK + number, **ends)
 
 
-def _label(what: str, rank: int, tid: int, name: str, index: int) -> Iterator[Json]:
-    yield _event("M", f"{what}_name", rank, tid, 0) | {"args": {"name": name}}
-    yield _event("M", f"{what}_sort_index", rank, tid, 0) | {"args": {"sort_index": index}}
-
-
-def _event(kind: str, name: str, rank: int, tid: int, time_s: float) -> Json:
-    return {"ph": kind, "cat": OURS, "name": name, "pid": rank, "tid": tid, "ts": time_s * 1e6}
+def _event(kind: str, name: str, rank: int, tid: int, time_s: float, **more: Any) -> Json:
+    common = {"ph": kind, "cat": OURS, "name": name, "pid": rank, "tid": tid, "ts": time_s * 1e6}
+    return common | more
 
 
 def _timeline(content: Json, shift_s: float) -> Timeline:
@@ -178,25 +177,23 @@ def _timeline(content: Json, shift_s: float) -> Timeline:
     ranks = {int(rank): facts for rank, facts in content[OURS].items()}
     timeline = Timeline(content[BASE], metadata=ranks)
     tracks: dict[tuple[int, int], str] = {}
-    flows: dict[int, list[Json]] = {}
+    flows: dict[int, Flow] = {}
     for event in content["traceEvents"]:
         if event.get("cat") != OURS:
             continue
-        rank, name, kind, time_s = event["pid"], event["name"], event["ph"], event["ts"] / 1e6
-        time_s += shift_s
+        rank, name, kind = event["pid"], event["name"], event["ph"]
+        time_s = event["ts"] / 1e6 + shift_s
         if name == "thread_name":
             tracks[rank, event["tid"]] = event["args"]["name"]
         elif kind == "X":
-            end_s = time_s + event["dur"] / 1e6
-            track = tracks[rank, event["tid"]]
+            track, end_s = tracks[rank, event["tid"]], time_s + event["dur"] / 1e6
             timeline.spans.append(Span(rank, track, name, time_s, end_s, event["args"]))
         elif kind == "C":
             counter, nbytes = name.removesuffix(" bytes"), event["args"]["bytes"]
             timeline.samples.append(Sample(rank, counter, time_s, nbytes))
         elif kind in "stf":
-            flows.setdefault(event["id"], []).append(event)
-    for events in flows.values():
-        where = [(tracks[event["pid"], event["tid"]], event["ts"] / 1e6) for event in events]
-        points = tuple(Point(track, time_s + shift_s) for track, time_s in where)
-        timeline.flows.append(Flow(events[0]["pid"], events[0]["name"], points))
+            flow = flows.setdefault(event["id"], Flow(rank, name, ()))
+            point = Point(tracks[rank, event["tid"]], time_s)
+            flows[event["id"]] = replace(flow, points=(*flow.points, point))
+    timeline.flows += flows.values()
     return timeline

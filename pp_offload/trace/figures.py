@@ -96,6 +96,7 @@ class RankFigures:
         written_bytes, read_bytes: To the disk, and from there.
         on_demand_reloads: Tensors that came back only when backward was at their group.
         peak_bytes: Most bytes of each counter; of the device, also between readings, if known.
+        offload_bytes_per_s, reload_bytes_per_s: Rates while copying; None without copies.
     """
 
     rank: int
@@ -111,16 +112,8 @@ class RankFigures:
     read_bytes: int
     on_demand_reloads: int | None
     peak_bytes: Mapping[str, int]
-
-    @property
-    def offload_bytes_per_s(self) -> float | None:
-        """Rate while copying to the host; None without copies."""
-        return self.offloaded_bytes / self.offload_s if self.offload_s else None
-
-    @property
-    def reload_bytes_per_s(self) -> float | None:
-        """Rate while copying to the device; None without copies."""
-        return self.reloaded_bytes / self.reload_s if self.reload_s else None
+    offload_bytes_per_s: float | None
+    reload_bytes_per_s: float | None
 
     @property
     def waited_for_copies_s(self) -> float:
@@ -129,11 +122,8 @@ class RankFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """Make plain figures in seconds and bytes, which JSON can hold."""
-        return asdict(self) | {
-            "offload_bytes_per_s": self.offload_bytes_per_s,
-            "reload_bytes_per_s": self.reload_bytes_per_s,
-            "waited_s": {kind.value: seconds for kind, seconds in self.waited_s.items()},
-        }
+        waited_s = {kind.value: seconds for kind, seconds in self.waited_s.items()}
+        return asdict(self) | {"waited_s": waited_s}
 
 
 def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
@@ -205,6 +195,7 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span])
         elif kind in COPIES and begin_s <= span.begin_s < end_s:
             nbytes[kind] += span.args["bytes"]
             took_s[kind] += span.end_s - span.begin_s
+    rates = {kind: nbytes[kind] / took_s[kind] if took_s[kind] else None for kind in COPIES}
     worked = times[Kind.OPERATORS]
     values = {name: values_of(timeline, rank, name, window) for name in tl.COUNTERS}
     peaks = {name: max(n for _, n in items) for name, items in values.items() if items}
@@ -224,4 +215,6 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span])
         read_bytes=nbytes[Kind.READ],
         on_demand_reloads=facts.get("on_demand_reloads"),
         peak_bytes=peaks,
+        offload_bytes_per_s=rates[Kind.OFFLOAD],
+        reload_bytes_per_s=rates[Kind.RELOAD],
     )
