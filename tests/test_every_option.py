@@ -28,7 +28,6 @@ from pp_offload import (
     OffloadConfig,
     OffloadModel,
     attach,
-    configure,
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -71,12 +70,6 @@ def run_groups() -> None:
 
 def through_a_fresh_manager(config: OffloadConfig) -> None:
     with use_backend(CpuBackend(), config=config):
-        run_groups()
-
-
-def through_configure(config: OffloadConfig) -> None:
-    with use_backend(CpuBackend()):
-        configure(config)
         run_groups()
 
 
@@ -128,7 +121,6 @@ def through_offload_model(config: OffloadConfig) -> None:
 
 PRODUCTS: dict[Callable[[OffloadConfig], None], set[str]] = {
     through_a_fresh_manager: GROUPS,
-    through_configure: GROUPS,
     through_a_schedule: GROUPS | {"min_offloaded_tensor_size", "split_backward"},
     through_offload_activations: STASH,
     through_checkpoints: STASH,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import enum
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -216,27 +216,23 @@ def takes_options_by_name(cls: _Cls) -> _Cls:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
-        problems = list(_problems_of_names(type(self).__name__, args, options, names))
-        if not problems:
-            init(self, **options)
-            return
+        kind, problems = type(self).__name__, []
+        if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
+            expected = f"expected some of {', '.join(names)}"
+            problems.append(f"{kind} has no option {', '.join(unknown)}; {expected}")
+        if args:
+            problems.append(
+                f"{kind} was given {said(args[0])} without a name, expected options by name; write "
+                f"{kind}(name=value), or {kind}(**options) for a dict"
+            )
         try:
             init(self, **{name: options[name] for name in options if name in names})
         except (ValueError, TypeError) as others:
+            if not problems:
+                raise
             problems.append(str(others))
-        raise OptionError("; ".join(problems))
+        if problems:
+            raise OptionError("; ".join(problems))
 
     cls.__init__ = checked  # type: ignore[misc]
     return cls
-
-
-def _problems_of_names(
-    kind: str, args: Sequence[Any], options: Iterable[str], names: Sequence[str]
-) -> Iterator[str]:
-    if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
-        yield f"{kind} has no option {', '.join(unknown)}; expected some of {', '.join(names)}"
-    if args:
-        yield (
-            f"{kind} was given {said(args[0])} without a name, expected options by name; write "
-            f"{kind}(name=value), or {kind}(**options) for a dict"
-        )

@@ -114,11 +114,3 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
             if of.startswith("torch.") and not of.startswith("torch.ops"):
                 raise AssertionError(f"{file} uses {of}: import it in {HERE}")
             assert name in allowed and of != "torch", f"{file} uses {of}.{name}: list it here"
-
-
-def test_a_node_tells_what_a_pack_hook_returned() -> None:
-    """Recipes find by it what an operator was given."""
-    packed: list[object] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-        y = torch.nn.functional.silu(torch.ones(3, requires_grad=True) * 1)
-    assert y.grad_fn._raw_saved_self.data is packed[0]  # type: ignore[union-attr]
