@@ -33,6 +33,11 @@ WAIT, RECOMPUTE = VERMILION, WINE
 DEVICE, HOST = BLACK, ORANGE
 """Memory of the device, and of the host."""
 
+LEGEND_ABOVE: dict[str, Any] = dict(
+    loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False
+)
+"""Place of a legend above its axes, where nothing is drawn."""
+
 NEEDS = "a picture needs matplotlib, which is not installed; pip install matplotlib"
 
 

@@ -13,18 +13,8 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
+from pp_offload._common import pictures as art
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.pictures import (
-    DEVICE,
-    FAINT,
-    HOST,
-    OFFLOAD,
-    RECOMPUTE,
-    WHITE,
-    check_format,
-    new_figure,
-    save,
-)
 from pp_offload.plan.trade_off import GIB, Front, peak_of
 from pp_offload.simulate.rank import PipelineStep
 
@@ -32,11 +22,6 @@ HEIGHT_INCHES = 5.0
 FRONT_HEIGHT_INCHES = 4.0
 BAR_WIDTH = 0.38
 WITHOUT = "device, without offload"
-
-ABOVE: dict[str, Any] = dict(
-    loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False
-)
-"""Place of a legend above its axes, where nothing is drawn."""
 
 
 def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -52,22 +37,22 @@ def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str
         OSError: The file cannot be written.
         ValueError: Its name ends otherwise than pictures do.
     """
-    check_format(path)
-    figure = new_figure(HEIGHT_INCHES, layout="constrained")
+    art.check_format(path)
+    figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
     peaks, groups = figure.subplots(2, 1, sharex=True)
     _draw_peaks(peaks, plan, none)
     _draw_groups(groups, plan.ranks)
     for axes in (peaks, groups):
-        axes.grid(axis="y", color=FAINT, linewidth=0.6)
+        axes.grid(axis="y", color=art.FAINT, linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.legend(**ABOVE)
+        axes.legend(**art.LEGEND_ABOVE)
     groups.set_xticks(range(len(plan.ranks)))
     groups.set_xlabel("pipeline rank")
     slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
     times = f"{plan.seconds * 1e3:.1f} ms a step, {slower:.1%} more than without offload"
     title = f"{plan.made_for}\n{times}".strip()
     figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
-    save(figure, path)
+    art.save(figure, path)
 
 
 def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
@@ -76,12 +61,12 @@ def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
     without = [rank.peak_bytes / GIB for rank in none.ranks]
     planned = [rank.peak_bytes / GIB for rank in plan.ranks]
     host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
-    empty: dict[str, Any] = {"facecolor": WHITE, "edgecolor": DEVICE}
+    empty: dict[str, Any] = {"facecolor": art.WHITE, "edgecolor": art.DEVICE}
     bars = {"width": BAR_WIDTH, "align": "edge"}
     axes.bar([rank - BAR_WIDTH for rank in ranks], without, label=WITHOUT, **bars, **empty)
-    axes.bar(ranks, planned, color=DEVICE, label="device, by the plan", **bars)
-    axes.plot(ranks, host, "o", color=HOST, label="host memory", clip_on=False)
-    axes.axhline(limit, color=DEVICE, linestyle="--", linewidth=0.8, label="limit")
+    axes.bar(ranks, planned, color=art.DEVICE, label="device, by the plan", **bars)
+    axes.plot(ranks, host, "o", color=art.HOST, label="host memory", clip_on=False)
+    axes.axhline(limit, color=art.DEVICE, linestyle="--", linewidth=0.8, label="limit")
     axes.set_ylim(top=1.05 * max(*without, *planned, *host, limit))
     axes.set_ylabel("peak, GiB")
 
@@ -94,9 +79,9 @@ def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
         for keeps in (False, True)
     )
     tops = [low + high for low, high in zip(leave, stay, strict=True)]
-    axes.bar(range(len(ranks)), leave, color=OFFLOAD, label="offloaded")
-    axes.bar(range(len(ranks)), stay, color=DEVICE, bottom=leave, label="stay")
-    where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": RECOMPUTE}
+    axes.bar(range(len(ranks)), leave, color=art.OFFLOAD, label="offloaded")
+    axes.bar(range(len(ranks)), stay, color=art.DEVICE, bottom=leave, label="stay")
+    where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": art.RECOMPUTE}
     for number, rank in enumerate(ranks):
         if num := sum(map(len, rank.recomputed)):
             axes.annotate(f"{num} recomputed", (number, tops[number]), **where)
@@ -117,9 +102,9 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
         OSError: The file cannot be written.
         ValueError: Its name ends otherwise than pictures do.
     """
-    check_format(path)
+    art.check_format(path)
     none = front.without_offload
-    figure = new_figure(FRONT_HEIGHT_INCHES, layout="constrained")
+    figure = art.new_figure(FRONT_HEIGHT_INCHES, layout="constrained")
     axes = figure.add_subplot()
 
     def draw(label: str, points: Sequence[tuple[float, float]], marker: str, **style: Any) -> None:
@@ -128,20 +113,20 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
 
     by_limit = [(plan.limit_bytes, plan.seconds) for plan in front.plans]
     partly = [any(any(rank.recomputed) for rank in plan.ranks) for plan in front.plans]
-    draw("by a plan", by_limit, "o-", color=OFFLOAD, markersize=4)
+    draw("by a plan", by_limit, "o-", color=art.OFFLOAD, markersize=4)
     if recomputed := [*compress(by_limit, partly)]:
-        circles = {"color": RECOMPUTE, "markersize": 8, "markerfacecolor": "none"}
+        circles = {"color": art.RECOMPUTE, "markersize": 8, "markerfacecolor": "none"}
         draw("with layers recomputed", recomputed, "o", **circles)
-    draw("without offload", [(peak_of(none), none.seconds)], "s", color=DEVICE)
+    draw("without offload", [(peak_of(none), none.seconds)], "s", color=art.DEVICE)
     if (every := front.recomputed) is not None:
         label = "all layers recomputed, nothing leaves"
-        draw(label, [(peak_of(every), every.seconds)], "D", color=RECOMPUTE)
-    axes.axhline(none.seconds * 1e3, color=DEVICE, linewidth=0.6, linestyle="--")
-    axes.axvspan(0, by_limit[0][0] / GIB, color=FAINT, label="no plan was found")
+        draw(label, [(peak_of(every), every.seconds)], "D", color=art.RECOMPUTE)
+    axes.axhline(none.seconds * 1e3, color=art.DEVICE, linewidth=0.6, linestyle="--")
+    axes.axvspan(0, by_limit[0][0] / GIB, color=art.FAINT, label="no plan was found")
     axes.set_xlim(left=0)
     axes.set_xlabel("limit of each device, GiB")
     axes.set_ylabel("step, ms")
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.legend(**ABOVE)
+    axes.grid(color=art.FAINT, linewidth=0.6)
+    axes.legend(**art.LEGEND_ABOVE)
     figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
-    save(figure, path)
+    art.save(figure, path)

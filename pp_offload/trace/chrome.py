@@ -162,9 +162,8 @@ def _events(timeline: Timeline) -> Iterator[Json]:
     for number, flow in enumerate(timeline.flows):
         kinds = ["s", *"t" * (len(flow.points) - 2), "f"]
         for kind, point in zip(kinds, flow.points, strict=True):
-            ends: Json = (
-                {"bp": "e"} if kind == "f" else {}
-            )  # at the span around it, not at the next
+            # An arrow ends at the span around its end, not at the next span.
+            ends: Json = {"bp": "e"} if kind == "f" else {}
             place = flow.rank, tids[point.track], point.time_s
             yield _event(kind, flow.name, *place, id=flow.rank * FLOWS_OF_A_RANK + number, **ends)
 
