@@ -137,12 +137,8 @@ def test_a_full_trace_says_so_once_and_has_whole_spans(
 ) -> None:
     path, most = tmp_path / "out.json", 200
     with use_backend(CpuBackend(), config=CONFIG) as manager:
-        on, off = make_model(), make_model(groups=())
         with Trace(path, max_events=most):
-            for number in range(4):
-                inputs = batches(3, step=number)
-                expected = run_step(off, inputs, offload=False)
-                assert same_bits(run_step(on, inputs), expected)
+            train(4)
             assert not manager.offloader.observers.copied, "nothing is timed now"
     kinds = check_file(path, 1)
     assert most / 3 < sum(num for kind, num in kinds.items() if kind != "M") <= most
