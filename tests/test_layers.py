@@ -25,7 +25,7 @@ MOST_LINES = {
     "backends": 721,
     "cli": 1377,
     "compat": 112,
-    "integrations": 1202,
+    "integrations": 1199,
     "plan": 3364,
     "simulate": 2772,
     "testing": 967,

@@ -49,7 +49,6 @@ TRL = "trl.models.activation_offloading"
 MAX_TENSORS = 5
 """Number of saved tensors that leave together; fewer leave where a ``save_on_cpu`` ends."""
 
-_lock = threading.RLock()
 _active: patch | None = None
 
 
@@ -97,18 +96,17 @@ class patch:  # noqa: N801  called as a function is
         )
         self._contexts: list[OffloadActivations] = []  # of TRL's trainers
         self._undo: list[Callable[[], object]] = []
-        with _lock:
-            if _active is not None:
-                raise OffloadError(
-                    "pp_offload.patch() is active already; use the handle that it returned, or "
-                    "undo() that first"
-                )
-            try:
-                self._replace_all()
-                _active = self
-            except BaseException:
-                self.undo()
-                raise
+        if _active is not None:
+            raise OffloadError(
+                "pp_offload.patch() is active already; use the handle that it returned, or undo() "
+                "that first"
+            )
+        try:
+            self._replace_all()
+            _active = self
+        except BaseException:
+            self.undo()
+            raise
 
     def _replace_all(self) -> None:
         self._replace(save_on_cpu, "__enter__", _enter)
@@ -149,11 +147,10 @@ class patch:  # noqa: N801  called as a function is
     def undo(self) -> None:
         """Restore all functions. Offloaded tensors stay valid. A second call does nothing."""
         global _active
-        with _lock:
-            while self._undo:
-                self._undo.pop()()
-            if _active is self:
-                _active = None
+        while self._undo:
+            self._undo.pop()()
+        if _active is self:
+            _active = None
 
     def __enter__(self) -> patch:
         return self
