@@ -136,12 +136,9 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
     if again is not None:
         column = ["computed again", *map(_mib, again), _mib(sum(again))]
         lines = [[*line, cell] for line, cell in zip(lines, column, strict=True)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-    rule = "-" * len(text[0])
     title = "activations offloaded to the host, by pipeline rank and group"
     note = [] if any(sums) or any(again or ()) else [NOTHING_YET]
-    return "\n".join([title, rule, text[0], rule, *text[1:-1], rule, text[-1], *note])
+    return "\n".join([title, format_table(lines), *note])
 
 
 def format_duplicates(rows: Sequence[Mapping[str, tuple[int, int]]]) -> list[str]:
