@@ -15,7 +15,7 @@ from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 MOST_LINES = {
     "_activations": 755,
     "_checkpoint": 1478,
-    "_common": 1329,
+    "_common": 1281,
     "_core": 4560,
     "_groups": 3477,
     "_hooks": 386,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "plan": 3364,
     "simulate": 2772,
     "testing": 967,
-    "trace": 1746,
+    "trace": 1735,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 
