@@ -182,7 +182,7 @@ def choose(
             optimizer if the tapes have one; what an allocator cannot use is not.
         config: The options beside the plan, such as bounds. With ``host_budget_bytes`` the plan is
             for so much host memory on each rank; a group that finds no room there stays.
-        made_for: Model, schedule and device, in words, for who reads the file.
+        made_for: Model, schedule and device, in words, for readers of the file.
         progress: Called before each step that is predicted, with how many were.
 
     Raises:
@@ -227,7 +227,7 @@ class Chooser:
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
         """Make a plan for a limit; see :func:`choose`."""
         check_count("limit_bytes", limit_bytes, unit="bytes")
-        with collector_off():  # each step leaves a few MB in cycles: to look for them takes long
+        with collector_off():  # each step leaves a few MB in cycles, which take long to collect
             best = self._best(limit_bytes) or self._least
             if best.peak_bytes > limit_bytes:
                 raise self._infeasible(limit_bytes)

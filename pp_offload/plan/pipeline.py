@@ -68,16 +68,16 @@ def predict_each(
     check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
     if config is not None:
         check_config(config)
-        _check_known(config)
+        _check_options(config)
     _check_tapes(order, tapes)
     messages = Messages(order, peers or PeerLink())
-    with collector_off():  # it would look for garbage among all that ranks hold, again and again
+    with collector_off():  # it would search all that ranks hold, again and again
         ranks = [
             number_rank(order, number, rank_tapes, hardware, config, messages, has_state=has_state)
             for number, rank_tapes in enumerate(tapes)
         ]
         steps = [_run_step(ranks) for _ in range(num_steps)]
-        del ranks  # or it would do so now
+        del ranks  # or it would search them now
     return steps
 
 
@@ -94,7 +94,7 @@ def _run_step(ranks: Sequence[VirtualRank]) -> PipelineStep:
     return PipelineStep([rank.ended() for rank in ranks])
 
 
-def _check_known(config: OffloadConfig) -> None:
+def _check_options(config: OffloadConfig) -> None:
     if isinstance(config.limit, int):
         raise ValueError(
             "device_limit_bytes is given, which an engine keeps by what its device tells; expected "

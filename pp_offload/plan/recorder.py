@@ -206,15 +206,13 @@ class Recorder(Observer):
             self._note(group.name, nbytes, storage, members, made.get(index))
         for saved in payloads.chosen.reached if payloads.chosen else ():
             self._bring_anew(saved.batch)
-        for _, members, storage in recipes:
-            source = self._source_of(group.name, storage)
-            self._add(Payload(storage.nbytes(), source, 0), members)
+        for recipe, members, storage in recipes:
+            index = len(self.chunk.payloads)
+            recipe.term = Call(partial(self._compute, self.chunk, index, recipe.term), ())
+            self._add(Payload(storage.nbytes(), self._source_of(group.name, storage), 0), members)
             for saved in members:
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
         num = len(self.chunk.payloads)
-        for index, (recipe, *_) in zip(range(num - len(recipes), num), recipes, strict=True):
-            run = partial(self._compute, self.chunk, index, recipe.term)
-            recipe.term = Call(run, ())
         self.chunk.groups[end.number] = GroupTape(group.name, tuple(range(first, num)))
 
     def _note_copies(self, group: Group, position: int) -> None:

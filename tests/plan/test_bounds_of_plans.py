@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.plans.chosen import MOST_LONGER, check_follows, chooser_of, chosen
-from helpers.plans.every_choice import all_choices
+from helpers.plans.every_choice import choices
 from helpers.plans.small import limits, planned
 
 from pp_offload.plan import InfeasibleError, chooser
@@ -15,7 +15,7 @@ from pp_offload.plan import InfeasibleError, chooser
 )
 def test_hardly_any_choice_of_groups_and_bounds_is_better(seed: int, small_floor: None) -> None:
     drawn, tapes = planned(seed)
-    every = list(all_choices(drawn, tapes))
+    every = [choice.tried for choice in choices(drawn, tapes)]
     for limit in limits(drawn, tapes, 5):
         best = min(seconds for peak, seconds in every if peak <= limit)
         plan = chosen(drawn, tapes, limit)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
-from helpers.plans.every_choice import all_choices
+from helpers.plans.every_choice import choices
 from helpers.plans.ordered_parts import ordered_parts
 from helpers.plans.random_pipelines import Drawn
 from helpers.plans.small import limits, planned, with_disk, with_host_memory
@@ -60,7 +60,7 @@ def test_the_engine_does_so_with_a_disk(seed: int) -> None:
 @pytest.mark.parametrize("limited", [with_disk, lambda *both: with_host_memory(*both, 0.5)])
 def test_hardly_any_choice_of_groups_is_better(seed: int, limited: Callable[..., Any]) -> None:
     drawn, tapes = limited(*planned(seed))
-    every = list(all_choices(drawn, tapes, is_followed=True))
+    every = [choice.followed for choice in choices(drawn, tapes)]
     assert len(every) > 7
     for limit in limits(drawn, tapes, 4):
         best = min(seconds for peak, seconds in every if peak <= limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
-from helpers.plans.every_choice import all_choices, each_number
+from helpers.plans.every_choice import choices, each_number
 from helpers.plans.small import limits, planned
 
 from pp_offload.plan import RankTapes, record
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("small_bounds")
 @pytest.mark.parametrize("seed", [8, 35, *slow(2, 5, 12, 20, 46, 51, 78)])
 def test_hardly_any_choice_of_layers_and_groups_is_better(seed: int) -> None:
     drawn, tapes = planned(seed, layers="*")
-    every = [each for some in each_number(tapes) for each in all_choices(drawn, some)]
+    every = [choice.tried for some in each_number(tapes) for choice in choices(drawn, some)]
     low, high = min(peak for peak, _ in every), limits(drawn, tapes, 2)[1]
     num_recomputed = 0
     for limit in (low, low + (high - low) // 3, low + (high - low) * 2 // 3):

@@ -7,7 +7,7 @@ from helpers.plans.chosen import slow
 from helpers.plans.small import planned
 
 from pp_offload.plan import Chooser, InfeasibleError, front
-from pp_offload.plan.trade_off import front_table, peak_of
+from pp_offload.plan.trade_off import peak_of
 
 pytestmark = pytest.mark.usefixtures("small_floor")
 
@@ -32,16 +32,6 @@ def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
     if len(plans) > 1:
         with pytest.raises(InfeasibleError, match="expected at least"):
             chooser.plan(plans[0].limit_bytes - 1)
-
-
-def test_a_table_of_them() -> None:
-    plans_by_limit = front(chooser_of(3, "*"), num=3)
-    rows = front_table(plans_by_limit).splitlines()
-    names = [row.split("  ")[0].strip() for row in rows]
-    assert [name for name in names if name.startswith("plan")] == [
-        f"plan {number}" for number in range(len(plans_by_limit.plans))
-    ]
-    assert "all recomputed" in names and "without offload" in names
 
 
 def test_a_front_has_two_ends() -> None:

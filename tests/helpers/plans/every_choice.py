@@ -92,19 +92,6 @@ def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
             yield choice_of(config_of(kept, bounds))
 
 
-def all_choices(
-    drawn: Drawn, tapes: list[RankTapes], *, is_followed: bool = False
-) -> Iterator[tuple[int, float]]:
-    """The peak and the time of each.
-
-    Args:
-        drawn, tapes: The pipeline.
-        is_followed: As :attr:`Choice.followed` says them.
-    """
-    for choice in choices(drawn, tapes):
-        yield choice.followed if is_followed else choice.tried
-
-
 def each_number(tapes: list[RankTapes]) -> Iterator[list[RankTapes]]:
     """With each number of recomputed layers."""
     for nums in product(*(range(rank.num_layers + 1) for rank in tapes)):
