@@ -26,7 +26,7 @@ MOST_LINES = {
     "cli": 1377,
     "compat": 112,
     "integrations": 1199,
-    "plan": 3364,
+    "plan": 3292,
     "simulate": 2772,
     "testing": 967,
     "trace": 1735,
