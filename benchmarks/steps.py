@@ -10,9 +10,7 @@ does not count.
 Figures; of each the least and the median
     reset_ms_per_10000_groups      of a step like the one before, by its chunks; most groups go
                                    while backward runs, one chunk behind it
-    reset_ms_changed               of a step whose tensors have other sizes than any before
-    attach_us_per_1000_parameters  the begin of a step, where no parameter changed
-    attach_us_changed              the same, where one did
+    attach_us_per_1000_parameters  the begin of a step
 """
 
 from __future__ import annotations
@@ -75,9 +73,9 @@ def resets() -> Iterator[PipelineOffloadManager]:
         yield manager
 
 
-def run_step(num_chunks: int, num_groups: int, numel: int) -> None:
+def run_step(num_chunks: int, num_groups: int) -> None:
     """All forwards, then all backwards in the same order."""
-    values, outputs = torch.ones(numel), []
+    values, outputs = torch.ones(16), []
     for _ in range(num_chunks):
         off_interface.init_chunk_handler(None, None, 1)
         x = values.clone().requires_grad_()
@@ -90,12 +88,12 @@ def run_step(num_chunks: int, num_groups: int, numel: int) -> None:
         output.backward(torch.ones_like(output))
 
 
-def reset_ms(num_chunks: int, num_groups: int, rounds: int, *, changes: bool) -> Figure:
-    """Of steps that have all the same tensors, or each larger ones than the last."""
+def reset_ms(num_chunks: int, num_groups: int, rounds: int) -> Figure:
+    """Of steps that have all the same tensors."""
     times = []
     with resets() as manager:
-        for number in range(4 + rounds):  # in the first, idle groups are looked for
-            run_step(num_chunks, num_groups, 16 + number if changes else 16)
+        for _ in range(4 + rounds):  # in the first, idle groups are looked for
+            run_step(num_chunks, num_groups)
             times.append(elapsed_ns(manager.reset) / 1e6)
     return figure(times[4:])
 
@@ -112,43 +110,34 @@ class Block(nn.Module):
         return self.head(self.down(self.up(self.norm(x))))
 
 
-def begin_us(model: nn.Module, rounds: int, *, changes: bool) -> Figure:
+def begin_us(model: nn.Module, rounds: int) -> Figure:
     """The begin of an attached step."""
     times = []
     stage = PipelineStage(model, 0, 1, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 1, loss_fn=nn.functional.mse_loss)
-    *_, last = model.parameters()
     with use_backend(CpuBackend()), attach(schedule) as handle, no_garbage():
         for _ in range(2 + rounds):
-            if changes:
-                last.data = last.data.clone()
             times.append(elapsed_ns(handle.begin_step) / 1e3)
     return figure(times[2:])
 
 
-def attach_us(rounds: int, *, changes: bool) -> Figure:
+def attach_us(rounds: int) -> Figure:
     """What 1,000 parameters add to the begin of a step."""
     large = nn.Sequential(*(Block() for _ in range(NUM_PARAMETERS // PER_BLOCK)))
-    figures = begin_us(large, rounds, changes=changes)
-    small = begin_us(nn.Linear(4, 4), rounds, changes=changes)
-    return beyond(figures, small)
+    return beyond(begin_us(large, rounds), begin_us(nn.Linear(4, 4), rounds))
 
 
 def measure(rounds: int, num_groups: int) -> dict[str, Any]:
     """All figures, with ``num_groups`` in a step."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        attaching = {
-            "attach_us_per_1000_parameters": attach_us(20 * rounds, changes=False),
-            "attach_us_changed": attach_us(20 * rounds, changes=True),
-        }
+        attaching = attach_us(20 * rounds)
     finally:
         dist.destroy_process_group()
     sizes = {chunks: (chunks, num_groups // chunks, rounds) for chunks in CHUNKS}
     return {
-        "reset_ms_per_10000_groups": {n: reset_ms(*s, changes=False) for n, s in sizes.items()},
-        "reset_ms_changed": {n: reset_ms(*s, changes=True) for n, s in sizes.items()},
-        **attaching,
+        "reset_ms_per_10000_groups": {n: reset_ms(*size) for n, size in sizes.items()},
+        "attach_us_per_1000_parameters": attaching,
     }
 
 

@@ -47,11 +47,10 @@ def test_a_benchmark_writes_its_figures(name: str, positive: str, tmp_path: Path
 @slow
 def test_steps_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("steps.py", tmp_path)
-    for key in ("reset_ms_per_10000_groups", "reset_ms_changed"):
-        assert set(figures[key]) == {"100", "16"}
-        assert all(one["median"] >= one["min"] > 0 for one in figures[key].values())
-    for key in ("attach_us_per_1000_parameters", "attach_us_changed"):
-        assert set(figures[key]) == {"min", "median"}, "a difference of times may have any sign"
+    times = figures["reset_ms_per_10000_groups"]
+    assert set(times) == {"100", "16"}
+    assert all(time["median"] >= time["min"] > 0 for time in times.values())
+    assert set(figures["attach_us_per_1000_parameters"]) == {"min", "median"}
 
 
 @slow
