@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import random
 import weakref
 
@@ -17,21 +16,6 @@ from pp_offload._memory.pool import GPUTensorPool
 @pytest.fixture
 def pool() -> GPUTensorPool:
     return GPUTensorPool(device="cpu")
-
-
-def test_signatures_are_megatrons() -> None:
-    def parameters(name: str) -> list[tuple[str, object]]:
-        signature = inspect.signature(getattr(GPUTensorPool, name))
-        return [(p.name, p.default) for p in signature.parameters.values()][1:]
-
-    none = inspect.Parameter.empty
-    assert parameters("__init__") == [("device", "cuda"), ("pin_memory", False)]
-    assert parameters("allocate") == [("shape", none), ("dtype", torch.float32)]
-    assert parameters("free") == [("tensor", none)]
-    assert parameters("get_pool_status") == [("shape", None), ("dtype", None)]
-    assert parameters("reset") == parameters("clear") == []
-    assert isinstance(inspect.getattr_static(GPUTensorPool, "_calculate_memory_size"), staticmethod)
-    assert GPUTensorPool._calculate_memory_size((3, 5), torch.bfloat16) == 30
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
