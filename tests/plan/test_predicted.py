@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("small_floor")
     ("run", "seeds"),
     [
         (ran, range(10)),
-        (ran_with_recomputed, range(45, 50)),
+        (ran_with_recomputed, range(45, 53)),
         (ran_with_budget, range(300, 304)),
         (ran_with_disk, range(6)),
         (ran_with_optimizer, range(6)),

@@ -40,14 +40,14 @@ def test_equal_ranks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     order = PipelineOrder(Schedule1F1B, num_ranks=5, num_stages=5, num_microbatches=5)
     tapes = record(order, work, DEVICES["H100"])
     recorded: list[int] = []
-    record_rank = module._record_rank
+    tapes_of = module._Recording.tapes
 
-    def noted(*args: Any) -> Any:
-        recorded.append(args[4])
-        return record_rank(*args)
+    def noted(recording: Any, update: Any) -> Any:
+        recorded.append(recording._runs[0][0])
+        return tapes_of(recording, update)
 
-    monkeypatch.setattr(module, "_record_rank", noted)
-    others = [one.recomputing(1) for one in tapes]
+    monkeypatch.setattr(module._Recording, "tapes", noted)
+    others = [rank.recomputing(1) for rank in tapes]
     assert recorded == [0, 1, 4]
-    assert [list(one.stages) for one in others] == [[0], [1], [2], [3], [4]]
+    assert [list(rank.stages) for rank in others] == [[0], [1], [2], [3], [4]]
     assert others[2].recomputed == others[1].recomputed == (("0",),)
