@@ -168,6 +168,6 @@ def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
 ) -> None:
     print_offload_summary_table({"mlp": 2**20}, {"mlp": (3, 2**19)}, dist.group.WORLD)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "rank 0, mlp: 3 copies of what was copied before, 0.50 MiB"
+    assert lines[-1] == "rank 0, mlp: 3 copies of what was copied before, 512.00 KiB"
     print_offload_summary_table({"mlp": 2**20})
     assert "copied before" not in capsys.readouterr().out
