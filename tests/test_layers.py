@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1377,
     "compat": 112,
     "integrations": 1199,
-    "plan": 3292,
-    "simulate": 2772,
+    "plan": 3283,
+    "simulate": 2781,
     "testing": 967,
     "trace": 1735,
 }

@@ -14,7 +14,7 @@ from pp_offload.plan.rank import number_rank
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.rank import PipelineStep, VirtualRank
+from pp_offload.simulate.rank import PipelineStep, run_step
 from pp_offload.simulate.schedules import PipelineOrder
 
 
@@ -76,22 +76,13 @@ def predict_each(
             number_rank(order, number, rank_tapes, hardware, config, messages, has_state=has_state)
             for number, rank_tapes in enumerate(tapes)
         ]
-        steps = [_run_step(ranks) for _ in range(num_steps)]
+        steps = []
+        for _ in range(num_steps):
+            for _ in run_step(ranks):
+                continue
+            steps.append(PipelineStep([rank.ended() for rank in ranks]))
         del ranks  # or it would search them now
     return steps
-
-
-def _run_step(ranks: Sequence[VirtualRank]) -> PipelineStep:
-    begin_s = max(rank.backend.seconds for rank in ranks)
-    for rank in ranks:
-        rank.begin_step(begin_s)
-    while any(rank.has_more for rank in ranks):
-        can_go_on = [rank for rank in ranks if rank.may_go_on]
-        assert can_go_on, "a schedule is looked at for circles when it is made"
-        for rank in can_go_on:
-            while rank.may_go_on:
-                rank.run_next()
-    return PipelineStep([rank.ended() for rank in ranks])
 
 
 def _check_options(config: OffloadConfig) -> None:

@@ -1,14 +1,9 @@
 """Run of all ranks of a pipeline in one process, each on a virtual device of its own.
 
-    order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
-    work = Modules(stages, example=tokens, loss_fn=loss_fn)
-    step = run_pipeline(order, work, DEVICES["H100"], config=OffloadConfig())
-    step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
-
-NOTE [ Turns ]
-    A rank runs its actions until it needs a message that was not sent yet; then another rank has
-    its turn. Work has its times when it is launched, and a rank depends on others by the times of
-    their messages alone. So the order of turns changes nothing, and all clocks share one time.
+order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
+work = Modules(stages, example=tokens, loss_fn=loss_fn)
+step = run_pipeline(order, work, DEVICES["H100"], config=OffloadConfig())
+step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from pp_offload.config import OffloadConfig, check_config
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.rank import PipelineStep, VirtualRank
+from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
 
@@ -95,10 +90,12 @@ def run_pipeline(
         total = num_steps * sum(map(len, order.actions))
         num_done = 0
         for _ in range(num_steps):
-            for _ in _run_step(ranks):
-                num_done += 1
-                if progress is not None:
-                    progress(num_done, total)
+            gc.collect()
+            with collector_off():  # or a peak would depend on when it runs
+                for _ in run_step(ranks, lambda rank: use_manager(rank.manager)):
+                    num_done += 1
+                    if progress is not None:
+                        progress(num_done, total)
         state_bytes = sum(rank.backend.memory.live["optimizer"] for rank in ranks)
         return PipelineStep([rank.ended() for rank in ranks], state_bytes)
 
@@ -131,20 +128,3 @@ def _rank(
             rank_work.close()
     finally:
         manager.retire()
-
-
-def _run_step(ranks: list[VirtualRank]) -> Iterator[None]:
-    """Run a step; yields after each action. See NOTE [ Turns ]."""
-    begin_s = max(rank.backend.seconds for rank in ranks)
-    gc.collect()
-    with collector_off():  # or a peak would depend on when it runs
-        for rank in ranks:
-            with use_manager(rank.manager):
-                rank.begin_step(begin_s)
-        while any(rank.has_more for rank in ranks):
-            assert any(rank.may_go_on for rank in ranks), "a schedule has no circles"
-            for rank in ranks:
-                with use_manager(rank.manager):
-                    while rank.may_go_on:
-                        rank.run_next()
-                        yield

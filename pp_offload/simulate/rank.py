@@ -1,14 +1,20 @@
 """One rank of a virtual pipeline: its actions in order, and what they cost.
 
-rank.begin_step(begin_s)
-while rank.may_go_on:
-    rank.run_next()
-rank.ended().waits_most_for
+    for _ in run_step(ranks):
+        ...
+    ranks[0].ended().waits_most_for
+
+NOTE [ Turns ]
+    A rank runs its actions until it needs a message that was not sent yet; then another rank has
+    its turn. Work has its times when it is launched, and a rank depends on others by the times of
+    their messages alone. So the order of turns changes nothing, and all clocks share one time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from pp_offload._megatron.manager import PipelineOffloadManager
@@ -184,3 +190,26 @@ class VirtualRank:
             num_in_flight=self._most_in_flight,
             bounds=self.manager.bounds.now,
         )
+
+
+def run_step(
+    ranks: Sequence[VirtualRank],
+    in_use: Callable[[VirtualRank], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[None]:
+    """Run a step of all ranks; yields after each action. See NOTE [ Turns ].
+
+    Args:
+        ranks: In order.
+        in_use: Context in which the actions of a rank run.
+    """
+    begin_s = max(rank.backend.seconds for rank in ranks)
+    for rank in ranks:
+        with in_use(rank):
+            rank.begin_step(begin_s)
+    while any(rank.has_more for rank in ranks):
+        assert any(rank.may_go_on for rank in ranks), "a schedule has no circles"
+        for rank in ranks:
+            with in_use(rank):
+                while rank.may_go_on:
+                    rank.run_next()
+                    yield
