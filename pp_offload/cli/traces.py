@@ -13,23 +13,24 @@ from pp_offload._common.tables import format_table
 from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.errors import ConfigError
 from pp_offload.trace import Timeline, compare_with_plan, read
-from pp_offload.trace.figures import WAITS, RankFigures, checked_step, figures_of, steps_of
+from pp_offload.trace.figures import (
+    WAITS,
+    Kind,
+    RankFigures,
+    checked_step,
+    figures_of,
+    steps_of,
+)
 from pp_offload.trace.timeline import COUNTERS
 
 GB, MS = 10**9, 1e-3
+DISK = Kind.WRITE, Kind.READ
 
 HEAD = "rank,step ms,busy,for reload,offload,disk,others,off GB/s,back GB/s".split(",")
 
 NOTE = """\
 for reload, offload, disk, others: ms in which compute waited for that; others are other ranks above
 all. GB/s: while copies ran. Peaks: GiB. - is what the trace does not say."""
-
-CAUTIONS = {
-    "is_truncated": "recording stopped early, at max_events: the last step may lack spans",
-    "has_captures": "what was captured in a CUDA graph is missing",
-    "began_anew": "configure() made another engine, so recording began anew",
-}
-"""Facts of a rank that make figures less than they look."""
 
 
 def trace(given: Namespace) -> int:
@@ -89,13 +90,13 @@ def _draw(given: Namespace, timeline: Timeline, step: int, ranks: list[int]) -> 
 
 def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str:
     counters = [name for name in COUNTERS if any(name in rank.peak_bytes for rank in figures)]
-    has_disk = any(rank.written_bytes or rank.read_bytes for rank in figures)
+    has_disk = any(rank.copied_bytes[kind] for rank in figures for kind in DISK)
     disk_head = ["written GiB", "read GiB"] if has_disk else []
     rows = [[*HEAD, *disk_head, *(f"peak {name}" for name in counters)]]
     for rank in figures:
         times = rank.seconds, rank.busy_s, *(rank.waited_s[kind] for kind in WAITS)
-        rates = rank.offload_bytes_per_s, rank.reload_bytes_per_s
-        sizes: list[Any] = [rank.written_bytes, rank.read_bytes] if has_disk else []
+        rates = [rank.bytes_per_s.get(kind) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        sizes: list[Any] = [rank.copied_bytes[kind] for kind in DISK] if has_disk else []
         sizes += [rank.peak_bytes.get(name) for name in counters]
         cells = [_number(x, unit) for row, unit in ((times, MS), (rates, GB)) for x in row]
         cells += ["-" if nbytes is None else size_cell(nbytes, digits=3) for nbytes in sizes]
@@ -103,10 +104,9 @@ def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str
     first, *later_steps = steps_of(timeline)
     steps = f"steps {first} to {later_steps[-1]}" if later_steps else f"step {first}"
     lines = [f"step {step}; the trace has {steps}", "", format_table(rows), NOTE]
-    for key, text in CAUTIONS.items():
-        ranks = [rank.rank for rank in figures if timeline.metadata.get(rank.rank, {}).get(key)]
-        if ranks:
-            lines.append(f"ranks {', '.join(map(str, ranks))}: {text}")
+    ranks = [str(rank.rank) for rank in figures if timeline.metadata[rank.rank].get("has_captures")]
+    if ranks:
+        lines.append(f"ranks {', '.join(ranks)}: work of captured CUDA graphs is missing")
     return "\n".join(lines)
 
 

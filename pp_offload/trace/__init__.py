@@ -4,7 +4,7 @@
         train()
 
     timeline = read("out.json.gz")                    # or read(*files of ranks)
-    compare_with_plan(plan, timeline).table()         # planned and found
+    compare_with_plan(plan, timeline).table()         # planned and traced
 
 A trace listens: no other part of the package imports it, and without a trace it costs nothing.
 """
@@ -12,21 +12,18 @@ A trace listens: no other part of the package imports it, and without a trace it
 from __future__ import annotations
 
 from pp_offload.trace.against_plan import Compared, RankCompared, compare_with_plan
-from pp_offload.trace.chrome import merge, merge_ranks, part_of, read, write
+from pp_offload.trace.chrome import merge_ranks, part_of, read, write
 from pp_offload.trace.session import Trace
-from pp_offload.trace.timeline import Flow, Point, Sample, Span, Timeline
+from pp_offload.trace.timeline import Sample, Span, Timeline
 
 __all__ = [
     "Compared",
-    "Flow",
-    "Point",
     "RankCompared",
     "Sample",
     "Span",
     "Timeline",
     "Trace",
     "compare_with_plan",
-    "merge",
     "merge_ranks",
     "part_of",
     "read",

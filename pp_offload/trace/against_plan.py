@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.tables import format_table
@@ -46,23 +46,14 @@ WHY = {
 """Causes by figure."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Planned and traced value of a figure, with column and unit; None is unknown."""
 
     name: str
     head: str
+    unit: float
     planned: float | None
     traced: float | None
-    unit: float = 1
-
-    @property
-    def more(self) -> float:
-        """Amount by which the run is worse. A difference of sent bytes counts either way."""
-        if self.planned is None or self.traced is None or len({*self.texts()}) == 1:
-            return 0.0
-        more = self.traced - self.planned
-        return {"bytes_offloaded": abs(more), "offload_bytes_per_s": -more}.get(self.name, more)
 
     def texts(self) -> tuple[str, str]:
         """Format the planned and the traced value in the unit."""
@@ -76,13 +67,8 @@ class RankCompared:
     rank: int
     planned: RankPlan
     traced: RankFigures
-    pairs: tuple[Pair, ...]
+    pairs: list[Pair]
     differences: list[str]
-
-    @property
-    def is_as_planned(self) -> bool:
-        """True if nothing is worse than planned, and the plan is for this run."""
-        return not self.differences
 
 
 @dataclass(frozen=True)
@@ -96,15 +82,15 @@ class Compared:
     @property
     def is_as_planned(self) -> bool:
         """True if nothing is worse than planned, and the plan is for this run."""
-        return all(rank.is_as_planned for rank in self.ranks)
+        return not any(rank.differences for rank in self.ranks)
 
     def table(self) -> str:
         """Format a row for each rank, and below what is worse than planned."""
-        rows = [("rank", *(pair.head for pair in self.ranks[0].pairs))]
+        rows = [["rank", *(pair.head for pair in self.ranks[0].pairs)]]
         for rank in self.ranks:
-            rows.append((str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)))
-        pairs = [pair for rank in self.ranks for pair in rank.pairs if pair.name == "step_s"]
-        step_ms = _text(max(pair.traced or 0 for pair in pairs), MS)
+            rows.append([str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)])
+        traced_s = [p.traced for rank in self.ranks for p in rank.pairs if p.name == "step_s"]
+        step_ms = _text(max(each or 0 for each in traced_s), MS)
         title = f"step {self.step}: {step_ms} ms, planned {_text(self.planned_s, MS)}"
         texts = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences]
         texts = texts or [f"nothing is worse than planned by more than {TOLERANCE:.0%}"]
@@ -146,51 +132,60 @@ def compare_with_plan(
         ValueError: The trace has no such step.
     """
     number = fig.checked_step(timeline, step)
+    windows = fig.steps_of(timeline)[number]
     ranks = []
-    for figures in fig.figures_of(timeline, number):
-        planned = plan.rank(pipeline_rank(figures.rank))
-        window = fig.steps_of(timeline)[number][figures.rank]
-        samples = timeline.counter(figures.rank, HOST)
+    for traced in fig.figures_of(timeline, number):
+        planned, window = plan.rank(pipeline_rank(traced.rank)), windows[traced.rank]
+        samples = timeline.counter(traced.rank, HOST)
         host_bytes = [item.nbytes for item in samples if item.time_s < window[1]]
-        pairs = _pairs(plan, planned, figures, max(host_bytes, default=None))
-        differences = [*_strangers(plan, planned, timeline, figures.rank, window)]
+        pairs = _pairs(plan, planned, traced, max(host_bytes, default=None))
+        differences = [*_strangers(plan, planned, timeline, traced.rank, window)]
         differences += _worse(plan, planned, pairs, has_causes=not differences)
-        ranks.append(RankCompared(figures.rank, planned, figures, pairs, differences))
+        ranks.append(RankCompared(traced.rank, planned, traced, pairs, differences))
     return Compared(number, plan.seconds, ranks)
 
 
 def _pairs(
     plan: OffloadPlan, planned: RankPlan, traced: RankFigures, host_bytes: int | None
-) -> tuple[Pair, ...]:
-    rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
+) -> list[Pair]:
     steps = plan.seconds, traced.seconds
     if traced.worked_s is not None:
         steps = planned.seconds, traced.worked_s
+    device = planned.peak_bytes, traced.peak_bytes.get(DEVICE)
+    stalled = planned.stalled_s, traced.waited_for_copies_s
     on_demand = planned.on_demand_reloads, traced.on_demand_reloads
-    return (
-        Pair("peak_bytes", "peak GiB", planned.peak_bytes, traced.peak_bytes.get(DEVICE), GIB),
-        Pair("host_peak_bytes", "host GiB", planned.host_peak_bytes, host_bytes, GIB),
-        Pair("step_s", "step ms", *steps, MS),
-        Pair("busy_s", "busy ms", planned.busy_s, traced.busy_s, MS),
-        Pair("stalled_s", "stalled ms", planned.stalled_s, traced.waited_for_copies_s, MS),
-        Pair("on_demand_reloads", "on demand", *on_demand),
-        Pair("bytes_offloaded", "sent GiB", planned.bytes_offloaded, traced.offloaded_bytes, GIB),
-        Pair("offload_bytes_per_s", "GB/s", rate, traced.offload_bytes_per_s, GB),
-    )
+    sent = planned.bytes_offloaded, traced.copied_bytes[Kind.OFFLOAD]
+    rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
+    return [
+        Pair("peak_bytes", "peak GiB", GIB, *device),
+        Pair("host_peak_bytes", "host GiB", GIB, planned.host_peak_bytes, host_bytes),
+        Pair("step_s", "step ms", MS, *steps),
+        Pair("busy_s", "busy ms", MS, planned.busy_s, traced.busy_s),
+        Pair("stalled_s", "stalled ms", MS, *stalled),
+        Pair("on_demand_reloads", "on demand", 1, *on_demand),
+        Pair("bytes_offloaded", "sent GiB", GIB, *sent),
+        Pair("offload_bytes_per_s", "GB/s", GB, rate, traced.bytes_per_s.get(Kind.OFFLOAD)),
+    ]
 
 
 def _worse(
-    plan: OffloadPlan, planned: RankPlan, pairs: tuple[Pair, ...], *, has_causes: bool
+    plan: OffloadPlan, planned: RankPlan, pairs: list[Pair], *, has_causes: bool
 ) -> Iterator[str]:
-    """List figures that are worse by more than the tolerance; for waits, that of a step."""
+    """List figures that are worse by more than the tolerance; for waits, that of a step.
+
+    A difference of sent bytes counts either way.
+    """
     for pair in pairs:
-        base = plan.seconds if pair.name == "stalled_s" else pair.planned or 0
-        if pair.more > TOLERANCE * base:
-            text = "{1}, planned {0}".format(*pair.texts())
+        texts = pair.texts()
+        if pair.planned is None or pair.traced is None or texts[0] == texts[1]:
+            continue
+        more = pair.traced - pair.planned
+        more = {"bytes_offloaded": abs(more), "offload_bytes_per_s": -more}.get(pair.name, more)
+        if more > TOLERANCE * (plan.seconds if pair.name == "stalled_s" else pair.planned):
             why = f": {WHY[pair.name]}" if has_causes else ""
             if why and pair.name == "peak_bytes" and not planned.optimizer_bytes:
                 why += "; it was made without an optimizer's state, --optimizer"
-            yield f"{pair.head} {text}{why}"
+            yield f"{pair.head} {texts[1]}, planned {texts[0]}{why}"
 
 
 def _strangers(
@@ -199,18 +194,13 @@ def _strangers(
     """List the first group that differs from the plan, and a difference of microbatches."""
     if timeline.metadata[rank].get("has_captures"):
         return  # groups of a graph are not in the trace
-    forwards = [
-        span
-        for span in timeline.spans
-        if span.rank == rank
-        and fig.kind_of(span) is Kind.FORWARD
-        and "position" in span.args
-        and window[0] <= span.begin_s < window[1]
-    ]
-    names = {
-        (span.args["vp_stage"], span.args["position"]): span.name.removesuffix(" (forward)")
-        for span in forwards
-    }
+    names, microbatches = {}, set()
+    for span in timeline.spans:
+        is_here = span.rank == rank and window[0] <= span.begin_s < window[1]
+        if is_here and fig.kind_of(span) is Kind.FORWARD and "position" in span.args:
+            place = span.args["vp_stage"], span.args["position"]
+            names[place] = span.name.removesuffix(" (forward)")
+            microbatches.add(span.args["microbatch"])
     expected = {
         (vp_stage, position): group.name
         for vp_stage, stage in enumerate(planned.stages)
@@ -222,8 +212,7 @@ def _strangers(
             f"the plan is of another model or schedule: group {place[1]} of stage {place[0]} is "
             f"{names.get(place)}, planned {expected.get(place)}"
         )
-    num = len({span.args["microbatch"] for span in forwards})
-    num_planned = plan.options.get("num_microbatches")
+    num, num_planned = len(microbatches), plan.options.get("num_microbatches")
     if num and num_planned not in (None, num):
         yield f"the plan is of {num_planned} microbatches in a step, which has {num}"
 

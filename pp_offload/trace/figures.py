@@ -8,9 +8,8 @@ figures.waited_s[Kind.WAITS_FOR_RELOAD]
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pp_offload.trace import timeline as tl
@@ -39,25 +38,26 @@ WAITS_FOR_COPIES = (Kind.WAITS_FOR_RELOAD, Kind.WAITS_FOR_OFFLOAD, Kind.WAITS_FO
 WAITS = (*WAITS_FOR_COPIES, Kind.WAITS_FOR_RANK)
 COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ)
 
-_BY_TRACK = {tl.D2H: Kind.OFFLOAD, tl.H2D: Kind.RELOAD, tl.OPERATORS: Kind.OPERATORS}
-_BY_NAME = {
+_KINDS = {
+    tl.D2H: Kind.OFFLOAD,
+    tl.H2D: Kind.RELOAD,
+    tl.OPERATORS: Kind.OPERATORS,
     "write": Kind.WRITE,
     "read": Kind.READ,
     tl.WAITS_FOR_UNKNOWN: Kind.WAITS_FOR_DISK,
     tl.WAITS_FOR_OTHERS: Kind.WAITS_FOR_RANK,
-}
-_BY_END = {
     "(forward)": Kind.FORWARD,
     "(backward)": Kind.BACKWARD,
     "(reload)": Kind.WAITS_FOR_RELOAD,
     "(offload)": Kind.WAITS_FOR_OFFLOAD,
 }
+"""Kinds by track, by name and by last word."""
 
 
 def kind_of(span: Span) -> Kind | None:
     """Return the kind of a span; None for a step."""
-    by_track = _BY_TRACK.get(span.track)
-    return by_track or _BY_NAME.get(span.name) or _BY_END.get(span.name.split(" ")[-1])
+    keys = span.track, span.name, span.name.split(" ")[-1]
+    return next((_KINDS[key] for key in keys if key in _KINDS), None)
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
@@ -92,11 +92,10 @@ class RankFigures:
         busy_s: Time in which compute worked; None except for a virtual device, as for ``worked_s``.
         worked_s: From the begin of the step to the end of the last work of compute.
         waited_s: Time in which compute waited, by cause.
-        offloaded_bytes, reloaded_bytes, offload_s, reload_s: Of copies that began in the step.
-        written_bytes, read_bytes: To the disk, and from there.
+        copied_bytes: Bytes of copies, reads and writes that began in the step.
+        bytes_per_s: Rates while copying.
         on_demand_reloads: Tensors that came back only when backward was at their group.
         peak_bytes: Most bytes of each counter; of the device, also between readings, if known.
-        offload_bytes_per_s, reload_bytes_per_s: Rates while copying; None without copies.
     """
 
     rank: int
@@ -104,16 +103,10 @@ class RankFigures:
     busy_s: float | None
     worked_s: float | None
     waited_s: Mapping[Kind, float]
-    offloaded_bytes: int
-    reloaded_bytes: int
-    offload_s: float
-    reload_s: float
-    written_bytes: int
-    read_bytes: int
+    copied_bytes: Mapping[Kind, int]
+    bytes_per_s: Mapping[Kind, float]
     on_demand_reloads: int | None
     peak_bytes: Mapping[str, int]
-    offload_bytes_per_s: float | None
-    reload_bytes_per_s: float | None
 
     @property
     def waited_for_copies_s(self) -> float:
@@ -122,8 +115,10 @@ class RankFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """Make plain figures in seconds and bytes, which JSON can hold."""
-        waited_s = {kind.value: seconds for kind, seconds in self.waited_s.items()}
-        return asdict(self) | {"waited_s": waited_s}
+        maps = {"waited_s": self.waited_s, "copied_bytes": self.copied_bytes}
+        maps |= {"bytes_per_s": self.bytes_per_s}
+        plain = {name: {kind.value: n for kind, n in each.items()} for name, each in maps.items()}
+        return vars(self) | plain
 
 
 def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
@@ -152,19 +147,18 @@ def checked_step(timeline: Timeline, step: int | None) -> int:
 def values_of(
     timeline: Timeline, rank: int, counter: str, window: Interval
 ) -> list[tuple[float, int]]:
-    """Return times and values of a counter in a window, from the value at its begin on."""
-    samples = [(item.time_s, item.nbytes) for item in timeline.counter(rank, counter)]
-    before = [(window[0], nbytes) for time_s, nbytes in samples if time_s <= window[0]][-1:]
-    return before + [sample for sample in samples if window[0] < sample[0] < window[1]]
+    """Return times and values of a counter in a window, with those at its begin and end."""
+    begin_s, end_s = window
+    samples = [(s.time_s, s.nbytes) for s in timeline.counter(rank, counter) if s.time_s < end_s]
+    before = [(begin_s, nbytes) for time_s, nbytes in samples if time_s <= begin_s][-1:]
+    values = before + [sample for sample in samples if sample[0] > begin_s]
+    return values + [(end_s, nbytes) for _, nbytes in values[-1:]]
 
 
 def figures_of(timeline: Timeline, step: int) -> list[RankFigures]:
     """Make the figures of all ranks that have the step."""
-    by_rank: dict[int, list[Span]] = {}
-    for span in timeline.spans:
-        by_rank.setdefault(span.rank, []).append(span)
     windows = steps_of(timeline)[step].items()
-    return [_figures(timeline, rank, window, by_rank[rank]) for rank, window in windows]
+    return [_figures(timeline, rank, window) for rank, window in windows]
 
 
 def times_of(spans: Iterable[Span], window: Interval) -> dict[Kind, list[Interval]]:
@@ -182,11 +176,12 @@ def times_of(spans: Iterable[Span], window: Interval) -> dict[Kind, list[Interva
     return times
 
 
-def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span]) -> RankFigures:
+def _figures(timeline: Timeline, rank: int, window: Interval) -> RankFigures:
     begin_s, end_s = window
+    spans = [span for span in timeline.spans if span.rank == rank]
     times = times_of(spans, window)
     total_s = {kind: sum(end - begin for begin, end in each) for kind, each in times.items()}
-    nbytes, took_s = Counter[Kind | None](), dict.fromkeys(Kind, 0.0)
+    nbytes, took_s = dict.fromkeys(COPIES, 0), dict.fromkeys(COPIES, 0.0)
     facts: Mapping[str, Any] = {}
     for span in spans:
         kind = kind_of(span)
@@ -195,7 +190,6 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span])
         elif kind in COPIES and begin_s <= span.begin_s < end_s:
             nbytes[kind] += span.args["bytes"]
             took_s[kind] += span.end_s - span.begin_s
-    rates = {kind: nbytes[kind] / took_s[kind] if took_s[kind] else None for kind in COPIES}
     worked = times[Kind.OPERATORS]
     values = {name: values_of(timeline, rank, name, window) for name in tl.COUNTERS}
     peaks = {name: max(n for _, n in items) for name, items in values.items() if items}
@@ -207,14 +201,8 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: list[Span])
         busy_s=total_s[Kind.OPERATORS] if worked else None,
         worked_s=worked[-1][1] - begin_s if worked else None,
         waited_s={kind: total_s[kind] for kind in WAITS},
-        offloaded_bytes=nbytes[Kind.OFFLOAD],
-        reloaded_bytes=nbytes[Kind.RELOAD],
-        offload_s=took_s[Kind.OFFLOAD],
-        reload_s=took_s[Kind.RELOAD],
-        written_bytes=nbytes[Kind.WRITE],
-        read_bytes=nbytes[Kind.READ],
+        copied_bytes=nbytes,
+        bytes_per_s={kind: nbytes[kind] / took_s[kind] for kind in COPIES if took_s[kind]},
         on_demand_reloads=facts.get("on_demand_reloads"),
         peak_bytes=peaks,
-        offload_bytes_per_s=rates[Kind.OFFLOAD],
-        reload_bytes_per_s=rates[Kind.RELOAD],
     )

@@ -26,23 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "NEEDS", "draw", "picture"]
 
-ROWS = {  # what comes later covers what comes before
-    "compute": (Kind.OPERATORS, Kind.FORWARD, Kind.BACKWARD, *WAITS),
-    "d2h": (Kind.OFFLOAD,),
-    "h2d": (Kind.RELOAD,),
-    "disk": (Kind.WRITE, Kind.READ),
+STYLES = {  # row, colour and hatch; a later kind covers those before
+    Kind.OPERATORS: ("compute", art.OTHER_WORK, ""),
+    Kind.FORWARD: ("compute", art.FORWARD, ""),
+    Kind.BACKWARD: ("compute", art.BACKWARD, ""),
+    Kind.WAITS_FOR_RELOAD: ("compute", art.WAIT, ""),
+    Kind.WAITS_FOR_OFFLOAD: ("compute", art.WAIT, "////"),
+    Kind.WAITS_FOR_DISK: ("compute", art.WAIT, "xxxx"),
+    Kind.WAITS_FOR_RANK: ("compute", art.WHITE, "..."),
+    Kind.OFFLOAD: ("d2h", art.OFFLOAD, ""),
+    Kind.RELOAD: ("h2d", art.RELOAD, ""),
+    Kind.WRITE: ("disk", art.DISK, ""),
+    Kind.READ: ("disk", art.DISK, "////"),
 }
-FILL = dict.fromkeys(WAITS_FOR_COPIES, art.WAIT) | {
-    Kind.WAITS_FOR_RANK: art.WHITE,
-    Kind.OPERATORS: art.OTHER_WORK,
-    Kind.FORWARD: art.FORWARD,
-    Kind.BACKWARD: art.BACKWARD,
-    Kind.OFFLOAD: art.OFFLOAD,
-    Kind.RELOAD: art.RELOAD,
-    Kind.WRITE: art.DISK,
-    Kind.READ: art.DISK,
-}
-HATCH = dict(zip(WAITS, ("", "////", "xxxx", "..."), strict=True)) | {Kind.READ: "////"}
 LINES = dict(zip(tl.COUNTERS, (art.DEVICE, art.HOST, art.OFFLOAD, art.RELOAD), strict=True))
 DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 MIB, GIB = 2**20, 2**30
@@ -113,10 +109,8 @@ class _Panel(NamedTuple):
     end_ms: float
     times: dict[Kind, list[Interval]]
     lines: dict[str, list[tuple[float, int]]]
-    longest: tuple[float, float, str] | None
-    """Length and middle of the longest wait for a copy, in ms, and its name."""
-
-    is_whole: bool
+    longest: tuple[float, float, str]
+    """Length and middle of the longest wait for a copy, and its name; 0 ms without waits."""
 
 
 def _panels(timeline: Timeline, step: int) -> dict[int, _Panel]:
@@ -136,39 +130,43 @@ def _panel(timeline: Timeline, figures: RankFigures, window: Interval, zero_s: f
         kind: [(ms(b), ms(e)) for b, e in fig.merged(each, 0 if kind in WAITS else finest)]
         for kind, each in fig.times_of(spans, window).items()
     }
-    lines = {}
-    for name in tl.COUNTERS:
-        values = fig.values_of(timeline, figures.rank, name, window)
-        values += [(window[1], nbytes) for _, nbytes in values[-1:]]
-        lines[name] = [(ms(time_s), nbytes) for time_s, nbytes in values]
+    lines = {
+        name: [(ms(at), n) for at, n in fig.values_of(timeline, figures.rank, name, window)]
+        for name in tl.COUNTERS
+    }
     waits = [
-        # The name of a wait for a disk is too long.
-        (
-            (span.end_s - span.begin_s) * 1e3,
-            ms((span.begin_s + span.end_s) / 2),
-            kind.value if kind is Kind.WAITS_FOR_DISK else span.name,
-        )
+        (ms(span.end_s) - ms(span.begin_s), ms((span.begin_s + span.end_s) / 2), span.name)
         for span in spans
-        if (kind := fig.kind_of(span)) in WAITS_FOR_COPIES
+        if fig.kind_of(span) in WAITS_FOR_COPIES
         and window[0] <= span.begin_s
         and span.end_s <= window[1]
     ]
-    is_whole = not timeline.metadata.get(figures.rank, {}).get("is_truncated", False)
-    return _Panel(figures, ms(window[1]), times, lines, max(waits, default=None), is_whole)
+    return _Panel(figures, ms(window[1]), times, lines, max(waits, default=(0.0, 0.0, "")))
 
 
 def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
-    has_disk = any(panel.times[kind] for kind in ROWS["disk"])
-    names = [name for name in reversed(ROWS) if has_disk or name != "disk"]
-    for row, name in enumerate(names):
-        for kind in ROWS[name]:
-            widths = [(begin, end - begin) for begin, end in panel.times[kind]]
-            axes.broken_barh(widths, (row - 0.4, 0.8), zorder=2, **_style(kind))
+    has_disk = panel.times[Kind.WRITE] or panel.times[Kind.READ]
+    rows = ["disk", "h2d", "d2h", "compute"][0 if has_disk else 1 :]
+    for kind, (row, *_) in STYLES.items():
+        if widths := [(begin, end - begin) for begin, end in panel.times[kind]]:
+            axes.broken_barh(widths, (rows.index(row) - 0.4, 0.8), zorder=2, **_style(kind))
     _draw_bands(axes, panel)
-    if panel.longest is not None:
-        _mark(axes, *panel.longest, shown_ms, len(names) - 0.35)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.set_ylim(-0.5, len(names) - (0.5 if panel.longest is None else -0.1))
+    took_ms, middle_ms, name = panel.longest
+    if took_ms > shown_ms / 500:  # else it is too short to be seen
+        y, is_late = len(rows) - 0.35, middle_ms > shown_ms / 2
+        axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.WAIT)
+        axes.annotate(
+            f"{name} {took_ms:.3g} ms, the longest of its waits",
+            xy=(middle_ms, y),
+            xytext=(-7 if is_late else 7, 0),
+            textcoords="offset points",
+            ha="right" if is_late else "left",
+            va="center",
+            fontsize=8.5,
+            color=art.WAIT,
+        ).set_in_layout(False)  # or a long name would make the picture narrow
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.set_ylim(-0.5, len(rows) - (0.1 if took_ms else 0.5))
     axes.tick_params(axis="both", length=0)
     axes.tick_params(axis="x", labelbottom=False)
     axes.spines[:].set_visible(False)
@@ -177,38 +175,18 @@ def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
     title = f"rank {figures.rank}: {figures.seconds * 1e3:.1f} ms, waited for copies "
     title += f"{waited_s * 1e3:.1f} ms ({waited_s / figures.seconds:.1%})"
     title += f", for other ranks {others_s * 1e3:.1f} ms" if others_s else ""
-    title += "" if panel.is_whole else "; the recording stopped early"
     axes.set_title(title, fontsize=9.5, loc="left")
 
 
 def _style(kind: Kind) -> dict[str, Any]:
+    _, colour, hatch = STYLES[kind]
     edge = art.GREY if kind in (Kind.WAITS_FOR_RANK, Kind.READ) else art.WHITE
-    return dict(facecolor=FILL[kind], hatch=HATCH.get(kind), edgecolor=edge, linewidth=0.0)
+    return dict(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.0)
 
 
 def _draw_bands(axes: Axes, panel: _Panel) -> None:
     for begin, end in (time for kind in WAITS_FOR_COPIES for time in panel.times[kind]):
         axes.axvspan(begin, end, color=art.WAIT, alpha=0.13, linewidth=0, zorder=0)
-
-
-def _mark(
-    axes: Axes, took_ms: float, middle_ms: float, name: str, shown_ms: float, y: float
-) -> None:
-    """Label the longest wait for a copy, unless it is too short to be seen."""
-    if took_ms < shown_ms / 500:
-        return
-    side, offset = ("right", -7) if middle_ms > shown_ms / 2 else ("left", 7)
-    axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.WAIT)
-    axes.annotate(
-        f"{name} {took_ms:.3g} ms, the longest of its waits",
-        xy=(middle_ms, y),
-        xytext=(offset, 0),
-        textcoords="offset points",
-        ha=side,
-        va="center",
-        fontsize=8.5,
-        color=art.WAIT,
-    ).set_in_layout(False)  # or a long name would make the picture narrow
 
 
 def _draw_bytes(axes: Axes, panel: _Panel, predicted: _Panel | None) -> None:

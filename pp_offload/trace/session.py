@@ -17,19 +17,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pp_offload._common.checks import check_count, check_kind
+from pp_offload._common.checks import check_kind
 from pp_offload._common.processes import logger_of
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload.errors import OffloadError
 from pp_offload.trace.chrome import part_of, write
 from pp_offload.trace.recorder import Recorder
 from pp_offload.trace.timeline import Timeline
 
 logger = logger_of(__name__)
-
-MAX_EVENTS = 500_000
-"""About 70 MB of JSON, and an eighth of that compressed."""
 
 
 class Trace:
@@ -43,17 +39,16 @@ class Trace:
         steps: Steps to record, counted from 0 at the first ``reset()`` in the block. None records
             the whole block.
         manager: Manager to record; the current one when None.
-        max_events: Limit on events of the file. At the limit, recording stops with a warning.
 
     The end of the block raises OSError if the file cannot be written; if the block raised, the log
     has it instead.
 
     Raises:
-        TypeError: ``path`` is no path, ``steps`` no range, or ``max_events`` no integer.
-        ValueError: A number is out of range, or no file can be at the path.
+        TypeError: ``path`` is no path, or ``steps`` no range.
+        ValueError: ``steps`` has no steps in a row, or no file can be at the path.
 
     Attributes:
-        timeline: What was recorded, even if it cannot be written; None while recording.
+        timeline: The recording, even if it cannot be written; None while recording.
     """
 
     def __init__(
@@ -62,7 +57,6 @@ class Trace:
         *,
         steps: range | None = None,
         manager: Manager | None = None,
-        max_events: int = MAX_EVENTS,
     ) -> None:
         check_kind("path", path, (str, os.PathLike), "a path", 'write "out.json.gz"')
         self.path = Path(path)
@@ -72,13 +66,10 @@ class Trace:
             check_kind("steps", steps, range, "a range", "write range(2, 4)")
             if not steps or steps.step != 1 or steps.start < 0:
                 raise ValueError(f"steps is {steps}, expected some steps in a row, from 0 on")
-        check_count("max_events", max_events, least=1)
         self.timeline: Timeline | None = None
-        self._steps, self._max_events = steps, max_events
+        self._steps, self._is_virtual, self._is_written = steps, False, False
         self._managers: Sequence[Manager] = () if manager is None else (manager,)
-        self._is_virtual = False
         self._recorders: list[Recorder] = []
-        self._is_written = False
 
     def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
         """Record all ranks of a virtual pipeline, whose devices share one clock."""
@@ -86,52 +77,42 @@ class Trace:
         return self
 
     def __enter__(self) -> Trace:
-        if self._recorders:
-            raise OffloadError("this Trace records already; make another one for a file of its own")
         managers = self._managers or (PipelineOffloadManager.get_instance(),)
         first, num_ranks = 0, len(managers)
         if not self._is_virtual and dist.is_available() and dist.is_initialized():
             first, num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeline, self._is_written = None, False
-        facts = {"num_ranks": num_ranks, "max_events": self._max_events // len(managers)}
-        for rank, manager in enumerate(managers, first):
-            self._recorders.append(Recorder(manager, rank, self._steps, facts, self._ended))
+        self._recorders = [
+            Recorder(manager, rank, self._steps, num_ranks, self._write)
+            for rank, manager in enumerate(managers, first)
+        ]
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
-        try:
-            for recorder in self._recorders:
-                recorder.end()
-            if not self._is_written:
-                self._write()
-        except OSError as failure:
-            if kind is None:
-                raise
-            logger.error("%s cannot be written: %s", self.path, str(failure))
-        finally:
-            self._recorders.clear()
+        for recorder in self._recorders:
+            recorder.end()
+        if not self._is_written:
+            self._write(raises=kind is None)
 
-    def _ended(self) -> None:
-        """Write the file when the last step of the last rank is over."""
-        try:
-            self._write()
-        except OSError as failure:  # NOTE [ Failures in the log ]
-            text = str(failure)
-            logger.error("%s cannot be written now, training goes on: %s", self.path, text)
-
-    def _write(self) -> None:
+    def _write(self, *, raises: bool = False) -> None:
+        """Write the file when all ranks have ended. Training goes on if that fails."""
         parts = [part for each in self._recorders if (part := each.timeline) is not None]
         if len(parts) < len(self._recorders):
-            return  # another rank goes on
+            return
         self.timeline = whole = Timeline(parts[0].base_ns)
         for part in parts:
             whole.add(part)
-        facts = whole.metadata[whole.ranks[0]]
-        is_part = len(parts) < facts["num_ranks"]
+        is_part = len(parts) < whole.metadata[whole.ranks[0]]["num_ranks"]
         path = part_of(self.path, whole.ranks[0]) if is_part else self.path
-        write(whole, path)
+        try:
+            write(whole, path)
+        except OSError as failure:  # NOTE [ Failures in the log ]
+            if raises:
+                raise
+            logger.error("%s cannot be written: %s", path, str(failure))
+            return
         self._is_written = True
-        if not whole.spans and not facts["is_truncated"]:
+        if not whole.spans:
             logger.warning(
                 "%s is empty, for nothing ran of the manager that was traced; expected steps of it "
                 "inside the block, and reset() at the begin of each",

@@ -1,4 +1,4 @@
-"""Records of a trace: spans, samples of counters, and flows.
+"""Records of a trace: spans, and samples of counters.
 
     timeline.of(0, "d2h")          # copies of rank 0 to the host, in order
     timeline.counter(0, "host")    # bytes of its host memory over time
@@ -20,7 +20,7 @@ TRACKS = (STEPS, COMPUTE, OPERATORS, D2H, H2D, DISK)
 DEVICE, HOST, IN_FLIGHT, RELOADED = "device", "host", "in flight", "reloaded"
 COUNTERS = (DEVICE, HOST, IN_FLIGHT, RELOADED)
 
-WAITS_FOR_UNKNOWN = "waits for a disk, or for a copy from before"
+WAITS_FOR_UNKNOWN = "waits for a disk or an older copy"
 WAITS_FOR_OTHERS = "waits for other work"
 
 
@@ -46,36 +46,18 @@ class Sample:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Point of a flow: the span of this track at this time."""
-
-    track: str
-    time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """Path of a group's bytes: the copy to the host, the copy back, the first use."""
-
-    rank: int
-    name: str
-    points: tuple[Point, ...]
-
-
 @dataclass
 class Timeline:
     """Content of a trace.
 
     Attributes:
         base_ns: Wall clock at second 0, in nanoseconds; 0 for a virtual run.
-        metadata: Facts of each rank: device, clock, steps, whether the recording is complete.
+        metadata: Facts of each rank: ``device``, ``num_ranks``, ``has_captures``.
     """
 
     base_ns: int
     spans: list[Span] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    flows: list[Flow] = field(default_factory=list)
     metadata: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -102,5 +84,4 @@ class Timeline:
             raise ValueError(f"rank {min(both)} is in two of the traces, expected each rank once")
         self.spans += other.spans
         self.samples += other.samples
-        self.flows += other.flows
         self.metadata |= other.metadata

@@ -26,8 +26,7 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.observer import Observers
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend
-from pp_offload.errors import NotWhileCapturingError, OffloadError
-from pp_offload.trace import Timeline, Trace, merge, read
+from pp_offload.trace import Timeline, Trace, read
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
@@ -76,8 +75,6 @@ def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) ->
     names = Counter(span.name for span in groups)
     assert set(names.values()) == {27} and len(names) == 4
     assert sum(s.args["bytes"] for s in groups if "(forward)" in s.name) == moved["d2h"]
-    assert all(len(flow.points) == 3 for flow in timeline.flows)
-    assert len(timeline.flows) >= len(timeline.of(0, "h2d"))
     host = [item.nbytes for item in timeline.counter(0, "host")]
     assert max(host) == statistics.host_bytes_peak
 
@@ -127,26 +124,9 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
         assert path.read_bytes() == written
     timeline = read(path)
     assert timeline == trace.timeline
-    assert steps_of(timeline) == ["step 2", "step 3"] and timeline.metadata[0]["steps"] == [2, 3]
+    assert steps_of(timeline) == ["step 2", "step 3"]
     names = Counter(span.name for span in timeline.of(0, "compute"))
     assert names["mlp (forward)"] == names["mlp (backward)"] == 2 * 9
-
-
-def test_a_full_trace_says_so_once_and_has_whole_spans(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, most = tmp_path / "out.json", 200
-    with use_backend(CpuBackend(), config=CONFIG) as manager:
-        with Trace(path, max_events=most):
-            train(4)
-            assert not manager.offloader.observers.copied, "nothing is timed now"
-    kinds = check_file(path, 1)
-    assert most / 3 < sum(num for kind, num in kinds.items() if kind != "M") <= most
-    timeline = read(path)
-    assert timeline.metadata[0]["is_truncated"] is True
-    assert caplog.text.count("a trace has its 200 events") == 1
-    assert timeline.of(0, "steps") == [], "the first step is cut, and its end is unknown"
-    assert timeline.of(0, "compute") and timeline.of(0, "d2h")
 
 
 def test_an_exception_ends_the_trace_with_what_came_before(tmp_path: Path) -> None:
@@ -178,7 +158,7 @@ def test_configure_in_the_block_is_followed(
             train(2)
     assert trace.timeline is not None and trace.timeline.of(0, "d2h")
     assert steps_of(trace.timeline) == ["step 1", "step 2"]
-    assert trace.timeline.metadata[0]["began_anew"] and "begins anew" in caplog.text
+    assert "begins anew" in caplog.text
 
 
 def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
@@ -197,8 +177,8 @@ def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
     assert groups and all(span.begin_s >= second.begin_s for span in groups)
 
 
-def test_a_profiler_has_the_same_names_and_one_file_has_both(tmp_path: Path) -> None:
-    ours, profiled, both = (tmp_path / f"{name}.json" for name in ("ours", "profiled", "both"))
+def test_a_profiler_has_the_same_names(tmp_path: Path) -> None:
+    ours, profiled = tmp_path / "ours.json", tmp_path / "profiled.json"
     with use_backend(CpuBackend(), config=CONFIG) as manager:
         model = make_model()
         run_step(model, batches(2))
@@ -216,19 +196,6 @@ def test_a_profiler_has_the_same_names_and_one_file_has_both(tmp_path: Path) -> 
     expected = Counter(span.name for span in spans)
     assert {"mlp (forward)", "mlp (backward)", "mlp (offload)", "mlp (reload)"} <= expected.keys()
     assert {name: num for name, num in names.items() if name in expected} == expected + expected
-    merge(ours, [profiled], both)
-    events = raw(both)["traceEvents"]
-    assert len(events) == sum(len(raw(path)["traceEvents"]) for path in (ours, profiled))
-    assert read(both).metadata == read(ours).metadata
-    forwards = [e for e in events if e["name"] == "mlp (forward)"]
-    by_time = sorted(forwards, key=lambda e: float(e["ts"]))[:12]  # those that were traced
-    pairs = list(zip(by_time[::2], by_time[1::2], strict=True))
-    assert len(pairs) == 6, "each of ours beside that of the profiler"
-    assert all(abs(first["ts"] - second["ts"]) < SLACK_US for first, second in pairs)
-
-
-SLACK_US = 1000
-"""The profiler computes the wall clock from that of the processor; another base is years away."""
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -275,25 +242,12 @@ def test_a_file_that_cannot_be_written_does_not_end_training(
     with use_backend(CpuBackend(), config=CONFIG):
         trace = Trace(folder / "out.json", steps=range(1))
         with pytest.raises(FileNotFoundError), trace:
-            with pytest.raises(OffloadError, match="records already"), trace:
-                pass
             folder.rmdir()
             train(3)
-            assert "cannot be written now, training goes on" in caplog.text
+            assert "out.json cannot be written: " in caplog.text
+            caplog.clear()
         with pytest.raises(ZeroDivisionError), Trace(tmp_path / "none.json") as empty:
             empty.path = folder / "out.json"
             raise ZeroDivisionError
     assert steps_of(trace.timeline) == ["step 0"]
     assert "out.json cannot be written: " in caplog.text
-
-
-def test_a_trace_cannot_end_in_a_capture(tmp_path: Path) -> None:
-    with manager_of("late") as (manager, device):
-        before = num_calls(manager)
-        trace = Trace(tmp_path / "out.json")
-        trace.__enter__()
-        step(Chain())
-        with device.capture():
-            with pytest.raises(NotWhileCapturingError, match="after the capture"):
-                trace.__exit__(None, None, None)
-        assert num_calls(manager) == before

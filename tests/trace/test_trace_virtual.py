@@ -84,14 +84,6 @@ def test_three_layers_take_what_a_hand_computes(three_layers: Timeline) -> None:
     works = [(0, 2), (3.5, 4.5), (6, 8), (8.5, 10.5), (11, 13)]
     assert on(three_layers, "operators") == [("operators", *work) for work in works]
     assert on(three_layers, "steps") == [("step 0", 0, 13)]
-    flows = [
-        [(point.track, forwards_at(three_layers, point.time_s)) for point in flow.points]
-        for flow in three_layers.flows
-    ]
-    assert flows == [
-        [("d2h", 3.5), ("h2d", 6), ("compute", 8.5)],
-        [("d2h", 1), ("h2d", 8.5), ("compute", 11)],
-    ]
     host = [item.nbytes // SAVED_BYTES for item in three_layers.counter(0, "host")]
     assert max(host) == 3 and host[0] == 0
     first = three_layers.of(0, "compute")[0].args
@@ -123,7 +115,7 @@ def test_figures_of_four_virtual_ranks_are_those_of_the_run(tmp_path: Path) -> N
     timeline = trace.timeline
     assert timeline is not None and timeline.ranks == [0, 1, 2, 3] and timeline.base_ns == 0
     kinds = check_file(out, 4)
-    assert kinds["X"] == len(timeline.spans) and kinds["f"] > 0
+    assert kinds["X"] == len(timeline.spans)
     begins = {timeline.of(rank, "steps")[0].begin_s for rank in timeline.ranks}
     assert len(begins) == 1, "all ranks begin a step at the same time"
     totals = Counter[str]()
@@ -134,8 +126,9 @@ def test_figures_of_four_virtual_ranks_are_those_of_the_run(tmp_path: Path) -> N
         waited_s = figures.waited_s[Kind.WAITS_FOR_RANK]
         assert waited_s == pytest.approx(others_s, rel=1e-9, abs=1e-12)
         assert figures.seconds == pytest.approx(rank.seconds, rel=1e-9)
-        assert figures.offloaded_bytes == rank.bytes_offloaded > 0
-        assert figures.offload_s == pytest.approx(rank.offload_s, rel=1e-9)
+        assert figures.copied_bytes[Kind.OFFLOAD] == rank.bytes_offloaded > 0
+        rate = rank.bytes_offloaded / rank.offload_s
+        assert figures.bytes_per_s[Kind.OFFLOAD] == pytest.approx(rate, rel=1e-9)
         assert figures.peak_bytes["device"] == rank.peak_bytes
         totals["stalled"] += figures.waited_for_copies_s > 0
         totals["others"] += waited_s > 0
