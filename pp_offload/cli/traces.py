@@ -13,14 +13,7 @@ from pp_offload._common.tables import format_table
 from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.errors import ConfigError
 from pp_offload.trace import Timeline, compare_with_plan, read
-from pp_offload.trace.figures import (
-    WAITS,
-    Kind,
-    RankFigures,
-    checked_step,
-    figures_of,
-    steps_of,
-)
+from pp_offload.trace.figures import WAITS, Kind, RankStep, numbers_of_steps, rank_steps
 from pp_offload.trace.timeline import COUNTERS
 
 GB, MS = 10**9, 1e-3
@@ -37,8 +30,9 @@ def trace(given: Namespace) -> int:
     """Print or draw a step of a trace."""
     timeline = _read("FILE", *given.files)
     with errors_of("--step"):
-        step = checked_step(timeline, given.step)
-    ranks = list(steps_of(timeline)[step])
+        steps = rank_steps(timeline, given.step)
+    ranks = list(steps)
+    step = steps[ranks[0]].facts["step"]
     for rank in given.rank or ():
         if rank not in ranks:
             problem = f"found {rank}, expected one that has step {step}: {ranks}"
@@ -48,9 +42,9 @@ def trace(given: Namespace) -> int:
         return _draw(given, timeline, step, ranks)
     if given.predicted is not None:
         raise wrong("--predicted", "it is drawn, not printed; add --png out.png")
-    figures = [rank for rank in figures_of(timeline, step) if rank.rank in ranks]
-    plain = {"step": step, "ranks": [rank.as_dict() for rank in figures]}
-    report(_table(timeline, step, figures), plain, as_json=given.json)
+    shown = [steps[rank] for rank in ranks]
+    plain = {"step": step, "ranks": [rank.as_dict() for rank in shown]}
+    report(_table(timeline, step, shown), plain, as_json=given.json)
     return 0
 
 
@@ -60,7 +54,7 @@ def compare(given: Namespace) -> int:
         plan = OffloadPlan.load(given.planned)
     timeline = _read("FILE", *given.files)
     with errors_of("--step"):
-        checked_step(timeline, given.step)
+        rank_steps(timeline, given.step)
     with errors_of("PLAN"):
         both = compare_with_plan(plan, timeline, step=given.step)
     report(f"{plan.made_for}\n\n{both.table()}", both.figures(), as_json=given.json)
@@ -81,32 +75,33 @@ def _draw(given: Namespace, timeline: Timeline, step: int, ranks: list[int]) -> 
     predicted = given.predicted and _read("--predicted", given.predicted)
     if predicted is not None:
         with errors_of("--predicted"):
-            checked_step(predicted, None)
+            rank_steps(predicted)
     with errors_of("--png", ImportError, OSError):
         draw(timeline, given.png, ranks=ranks, step=step, predicted=predicted)
     say(f"step {step} of ranks {', '.join(map(str, ranks))} is in {given.png}")
     return 0
 
 
-def _table(timeline: Timeline, step: int, figures: Sequence[RankFigures]) -> str:
-    counters = [name for name in COUNTERS if any(name in rank.peak_bytes for rank in figures)]
-    has_disk = any(rank.copied_bytes[kind] for rank in figures for kind in DISK)
+def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:
+    counters = [name for name in COUNTERS if any(name in rank.peak_bytes for rank in ranks)]
+    has_disk = any(rank.times[kind] for rank in ranks for kind in DISK)
     disk_head = ["written GiB", "read GiB"] if has_disk else []
     rows = [[*HEAD, *disk_head, *(f"peak {name}" for name in counters)]]
-    for rank in figures:
-        times = rank.seconds, rank.busy_s, *(rank.waited_s[kind] for kind in WAITS)
-        rates = [rank.bytes_per_s.get(kind) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
-        sizes: list[Any] = [rank.copied_bytes[kind] for kind in DISK] if has_disk else []
+    for rank in ranks:
+        times = [rank.end_s - rank.begin_s, rank.seconds_of(Kind.OPERATORS) or None]
+        times += [rank.waited_s[kind] for kind in WAITS]
+        rates = [rank.copied(kind)[1] for kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        sizes: list[Any] = [rank.copied(kind)[0] for kind in DISK] if has_disk else []
         sizes += [rank.peak_bytes.get(name) for name in counters]
         cells = [_number(x, unit) for row, unit in ((times, MS), (rates, GB)) for x in row]
         cells += ["-" if nbytes is None else size_cell(nbytes, digits=3) for nbytes in sizes]
         rows.append([str(rank.rank), *cells])
-    first, *later_steps = steps_of(timeline)
-    steps = f"steps {first} to {later_steps[-1]}" if later_steps else f"step {first}"
-    lines = [f"step {step}; the trace has {steps}", "", format_table(rows), NOTE]
-    ranks = [str(rank.rank) for rank in figures if timeline.metadata[rank.rank].get("has_captures")]
-    if ranks:
-        lines.append(f"ranks {', '.join(ranks)}: work of captured CUDA graphs is missing")
+    first, *later_steps = numbers_of_steps(timeline)
+    numbers = f"steps {first} to {later_steps[-1]}" if later_steps else f"step {first}"
+    lines = [f"step {step}; the trace has {numbers}", "", format_table(rows), NOTE]
+    cut = [str(r.rank) for r in ranks if timeline.metadata[r.rank].get("has_captures")]
+    if cut:
+        lines.append(f"ranks {', '.join(cut)}: work of captured CUDA graphs is missing")
     return "\n".join(lines)
 
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.tables import format_table
 from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
-from pp_offload.trace import figures as fig
-from pp_offload.trace.figures import Interval, Kind, RankFigures
+from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, RankStep, kind_of, rank_steps
 from pp_offload.trace.timeline import DEVICE, HOST, Timeline
 
 TOLERANCE = 0.02
@@ -66,7 +65,7 @@ class RankCompared:
 
     rank: int
     planned: RankPlan
-    traced: RankFigures
+    traced: RankStep
     pairs: list[Pair]
     differences: list[str]
 
@@ -131,40 +130,39 @@ def compare_with_plan(
         ConfigError: The plan has fewer ranks.
         ValueError: The trace has no such step.
     """
-    number = fig.checked_step(timeline, step)
-    windows = fig.steps_of(timeline)[number]
     ranks = []
-    for traced in fig.figures_of(timeline, number):
-        planned, window = plan.rank(pipeline_rank(traced.rank)), windows[traced.rank]
-        samples = timeline.counter(traced.rank, HOST)
-        host_bytes = [item.nbytes for item in samples if item.time_s < window[1]]
-        pairs = _pairs(plan, planned, traced, max(host_bytes, default=None))
-        differences = [*_strangers(plan, planned, timeline, traced.rank, window)]
+    for rank, traced in rank_steps(timeline, step).items():
+        planned = plan.rank(pipeline_rank(rank))
+        host = [s.nbytes for s in timeline.counter(rank, HOST) if s.time_s < traced.end_s]
+        pairs = _pairs(plan, planned, traced, max(host, default=None))
+        has_graphs = timeline.metadata[rank].get("has_captures")  # whose groups are not in it
+        differences = [] if has_graphs else [*_strangers(plan, planned, traced)]
         differences += _worse(plan, planned, pairs, has_causes=not differences)
-        ranks.append(RankCompared(traced.rank, planned, traced, pairs, differences))
-    return Compared(number, plan.seconds, ranks)
+        ranks.append(RankCompared(rank, planned, traced, pairs, differences))
+    return Compared(ranks[0].traced.facts["step"], plan.seconds, ranks)
 
 
 def _pairs(
-    plan: OffloadPlan, planned: RankPlan, traced: RankFigures, host_bytes: int | None
+    plan: OffloadPlan, planned: RankPlan, traced: RankStep, host_bytes: int | None
 ) -> list[Pair]:
-    steps = plan.seconds, traced.seconds
+    steps = plan.seconds, traced.end_s - traced.begin_s
     if traced.worked_s is not None:
         steps = planned.seconds, traced.worked_s
     device = planned.peak_bytes, traced.peak_bytes.get(DEVICE)
-    stalled = planned.stalled_s, traced.waited_for_copies_s
-    on_demand = planned.on_demand_reloads, traced.on_demand_reloads
-    sent = planned.bytes_offloaded, traced.copied_bytes[Kind.OFFLOAD]
+    busy = planned.busy_s, traced.seconds_of(Kind.OPERATORS) or None
+    stalled = planned.stalled_s, traced.seconds_of(*WAITS_FOR_COPIES)
+    on_demand = planned.on_demand_reloads, traced.facts.get("on_demand_reloads")
     rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
+    sent_bytes, sent_rate = traced.copied(Kind.OFFLOAD)
     return [
         Pair("peak_bytes", "peak GiB", GIB, *device),
         Pair("host_peak_bytes", "host GiB", GIB, planned.host_peak_bytes, host_bytes),
         Pair("step_s", "step ms", MS, *steps),
-        Pair("busy_s", "busy ms", MS, planned.busy_s, traced.busy_s),
+        Pair("busy_s", "busy ms", MS, *busy),
         Pair("stalled_s", "stalled ms", MS, *stalled),
         Pair("on_demand_reloads", "on demand", 1, *on_demand),
-        Pair("bytes_offloaded", "sent GiB", GIB, *sent),
-        Pair("offload_bytes_per_s", "GB/s", GB, rate, traced.bytes_per_s.get(Kind.OFFLOAD)),
+        Pair("bytes_offloaded", "sent GiB", GIB, planned.bytes_offloaded, sent_bytes),
+        Pair("offload_bytes_per_s", "GB/s", GB, rate, sent_rate),
     ]
 
 
@@ -188,16 +186,11 @@ def _worse(
             yield f"{pair.head} {texts[1]}, planned {texts[0]}{why}"
 
 
-def _strangers(
-    plan: OffloadPlan, planned: RankPlan, timeline: Timeline, rank: int, window: Interval
-) -> Iterator[str]:
+def _strangers(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> Iterator[str]:
     """List the first group that differs from the plan, and a difference of microbatches."""
-    if timeline.metadata[rank].get("has_captures"):
-        return  # groups of a graph are not in the trace
     names, microbatches = {}, set()
-    for span in timeline.spans:
-        is_here = span.rank == rank and window[0] <= span.begin_s < window[1]
-        if is_here and fig.kind_of(span) is Kind.FORWARD and "position" in span.args:
+    for span in traced.spans:
+        if kind_of(span) is Kind.FORWARD and "position" in span.args:
             place = span.args["vp_stage"], span.args["position"]
             names[place] = span.name.removesuffix(" (forward)")
             microbatches.add(span.args["microbatch"])

@@ -1,8 +1,7 @@
-"""Figures of a step of a trace: times, waits by cause, rates and peaks of each rank.
+"""Steps of a trace by rank: times, waits by cause, rates and peaks.
 
-step = checked_step(timeline, None)                  # the last one
-figures = figures_of(timeline, step)[0]
-figures.waited_s[Kind.WAITS_FOR_RELOAD]
+rank = rank_steps(timeline)[0]                       # rank 0 in the last step
+rank.waited_s[Kind.WAITS_FOR_RELOAD]
 """
 
 from __future__ import annotations
@@ -83,126 +82,112 @@ def common(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
     return both
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFigures:
-    """Figures of one rank in one step, in seconds and bytes.
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank, in seconds and bytes.
 
     Attributes:
-        seconds: From the begin of the step to the next one, or to the end of the recording.
-        busy_s: Time in which compute worked; None except for a virtual device, as for ``worked_s``.
-        worked_s: From the begin of the step to the end of the last work of compute.
-        waited_s: Time in which compute waited, by cause.
-        copied_bytes: Bytes of copies, reads and writes that began in the step.
-        bytes_per_s: Rates while copying.
-        on_demand_reloads: Tensors that came back only when backward was at their group.
-        peak_bytes: Most bytes of each counter; of the device, also between readings, if known.
+        begin_s, end_s: From the begin of the step to the next one, or to the end of the recording.
+        facts: Arguments of the step's span.
+        spans: Spans of the rank that begin in the step.
+        times: Times of each kind within the step. Compute of groups is that of operators, where
+            those are known, as on a virtual device.
+        values: Times and values of each counter, with those at the begin and at the end.
     """
 
     rank: int
-    seconds: float
-    busy_s: float | None
-    worked_s: float | None
-    waited_s: Mapping[Kind, float]
-    copied_bytes: Mapping[Kind, int]
-    bytes_per_s: Mapping[Kind, float]
-    on_demand_reloads: int | None
-    peak_bytes: Mapping[str, int]
+    begin_s: float
+    end_s: float
+    facts: Mapping[str, Any]
+    spans: list[Span]
+    times: dict[Kind, list[Interval]]
+    values: dict[str, list[tuple[float, int]]]
+
+    def seconds_of(self, *kinds: Kind) -> float:
+        """Sum the times of these kinds."""
+        return sum(end - begin for kind in kinds for begin, end in self.times[kind])
+
+    def copied(self, kind: Kind) -> tuple[int, float | None]:
+        """Return bytes and rate of the copies, writes or reads that began in the step.
+
+        The rate is in bytes per second of copying; None without copies.
+        """
+        copies = [span for span in self.spans if kind_of(span) is kind]
+        nbytes = sum(span.args["bytes"] for span in copies)
+        seconds = sum(span.end_s - span.begin_s for span in copies)
+        return nbytes, nbytes / seconds if seconds else None
 
     @property
-    def waited_for_copies_s(self) -> float:
-        """Time that compute waited for copies."""
-        return sum(self.waited_s[kind] for kind in WAITS_FOR_COPIES)
+    def worked_s(self) -> float | None:
+        """From the begin to the end of the last work; None except for a virtual device."""
+        work = self.times[Kind.OPERATORS]
+        return work[-1][1] - self.begin_s if work else None
+
+    @property
+    def waited_s(self) -> dict[Kind, float]:
+        """Time in which compute waited, by cause."""
+        return {kind: self.seconds_of(kind) for kind in WAITS}
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Most bytes of each counter; of the device, also between readings, if known."""
+        peaks = {name: max(n for _, n in line) for name, line in self.values.items() if line}
+        if "device_peak_bytes" in self.facts:
+            peaks[tl.DEVICE] = max(peaks.get(tl.DEVICE, 0), self.facts["device_peak_bytes"])
+        return peaks
 
     def as_dict(self) -> dict[str, Any]:
-        """Make plain figures in seconds and bytes, which JSON can hold."""
-        maps = {"waited_s": self.waited_s, "copied_bytes": self.copied_bytes}
-        maps |= {"bytes_per_s": self.bytes_per_s}
-        plain = {name: {kind.value: n for kind, n in each.items()} for name, each in maps.items()}
-        return vars(self) | plain
+        """Make plain figures, which JSON can hold."""
+        copied = {kind: self.copied(kind) for kind in COPIES}
+        return {
+            "rank": self.rank,
+            "seconds": self.end_s - self.begin_s,
+            "busy_s": self.seconds_of(Kind.OPERATORS) or None,
+            "worked_s": self.worked_s,
+            "waited_s": {kind.value: seconds for kind, seconds in self.waited_s.items()},
+            "copied_bytes": {kind.value: nbytes for kind, (nbytes, _) in copied.items()},
+            "bytes_per_s": {kind.value: rate for kind, (_, rate) in copied.items()},
+            "on_demand_reloads": self.facts.get("on_demand_reloads"),
+            "peak_bytes": self.peak_bytes,
+        }
 
 
-def steps_of(timeline: Timeline) -> dict[int, dict[int, Interval]]:
-    """Return begin and end of each step, by number and rank."""
-    steps: dict[int, dict[int, Interval]] = {}
-    for span in sorted(timeline.spans, key=lambda span: span.rank):
-        if span.track == tl.STEPS:
-            steps.setdefault(int(span.args["step"]), {})[span.rank] = span.begin_s, span.end_s
-    return dict(sorted(steps.items()))
+def numbers_of_steps(timeline: Timeline) -> list[int]:
+    """List the numbers of the steps, each once."""
+    return sorted({int(span.args["step"]) for span in timeline.spans if span.track == tl.STEPS})
 
 
-def checked_step(timeline: Timeline, step: int | None) -> int:
-    """Check the number of a step; return the last step for None.
+def rank_steps(timeline: Timeline, step: int | None = None) -> dict[int, RankStep]:
+    """Return the step of each rank that has it; the last step for None.
 
     Raises:
         ValueError: The trace has no such step, or none at all.
     """
-    steps = list(steps_of(timeline))
+    steps = numbers_of_steps(timeline)
     if not steps:
         raise ValueError("the trace has no step, expected one that ended while it was recorded")
     if step is not None and step not in steps:
         raise ValueError(f"step is {step}, expected one of the trace: {steps}")
-    return steps[-1] if step is None else step
+    number = steps[-1] if step is None else step
+    spans = [each for rank in timeline.ranks for each in timeline.of(rank, tl.STEPS)]
+    return {each.rank: _rank_step(timeline, each) for each in spans if each.args["step"] == number}
 
 
-def values_of(
-    timeline: Timeline, rank: int, counter: str, window: Interval
-) -> list[tuple[float, int]]:
-    """Return times and values of a counter in a window, with those at its begin and end."""
-    begin_s, end_s = window
-    samples = [(s.time_s, s.nbytes) for s in timeline.counter(rank, counter) if s.time_s < end_s]
-    before = [(begin_s, nbytes) for time_s, nbytes in samples if time_s <= begin_s][-1:]
-    values = before + [sample for sample in samples if sample[0] > begin_s]
-    return values + [(end_s, nbytes) for _, nbytes in values[-1:]]
-
-
-def figures_of(timeline: Timeline, step: int) -> list[RankFigures]:
-    """Make the figures of all ranks that have the step."""
-    windows = steps_of(timeline)[step].items()
-    return [_figures(timeline, rank, window) for rank, window in windows]
-
-
-def times_of(spans: Iterable[Span], window: Interval) -> dict[Kind, list[Interval]]:
-    """Return the times of each kind in a window.
-
-    Compute of groups is that of operators, where those are known, as on a virtual device.
-    """
+def _rank_step(timeline: Timeline, step: Span) -> RankStep:
+    rank, begin_s, end_s = step.rank, step.begin_s, step.end_s
     times: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
+    spans = [span for span in timeline.spans if span.rank == rank]
     for span in spans:
         if (kind := kind_of(span)) is not None:
             times[kind].append((span.begin_s, span.end_s))
-    times = {kind: common(each, [window]) for kind, each in times.items()}
+    times = {kind: common(each, [(begin_s, end_s)]) for kind, each in times.items()}
     for kind in (Kind.FORWARD, Kind.BACKWARD) if times[Kind.OPERATORS] else ():
         times[kind] = common(times[kind], times[Kind.OPERATORS])
-    return times
-
-
-def _figures(timeline: Timeline, rank: int, window: Interval) -> RankFigures:
-    begin_s, end_s = window
-    spans = [span for span in timeline.spans if span.rank == rank]
-    times = times_of(spans, window)
-    total_s = {kind: sum(end - begin for begin, end in each) for kind, each in times.items()}
-    nbytes, took_s = dict.fromkeys(COPIES, 0), dict.fromkeys(COPIES, 0.0)
-    facts: Mapping[str, Any] = {}
-    for span in spans:
-        kind = kind_of(span)
-        if span.track == tl.STEPS and span.begin_s == begin_s:
-            facts = span.args
-        elif kind in COPIES and begin_s <= span.begin_s < end_s:
-            nbytes[kind] += span.args["bytes"]
-            took_s[kind] += span.end_s - span.begin_s
-    worked = times[Kind.OPERATORS]
-    values = {name: values_of(timeline, rank, name, window) for name in tl.COUNTERS}
-    peaks = {name: max(n for _, n in items) for name, items in values.items() if items}
-    if "device_peak_bytes" in facts:
-        peaks[tl.DEVICE] = max(peaks.get(tl.DEVICE, 0), facts["device_peak_bytes"])
-    return RankFigures(
-        rank=rank,
-        seconds=end_s - begin_s,
-        busy_s=total_s[Kind.OPERATORS] if worked else None,
-        worked_s=worked[-1][1] - begin_s if worked else None,
-        waited_s={kind: total_s[kind] for kind in WAITS},
-        copied_bytes=nbytes,
-        bytes_per_s={kind: nbytes[kind] / took_s[kind] for kind in COPIES if took_s[kind]},
-        on_demand_reloads=facts.get("on_demand_reloads"),
-        peak_bytes=peaks,
-    )
+    values = {}
+    for name in tl.COUNTERS:
+        line = [(s.time_s, s.nbytes) for s in timeline.counter(rank, name) if s.time_s < end_s]
+        before = [(begin_s, nbytes) for time_s, nbytes in line if time_s <= begin_s][-1:]
+        line = before + [sample for sample in line if sample[0] > begin_s]
+        values[name] = line + [(end_s, nbytes) for _, nbytes in line[-1:]]
+    inside = [span for span in spans if begin_s <= span.begin_s < end_s]
+    return RankStep(rank, begin_s, end_s, step.args, inside, times, values)

@@ -84,7 +84,7 @@ class Recorder(Observer):
         self._readings: list[tuple[Any, dict[str, int]]] = []
         self._least_peak = self._num_on_demand = 0
         self._virtual: VirtualStreams | None = None
-        self._disk: Any = None
+        self._sources: list[tuple[Any, Callable[..., None]]] = []  # to which it listens
         self._owners: dict[str, list[object]] = {}  # by kind of track
         self._open: dict[int, tuple[Group, Note]] = {}  # with the group, which keeps its id
         self._running: dict[str, Note] = {}  # by track: the step, and the last group of backward
@@ -123,22 +123,24 @@ class Recorder(Observer):
             self._base_ns, self._host_zero_s = time.time_ns(), time.perf_counter()
         with self._offloader.lock:
             if is_virtual:
-                self._virtual = VirtualStreams(self._add, self._backend)
-            disk = self._offloader.engine.mover.tier.disk
-            if hasattr(disk, "listeners"):
-                self._disk = disk
-                disk.listeners = (*disk.listeners, self._disk_worked)
+                self._virtual = virtual = VirtualStreams(self._add)
+                self._listen(self._backend.current_stream(), virtual.computed)
+                for stream in (self._backend.d2h, self._backend.h2d):
+                    self._listen(stream, virtual.copied)
+            if (disk := self._offloader.engine.mover.tier.disk) is not None:
+                self._listen(disk, self._disk_worked)
             self._offloader.observers.add(self)
+
+    def _listen(self, source: Any, call: Callable[..., None]) -> None:
+        source.listeners = (*source.listeners, call)
+        self._sources.append((source, call))
 
     def _stop(self) -> None:
         """Stop to observe. A second call does nothing."""
         with self._offloader.lock:
             self._offloader.observers.remove(self)
-            if self._disk is not None:
-                listeners = [call for call in self._disk.listeners if call != self._disk_worked]
-                self._disk.listeners = tuple(listeners)
-            if self._virtual is not None:
-                self._virtual.stop()
+            for source, call in self._sources:
+                source.listeners = tuple(each for each in source.listeners if each != call)
         self._open.clear()
 
     def end(self) -> None:

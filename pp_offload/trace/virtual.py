@@ -1,4 +1,4 @@
-"""Listener of a virtual device's streams, which report each piece of work with its times.
+"""Work of a virtual device's streams, which call ``copied`` and ``computed`` with its times.
 
 Events would be less exact: an event between two works has the end of the first as its time, though
 the host may launch the second later.
@@ -18,26 +18,16 @@ class VirtualStreams:
 
     Args:
         add: Adds a note of a track, a name, a begin and an end, and returns it.
-        backend: A virtual device.
 
     Attributes:
         waits: Waits of compute for copies since compute last worked, by name.
     """
 
-    def __init__(self, add: Callable[[str, str, float, float], Any], backend: Any) -> None:
+    def __init__(self, add: Callable[[str, str, float, float], Any]) -> None:
         self.waits: list[tuple[str, Lap]] = []
         self._add = add
         self._operators: Any = None
         self._copies: list[tuple[float, float]] = []
-        copies = (backend.d2h, self._copied), (backend.h2d, self._copied)
-        self._calls = ((backend.current_stream(), self._computed), *copies)
-        for stream, call in self._calls:
-            stream.listeners = (*stream.listeners, call)
-
-    def stop(self) -> None:
-        """Stop listening. A second call does nothing."""
-        for stream, call in self._calls:
-            stream.listeners = tuple(listener for listener in stream.listeners if listener != call)
 
     def times_of_copies(self, begin: Any, end: Any) -> tuple[Any, Any]:
         """Return begin and end of the copies since the last call, which events are around."""
@@ -45,10 +35,10 @@ class VirtualStreams:
         copies = [copy for copy in copies if copy[0] >= begin.time_s]  # not those of others
         return (copies[0][0], copies[-1][1]) if copies else (begin, end)
 
-    def _copied(self, ready_s: float, begin_s: float, end_s: float) -> None:
+    def copied(self, ready_s: float, begin_s: float, end_s: float) -> None:
         self._copies.append((begin_s, end_s))
 
-    def _computed(self, ready_s: float, begin_s: float, end_s: float) -> None:
+    def computed(self, ready_s: float, begin_s: float, end_s: float) -> None:
         """Note work of compute, and its waits before."""
         waits, self.waits = self.waits, []
         for name, lap in waits:

@@ -11,7 +11,7 @@ from helpers.cli import check_refused, good, run
 from helpers.traces import timeline_of
 
 from pp_offload.trace import Span, Timeline, part_of, read, write
-from pp_offload.trace.figures import figures_of
+from pp_offload.trace.figures import rank_steps
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_a_row_for_each_rank(file: Path) -> None:
         write(timeline_of(rank), path)
     assert list(rows_of(good("trace", *files))) == ["0", "1"], "files of ranks"
     (rank,) = json.loads(good("trace", file, "--json", "--rank", 1))["ranks"]
-    figures = figures_of(read(file), 5)[1]
-    assert rank["rank"] == 1 and rank["seconds"] == figures.seconds
-    assert rank["waited_s"] == {kind.value: s for kind, s in figures.waited_s.items()}
+    step = rank_steps(read(file), 5)[1]
+    assert rank["rank"] == 1 and rank["seconds"] == step.end_s - step.begin_s
+    assert rank["waited_s"] == {kind.value: s for kind, s in step.waited_s.items()}
 
 
 def test_a_disk_has_columns_and_missing_spans_a_caution(tmp_path: Path) -> None:

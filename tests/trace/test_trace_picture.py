@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from pp_offload._common import pictures as art
 from pp_offload.trace import Span, picture
-from pp_offload.trace.figures import Kind, figures_of
+from pp_offload.trace.figures import Kind, rank_steps
 
 
 def test_figures_of_a_step() -> None:
@@ -25,19 +25,19 @@ def test_figures_of_a_step() -> None:
         Span(0, "compute 2", "waits for mlp (offload)", 0.99, 1.002),
         Span(0, "disk 2", "write", 1.03, 1.05, {"bytes": 5}),
     ]
-    (figures,) = figures_of(timeline, 5)
-    assert figures.seconds == pytest.approx(0.1) and figures.busy_s is None
-    waited = {kind: round(seconds, 9) for kind, seconds in figures.waited_s.items()}
+    step = rank_steps(timeline, 5)[0]
+    assert step.end_s - step.begin_s == pytest.approx(0.1) and step.worked_s is None
+    waited = {kind: round(seconds, 9) for kind, seconds in step.waited_s.items()}
     assert waited == {
         Kind.WAITS_FOR_RELOAD: 0.03,
         Kind.WAITS_FOR_OFFLOAD: 0.002,
         Kind.WAITS_FOR_DISK: 0.001,
         Kind.WAITS_FOR_RANK: 0.02,
     }
-    assert figures.bytes_per_s[Kind.OFFLOAD] == pytest.approx(GIB / 0.05)
-    assert figures.bytes_per_s[Kind.RELOAD] == pytest.approx(2 * GIB / 0.04)
-    assert (figures.copied_bytes[Kind.WRITE], figures.copied_bytes[Kind.READ]) == (5, 0)
-    assert figures.peak_bytes["device"] == 6 * GIB and figures.peak_bytes["host"] == GIB
+    assert step.copied(Kind.OFFLOAD) == (GIB, pytest.approx(GIB / 0.05))
+    assert step.copied(Kind.RELOAD) == (2 * GIB, pytest.approx(2 * GIB / 0.04))
+    assert step.copied(Kind.WRITE)[0] == 5 and step.copied(Kind.READ) == (0, None)
+    assert step.peak_bytes["device"] == 6 * GIB and step.peak_bytes["host"] == GIB
 
 
 def bars(figure: Figure, colour: str) -> list[tuple[float, float, float]]:
@@ -111,7 +111,7 @@ def test_a_file_is_the_same_each_time(tmp_path: Path) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("out.gif", {}, r"out.gif ends otherwise than pictures do, expected \.png, \.svg, \.pdf"),
-    ("out.png", {"ranks": [2]}, r"rank 2 has no step 5 in the trace, expected some of \[0\]"),
+    ("out.png", {"ranks": [2]}, r"rank 2 has no such step in the trace, expected some of \[0\]"),
     ("out.png", {"step": 4}, r"step is 4, expected one of the trace: \[5\]"),
 ]
 

@@ -19,7 +19,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload.simulate import DEVICES, Modules, PeerLink, VirtualBackend, run_pipeline
 from pp_offload.trace import Timeline, Trace
-from pp_offload.trace.figures import Kind, figures_of
+from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, rank_steps
 
 FORWARD_S = FLOPS / (990e12 * 0.6)
 
@@ -119,17 +119,17 @@ def test_figures_of_four_virtual_ranks_are_those_of_the_run(tmp_path: Path) -> N
     begins = {timeline.of(rank, "steps")[0].begin_s for rank in timeline.ranks}
     assert len(begins) == 1, "all ranks begin a step at the same time"
     totals = Counter[str]()
-    for figures, rank in zip(figures_of(timeline, 1), step.ranks, strict=True):
+    for traced, rank in zip(rank_steps(timeline, 1).values(), step.ranks, strict=True):
         others_s = sum(rank.waited_s.values())
-        assert figures.busy_s == pytest.approx(rank.busy_s, rel=1e-9)
-        assert figures.waited_for_copies_s == pytest.approx(rank.stalled_s, rel=1e-9, abs=1e-12)
-        waited_s = figures.waited_s[Kind.WAITS_FOR_RANK]
+        assert traced.seconds_of(Kind.OPERATORS) == pytest.approx(rank.busy_s, rel=1e-9)
+        stalled_s = traced.seconds_of(*WAITS_FOR_COPIES)
+        assert stalled_s == pytest.approx(rank.stalled_s, rel=1e-9, abs=1e-12)
+        waited_s = traced.waited_s[Kind.WAITS_FOR_RANK]
         assert waited_s == pytest.approx(others_s, rel=1e-9, abs=1e-12)
-        assert figures.seconds == pytest.approx(rank.seconds, rel=1e-9)
-        assert figures.copied_bytes[Kind.OFFLOAD] == rank.bytes_offloaded > 0
-        rate = rank.bytes_offloaded / rank.offload_s
-        assert figures.bytes_per_s[Kind.OFFLOAD] == pytest.approx(rate, rel=1e-9)
-        assert figures.peak_bytes["device"] == rank.peak_bytes
-        totals["stalled"] += figures.waited_for_copies_s > 0
+        assert traced.end_s - traced.begin_s == pytest.approx(rank.seconds, rel=1e-9)
+        rate = pytest.approx(rank.bytes_offloaded / rank.offload_s, rel=1e-9)
+        assert traced.copied(Kind.OFFLOAD) == (rank.bytes_offloaded, rate)
+        assert traced.peak_bytes["device"] == rank.peak_bytes
+        totals["stalled"] += stalled_s > 0
         totals["others"] += waited_s > 0
     assert totals["stalled"] and totals["others"]
