@@ -29,7 +29,7 @@ MOST_LINES = {
     "plan": 3283,
     "simulate": 2781,
     "testing": 967,
-    "trace": 1410,
+    "trace": 1375,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

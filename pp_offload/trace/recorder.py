@@ -102,10 +102,11 @@ class Recorder(Observer):
         self._step += 1
         if steps is None or self._step in steps:
             self._start()
-            at = self._now()
-            self._end_step(at)
-            self._running[tl.STEPS] = self._add(tl.STEPS, f"step {self._step}", at, step=self._step)
-            self._read(at)
+            if (at := self._now()) is not None:
+                self._end_step(at)
+                note = self._add(tl.STEPS, f"step {self._step}", at, step=self._step)
+                self._running[tl.STEPS] = note
+                self._read(at)
         elif self._step >= steps.stop and not self._backend.is_capturing:
             self.end()
             self._ended()
