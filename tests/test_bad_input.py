@@ -187,6 +187,7 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: context_of(Net(), head=3), "head is 3, expected.*or its name"),
     (lambda: exclude(None), "module is None, expected an nn.Module"),
     (lambda: offload_model(device=None), "device is None, expected.*torch.device"),
+    (lambda: offload_model(device=True), "device is True, expected.*torch.device"),
     (lambda: checkpointed(model=3), "model is 3, expected an nn.Module"),
     (lambda: checkpointed(layers_fqn=None), "layers_fqn is None, expected the name of a container"),
     (lambda: op_params(recompute_every=[2]), "recompute_every is the list.*a mapping"),

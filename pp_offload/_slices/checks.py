@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 
-from pp_offload._common.checks import check_kind
+from pp_offload._common.checks import said
 from pp_offload._core.tensors import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends import Backend, check_backend
@@ -31,9 +31,10 @@ FSDP_MARK = "_is_fsdp_managed_module"
 
 def check_device(name: str, given: object, backend: Backend | None = None) -> torch.device:
     """The device that was given; a ValueError where it is not that of the backend."""
-    check_kind(name, given, (torch.device, str, int), "a torch.device, or its name")
+    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
+        raise TypeError(f"{name} is {said(given)}, expected a torch.device, or its name")
     try:
-        device = torch.device(given)  # type: ignore[call-overload]
+        device = torch.device(given)
     except RuntimeError as failure:
         raise ValueError(
             f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"
