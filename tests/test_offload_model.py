@@ -138,6 +138,32 @@ def test_device_memory_is_arithmetic(order: str) -> None:
     backend.check()
 
 
+def test_device_memory_when_run_again_is_arithmetic() -> None:
+    """Two slices and a slice of gradients; activations of a slice, and inputs of two slices."""
+    backend = SimulatedBackend("eager")
+    depth, width = 12, 16
+    slice_bytes, activation = 2 * width * width * 4, width * width * 4
+    config = OffloadConfig(prefetch_bytes=activation)
+    with backend.activate():
+        layers = slices_of(width, depth)
+        model, _ = run_again(layers, backend, num_slices=6, config=config)
+        for _ in range(3):
+            x = torch.randn(width, width, requires_grad=True)
+            backend.take_device_peak()
+            y = model(x)
+            # x; the input of a slice, and the outputs of its layers.
+            assert backend.take_device_peak() == 2 * slice_bytes + (1 + 3) * activation
+            assert backend.device_bytes == slice_bytes + 2 * activation, "x and y"
+            gradient = torch.ones_like(y)
+            y.backward(gradient)
+            # In the first layer of the last slice: x and y; the inputs of this slice and of the one
+            # before; the gradients of y and of both layers' inputs; the gradients of both weights.
+            assert backend.take_device_peak() == 3 * slice_bytes + (2 + 2 + 3) * activation
+            del x, y, gradient
+            assert backend.device_bytes == 0
+    backend.check()
+
+
 def test_state_is_that_of_the_plain_model(backend, tmp_path) -> None:
     with backend.activate():
         plain, model, _ = plain_and_offloaded(sliced.named(), as_slices, backend)

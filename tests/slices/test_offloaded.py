@@ -20,6 +20,7 @@ from helpers.sliced import (
     WIDTH,
     Offload,
     adamw,
+    as_layers,
     as_slices,
     both_ways,
     each_way,
@@ -40,7 +41,13 @@ from helpers.toy import assert_no_hooks, autograd_lets_go, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pp_offload import OffloadConfig, OffloadError, SavedTensorModifiedError, VerifyError
+from pp_offload import (
+    OffloadConfig,
+    OffloadError,
+    SavedTensorModifiedError,
+    VerifyError,
+    recompute_layers,
+)
 from pp_offload.backends import Backend
 
 
@@ -133,6 +140,37 @@ def test_autocast(backend: Backend, offload: Offload) -> None:
             for network in (model, plain)
         ]
         assert same_bits(*results) and results[0][0].dtype == torch.bfloat16
+
+
+@on_two_backends
+@pytest.mark.parametrize(
+    ("dtype", "is_checkpointed", "num_casts"),
+    [(torch.float32, False, 2 * 3), (torch.float32, True, 0), (torch.bfloat16, False, 0)],
+)
+def test_casts_of_weights_stay_until_backward(
+    backend: Backend, dtype: torch.dtype, is_checkpointed: bool, num_casts: int
+) -> None:
+    """One for each use, as docs/offload-layers.md has it; the layers use their weight twice."""
+    casts: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.shape == (WIDTH, WIDTH):
+            casts[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with backend.activate():
+        linears = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+        layers = [nn.Sequential(linear, nn.Tanh(), linear) for linear in linears]
+        model, _ = as_layers(nn.Sequential(*layers).to(dtype), backend)
+        if is_checkpointed:
+            recompute_layers(model, ["0.0", "0.1", "0.2"])
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast(backend.device.type, torch.bfloat16),
+        ):
+            y = model(input_for(backend).to(dtype))
+        assert len(casts) == num_casts
+        y.sum().backward()
 
 
 @both_ways
@@ -353,22 +391,43 @@ def test_a_parameter_has_its_attributes_in_a_forward(
 
 
 class Asks(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.weight.requires_grad else x
 
 
+class Descends(nn.Linear):
+    """Takes a step down a slope in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = (x @ self.weight - x).square().sum()
+            (slope,) = torch.autograd.grad(loss, self.weight)
+        return x @ (self.weight - 0.1 * slope)
+
+
+class Learns(nn.Linear):
+    """Runs a backward in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (x.detach() @ self.weight).square().sum().backward()
+        return x @ self.weight.detach()
+
+
 @on_two_backends
 @both_ways
-def test_evaluation_takes_the_way_of_the_plain_model(backend: Backend, offload: Offload) -> None:
-    """It may depend on whether parameters require grad."""
+@pytest.mark.parametrize("make", [Asks, Descends, Learns])
+def test_evaluation_takes_the_way_of_the_plain_model(
+    backend: Backend, offload: Offload, make: type[nn.Linear]
+) -> None:
+    """It may depend on whether parameters require grad; a backward in it reaches these."""
     with backend.activate(), torch.no_grad():
-        layers = nn.Sequential(*(Asks() for _ in range(3)))
+        layers = nn.Sequential(*(make(WIDTH, WIDTH, bias=False) for _ in range(3)))
         plain, model, _ = plain_and_offloaded(layers, offload, backend)
         outputs = [network.eval()(input_for(backend)).cpu() for network in (plain, model)]
         assert same_bits(outputs[:1], outputs[1:])
+        assert same_bits(state(model), state(plain))
+        assert all((p.grad is not None) == (make is Learns) for p in model.parameters())
 
 
 class Writes(nn.Module):
@@ -403,6 +462,41 @@ def test_sparse_gradients_are_an_error(backend: Backend, offload: Offload) -> No
         y = model(torch.tensor([1, 2]).to(backend.device))
         with pytest.raises(OffloadError, match="torch.sparse_coo; expected a dense one"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_take_host_memory_in_the_first_step_alone(
+    backend: Backend, set_to_none: bool
+) -> None:
+    """Later steps use it again, and all of it is free when no gradient is left."""
+    with backend.activate():
+        model, figures = as_slices(norms(), backend)
+        in_use_bytes, allocations = figures.statistics().host_bytes_in_use, []
+        for _ in range(4):
+            model(input_for(backend)).sum().backward()
+            allocations.append(figures.statistics().host_allocations)
+            model.zero_grad(set_to_none=set_to_none)
+        # Zeroed gradients are added to, so two of each are there from the second step on.
+        assert len(set(allocations[0 if set_to_none else 1 :])) == 1
+        model.zero_grad(set_to_none=True)
+        autograd_lets_go()
+        gc.collect()
+        backend.synchronize()
+        assert figures.statistics().host_bytes_in_use == in_use_bytes
+
+
+@both_ways
+def test_a_view_of_a_gradient_keeps_its_memory(backend: Backend, offload: Offload) -> None:
+    """Gradients of later steps are in other memory than one of which a view is left."""
+    with backend.activate():
+        plain, model, _ = plain_and_offloaded(mlp(), offload, backend)
+        views = []
+        for network in (plain, model):
+            for step in range(3):
+                network(input_for(backend, step)).square().sum().backward()
+                views.append(next(network.parameters()).grad[1:].t())
+                network.zero_grad(set_to_none=True)
+        assert same_bits([view.cpu() for view in views[:3]], views[3:])
 
 
 def test_anomalies_are_those_of_the_plain_model(backend: Backend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -34,6 +35,21 @@ def test_there_and_back(backend) -> None:
         told = copies.statistics()
         assert told.bytes_offloaded == told.bytes_reloaded == moved
         assert told.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
+def test_copies_that_are_still_queued_end_before_their_memory_is_freed(way: str) -> None:
+    """A model may be dropped while its next slice is on the way."""
+    backend = make_backend("late")
+    with backend.activate():
+        copies = PlainCopies(backend, OffloadConfig())
+        getattr(copies, way)([torch.ones(4)], "parameters")
+        assert backend.pending == 1
+        del copies
+        gc.collect()
+        assert backend.pending == 0
+        backend.synchronize()  # it raises if a copy uses what was freed
+        backend.check()
 
 
 @pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
