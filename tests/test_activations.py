@@ -262,6 +262,19 @@ def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
     assert same_bits(*found)
 
 
+def test_sparse_and_nested_tensors_stay() -> None:
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
+    sparse = torch.eye(3).to_sparse()
+    x = torch.ones(3, 3, requires_grad=True)
+    parts = [torch.ones(2, 3, requires_grad=True), torch.ones(1, 3, requires_grad=True)]
+    with offload:
+        y = torch.sparse.mm(sparse, x).sin()
+        nested = torch.nested.as_nested_tensor(parts).relu()
+    (y.sum() + torch.nested.to_padded_tensor(nested, 0).sum()).backward()
+    assert torch.equal(x.grad, torch.ones(3, 3).cos())
+    assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
+
+
 @pytest.mark.parametrize(
     ("kind", "tiers", "is_said"),
     [("cpu", ("host",), True), ("cpu", ("disk",), False), ("late", ("host",), False)],

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS, make_backend, on_two_backends
 from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, params, results
 from helpers.toy import assert_no_hooks, make_model, same_bits
 from torch import Tensor, nn
@@ -52,6 +52,35 @@ def test_equal_bit_for_bit(kind: str, way: str, order) -> None:
             statistics = recompute.stash.statistics()
             assert statistics.bytes_offloaded > 0
             assert statistics.host_bytes_in_use == statistics.live_tensors == 0
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "reentrant" not in way])
+@on_two_backends
+def test_backward_twice(backend, way: str) -> None:
+    with backend.activate():
+        gradients = []
+        for way_or_none in (None, way):
+            model, _ = make(backend.device, way_or_none, backend)
+            torch.manual_seed(4)
+            x = torch.randn(6, 8).to(backend.device).requires_grad_()
+            loss = model(x, x.detach(), x.detach()).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            gradients.append([x.grad, *(p.grad for p in model.parameters())])
+        assert same_bits(*gradients)
+
+
+@on_two_backends
+def test_a_checkpoint_in_a_checkpoint_offloads_nothing_of_its_own(backend) -> None:
+    with backend.activate():
+        stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
+        inner, outer = Recompute(stash), Recompute(stash)
+        x, z = (torch.ones(64, device=backend.device, requires_grad=True) for _ in range(2))
+        y = outer(lambda x: inner(torch.tanh, inner(torch.cos, inner(torch.sin, x))), x * 1)
+        assert stash.statistics().bytes_offloaded == x.nbytes
+        y.sum().backward()
+        (z * 1).sin().cos().tanh().sum().backward()
+        assert same_bits([x.grad], [z.grad])
 
 
 @pytest.mark.parametrize("is_inner", [False, True])

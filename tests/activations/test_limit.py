@@ -80,3 +80,21 @@ def test_the_limit_is_kept_and_filled(
     (line,) = [text for text in caplog.messages if "saved tensors stay" in text]
     assert f"{sent[-1] / 2**30:.2f} are on the host" in line
     assert f"of at most {limit_bytes / 2**30:.2f}" in line
+
+
+def test_with_a_backward_after_each_forward_but_one() -> None:
+    """As in a pipeline: a step is over where no graph is left."""
+    backend = make_backend("eager")
+    config = OffloadConfig(device_limit_bytes=2**30)
+    offload = OffloadActivations(min_offload_size=1, config=config, backend=backend)
+    model, sent = make_model(groups=(), device=str(backend.device)), []
+    for number in range(4):
+        before, waiting = offload.statistics().bytes_offloaded, []
+        for x in batches(4, step=number):
+            with offload:
+                waiting.append(model(x.to(backend.device)).square().mean())
+            if len(waiting) > 1:
+                waiting.pop(0).backward()
+        waiting.pop().backward()
+        sent.append(offload.statistics().bytes_offloaded - before)
+    assert sent[0] and not sent[-1]

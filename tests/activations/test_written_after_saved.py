@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
@@ -51,4 +53,33 @@ def test_a_checkpoint_computes_until_the_noise_is_drawn(offload: bool, kind: str
             y = checkpoint(layer.forward, x, **options) if is_on else layer(x)
             y.square().sum().backward()
         results.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("max_fwd_stash_size", [1, 5])
+def test_a_leaf_that_a_fused_optimizer_changes_between_two_forwards(
+    backend, max_fwd_stash_size: int
+) -> None:
+    """Its version does not change, and the graph of an earlier forward holds what that saved."""
+    results = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        with backend.activate():
+            w = torch.randn(16, 16).to(backend.device).requires_grad_()
+            optimizer = torch.optim.AdamW([w], lr=0.1, fused=True)
+            offload = OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=max_fwd_stash_size, backend=backend
+            )
+            alive, gradients = [], []
+            for _ in range(3):
+                for _ in range(2):
+                    x = torch.ones(4, 16).to(backend.device).requires_grad_()
+                    with offload if is_on else nullcontext():
+                        alive.append((x.sin() @ w).cos().sum())
+                optimizer.zero_grad()
+                alive[-1].backward()
+                backend.synchronize()  # or it writes into what is copied, as autograd lets it
+                optimizer.step()
+                gradients.append(x.grad)
+            results.append(gradients)
     assert same_bits(*results)
