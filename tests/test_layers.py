@@ -21,7 +21,7 @@ MOST_LINES = {
     "_hooks": 386,
     "_megatron": 1383,
     "_memory": 1470,
-    "_slices": 1591,
+    "_slices": 1592,
     "backends": 721,
     "cli": 1377,
     "compat": 112,
