@@ -1,4 +1,4 @@
-"""Table of the bytes that each rank offloaded, by group.
+"""Table of the bytes that are off the device at the peak of a step, by rank and group.
 
     print_offload_summary_table(manager.offload_summary_bytes)
 
@@ -42,14 +42,14 @@ _num_calls: Counter[str] = Counter()
 LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 
 NOTHING_YET = (
-    "nothing was offloaded in a complete step: all groups stay by a plan, or all of their tensors "
-    "are smaller than min_offloaded_tensor_size; or no step is complete yet: one counts from the "
-    "next reset() or schedule.step() on"
+    "nothing offloaded: a plan keeps all groups, or all tensors are below "
+    "min_offloaded_tensor_size, or no step is complete yet (a step counts from the next reset() or "
+    "schedule.step())"
 )
 
 
 def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool = False) -> str:
-    """Format the bytes that each rank of the group offloaded in its last complete step.
+    """Format the bytes that are off the device at the peak of each rank's last complete step.
 
     Collective: every rank of ``process_group`` must call it. A rank without groups, or without a
     complete step, counts as zero.
@@ -60,10 +60,10 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
 
     Returns:
         A table in MiB, the same on every rank: a row per rank, a column per group, and what
-        backward computes again in place of a copy. With ``local``, a row per group: what became of
-        the bytes that it saved. A step is complete when backward reached every group, and counts
-        from the next ``reset()`` or ``schedule.step()`` on; before, the table says so. Below, a row
-        per rank: what a step takes, took at first, and would take without offload.
+        backward computes again in place of a copy. With ``local``, a row per group: how many of its
+        saved bytes were kept, copied and computed again. A step is complete when backward reached
+        every group, and counts from the next ``reset()`` or ``schedule.step()``. Below, a row per
+        rank: the time and the peak of a step now, at first, and without offload.
     """
     manager = PipelineOffloadManager.get_instance()
     if local:
@@ -84,7 +84,7 @@ def _joined(*tables: str) -> str:
 
 
 def format_groups(groups: Mapping[str, GroupBytes]) -> str:
-    """Format the bytes that groups saved, by what became of them, with sums, in MiB."""
+    """Format saved bytes by group, in MiB: kept, copied and computed again, with sums."""
     total = groups_sum(groups.values())
     rows = [(name, *map(_mib, groups[name])) for name in sorted(groups)]
     head = ("group", "saved", "kept", "copied", "computed again", "copied as less")
@@ -102,13 +102,12 @@ def print_offload_summary_table(
 
     Args:
         total_offload_bytes: Bytes by group name on this rank; may be empty.
-        local_duplicate_summary: By group name on this rank, how many copies were made of bytes
-            that had been copied already, and their bytes; a line each, below the table. The engine
-            itself copies bytes once.
+        local_duplicate_summary: Number and bytes of repeated copies of the same bytes, by group
+            name on this rank; a line each, below the table. The engine itself copies bytes once.
         process_group: The default group when None; its rank 0 prints.
 
     Raises:
-        TypeError: One of the two is no mapping.
+        TypeError: An argument is no mapping.
     """
     check_kind("total_offload_bytes", total_offload_bytes, Mapping, "bytes by group name")
     more = local_duplicate_summary or {}
@@ -136,7 +135,7 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
     if again is not None:
         column = ["computed again", *map(_mib, again), _mib(sum(again))]
         lines = [[*line, cell] for line, cell in zip(lines, column, strict=True)]
-    title = "activations offloaded to the host, by pipeline rank and group"
+    title = "offloaded at the peak of a step, by pipeline rank and group"
     note = [] if any(sums) or any(again or ()) else [NOTHING_YET]
     return "\n".join([title, format_table(lines), *note])
 
@@ -169,7 +168,7 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
     """Wait until every rank is about to gather; without one of them a collective would hang.
 
     Ranks count themselves in the store of the process group, with a number for each call. A rank
-    that gives up takes :data:`GIVEN_UP` off the count, for those that come later.
+    that gives up takes :data:`GIVEN_UP` off the count, so that later ranks do not wait.
 
     Raises:
         OffloadError: Ranks are missing after :data:`PATIENCE_S`.
@@ -183,7 +182,7 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
         store.set(f"{key}/all", "")
         return
     for wait_s in (WARN_S, PATIENCE_S - WARN_S) if num_here > 0 else ():
-        with suppress(RuntimeError):  # it is over, and the key is not there
+        with suppress(RuntimeError):  # the wait is over, and the key is not set
             store.wait([f"{key}/all"], timedelta(seconds=wait_s))
             return
         if wait_s == WARN_S:
