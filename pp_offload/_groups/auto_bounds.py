@@ -1,21 +1,20 @@
-"""Times steps, and chooses how much may be in flight and how far reloads run ahead.
+"""Measure steps, and choose how much may be in flight and how far reloads run ahead.
 
     bounds = AutoBounds(offloader, config, room.unused_bytes)
     bounds.begin_step()
     ...
     bounds.end_step(plan, is_complete=True)
 
-The first complete steps are timed, and after a change of the plan the next ones. Times are read at
-the begin of a later step, once all that was timed has ended: nothing waits for them. Chosen is the
-least memory at which compute does not wait for copies; if the link is slower than compute, compute
-waits whatever is chosen, and these bounds keep the link busy.
+The first complete steps are timed, and the next ones after a change of the plan. Times are read at
+the begin of a later step, once all timed work has ended: nothing waits for them. The bounds take
+the least memory at which compute does not wait for copies. If the link is slower than compute,
+compute waits with any bounds, and these keep the link busy.
 
 NOTE [ A chunk at a time ]
-    In the steady state of a pipeline every forward is followed by a backward, in which what the
-    forward left on the way to the host has time to arrive; and every backward by a forward, in
-    which the window is filled. So a chunk's own bytes say what it needs, and many forwards in a row
-    ask for no more than a single forward: with them the link falls behind whatever the cap, until
-    all memory is taken.
+    In the steady state of a pipeline every forward is followed by a backward, during which the
+    forward's remaining copies to the host can end; and every backward by a forward, during which
+    the window is filled. So bounds are computed from a single chunk's bytes. Many forwards in a row
+    do not raise them: the link falls behind them with any cap, until all memory is taken.
 """
 
 from __future__ import annotations
@@ -45,39 +44,39 @@ from pp_offload.config import AUTO, OffloadConfig
 logger = logger_of(__name__)
 
 NUM_TIMED = 2
-"""Steps that are timed: the first one also pays for what a device does once."""
+"""Number of timed steps. The first one includes work that a device does once."""
 
 CAUTION = 0.95
-"""Copies are taken to be slower than they were."""
+"""Measured rates of copies are reduced by this factor."""
 
 GROWN = 1.1
-"""With so many times the bytes of the timed step, another one is timed."""
+"""A step with 1.1 times the bytes of the timed one is timed anew."""
 
 LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
-"""Less is not chosen: small models have the memory, and with forwards in a row they need it."""
+"""Least cap: small models have the memory, and with forwards in a row they need it."""
 
 SHARE_OF_UNUSED = 0.8
-"""How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
+"""Part of the device's unused memory that bounds may grow into: an allocator leaves gaps."""
 
 PRECISION = 64
-"""A window is computed to one part in so many of all its bytes."""
+"""A window is computed to 1/64 of the bytes of its uses."""
 
 MIB = 2**20
 
 
 class AutoBounds:
-    """Times steps, and chooses.
+    """Measures steps, and chooses the bounds of copies.
 
     Args:
-        offloader: Has the cap on bytes in flight, the window, and who watches.
-        config: Says what is to be chosen.
-        unused_bytes: Of the device, that bounds may grow into; None where there is no end.
+        offloader: Offloader with the cap on bytes in flight, the window, and the observers.
+        config: Options; only bounds that are ``"auto"`` are chosen.
+        unused_bytes: Function that returns the unused bytes of the device; None for no limit.
 
     Attributes:
-        hidden_bytes: Copies of a step that hide behind its compute, whatever the schedule: those
-            to the host in a third of its time, as forwards take, and those back in the rest.
-        first: Time of the first step that was timed.
-        last: Time of the last one.
+        hidden_bytes: Bytes that a step copies while it computes, in any schedule: to the host in a
+            third of its time, as forwards take, and back in the rest.
+        first: Time of the first timed step.
+        last: Time of the last timed step.
     """
 
     def __init__(
@@ -93,22 +92,22 @@ class AutoBounds:
         self._plan = Plan()
         self._running: StepTimes | None = None
         self._timed: StepTimes | None = None
-        self._begun_s: float | None = None  # by the host's clock, where the device has none
+        self._begun_s: float | None = None  # by the host's clock, if the device has no timed events
         self._sent = self._sent_when_timed = 0
         self.hidden_bytes = 0
         self.first = self.last = StepTime()
         self._is_new = False
 
     def take_settled(self) -> bool:
-        """Whether :attr:`last` is that of a step after which no more are to be timed; once."""
+        """Return, once, whether :attr:`last` is new and no further step will be timed."""
         is_settled = self._is_new and not self._num_left
         self._is_new &= not is_settled
         return is_settled
 
     def begin_step(self) -> None:
-        """Choose, if all that was timed has ended; then time this step, if steps are left to time.
+        """Choose bounds if the timed step has ended; then time this step, if steps remain to time.
 
-        Not in a capture, where nothing can be asked of an event.
+        Does nothing in a capture, which forbids queries of events.
         """
         backend = self._offloader.backend
         if backend.is_capturing:
@@ -132,12 +131,12 @@ class AutoBounds:
         self._sent = self._offloader.engine.mover.counts.bytes_offloaded
 
     def end_step(self, plan: Plan, *, is_complete: bool) -> None:
-        """The step is over.
+        """End the step, and time steps again after a change.
 
         Args:
-            plan: For the steps to come. After a change of it steps are timed again, as where more
-                bytes leave than in the timed step.
-            is_complete: Whether the step says what others will be like.
+            plan: Plan of the next steps. A new plan, or a step that sends more bytes than the timed
+                one, makes the next steps timed again.
+            is_complete: Whether the step is typical of others.
         """
         running, self._running = self._running, None
         begun_s, self._begun_s = self._begun_s, None
@@ -158,8 +157,8 @@ class AutoBounds:
     def follow(self, plan: Plan) -> None:
         """Take the bounds of a plan, or have the next steps timed.
 
-        Planned bounds hold as long as all is as planned, whatever the times: memory stays below the
-        limit that the plan was made for.
+        Planned bounds hold while groups are as planned, for any times: memory stays below the limit
+        of the plan.
         """
         self._plan, self._is_new = plan, False
         self._num_left = NUM_TIMED
@@ -204,7 +203,7 @@ class AutoBounds:
 
     @property
     def now(self) -> tuple[int, int]:
-        """The bounds as they are: on bytes in flight, and on what is ahead."""
+        """Current bounds: on bytes in flight, and on bytes reloaded ahead."""
         engine = self._offloader.engine
         return engine.mover.in_flight.bound.nbytes, engine.window.bound.nbytes
 
@@ -214,25 +213,25 @@ class AutoBounds:
 
 @dataclass(slots=True)
 class Mark:
-    """A point of compute's time at which a group was offloaded, or some of it was used."""
+    """A point of compute's time at which a group was offloaded, or its payloads were used."""
 
     group: GroupKey
     at: TimedEvent
     nbytes: int
     freed: int = 0
-    """Of what is used for the last time."""
+    """Bytes that are used for the last time."""
 
 
 class StepTimes(Laps):
-    """Also marks when groups leave, and when what came back is used.
+    """Laps of a step that also mark when groups leave, and when reloaded payloads are used.
 
     Args:
-        begin: The times count from here.
-        backend: Gives an event on the live compute stream.
+        begin: Event from which times count.
+        backend: Backend that records events on the live compute stream.
 
     Attributes:
-        sent: When groups left, in order.
-        uses: In order; small ones that follow each other are added up.
+        sent: Marks of offloaded groups, in order.
+        uses: Marks of uses, in order; small uses in a row are added up.
     """
 
     def __init__(self, begin: TimedEvent, backend: Backend) -> None:
@@ -250,7 +249,7 @@ class StepTimes(Laps):
         self._reached = group.key
 
     def used(self, saved: Saved, payload: object) -> None:
-        """A first use, unless it came by no copy: then there is nothing to be ahead of."""
+        """Mark the first and last use of a payload that a copy reloaded; others need no window."""
         batch, index = saved.batch, saved.index
         reload = batch.back.reloads[index]
         if reload is None or reload.event is None:
@@ -274,20 +273,20 @@ class StepTimes(Laps):
 
 
 def rate(laps: Sequence[Lap]) -> float | None:
-    """Bytes a second, while copies ran; None if none did, or none took time."""
+    """Return bytes a second while copies ran; None if no copy took time."""
     took_s = seconds(laps)
     return sum([lap.nbytes for lap in laps]) / took_s if took_s else None
 
 
 def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, int] | None:
-    """The least bytes in flight, and ahead, at which compute does not wait for copies.
+    """Return the least bytes in flight, and ahead, at which compute does not wait for copies.
 
     Args:
-        times: Of a step.
+        times: Times of a step.
         staying: Groups that the next steps keep.
 
     Returns:
-        None where nothing was copied to the host, or nothing back.
+        Both bounds; None if the step had no copies to the host, or none back.
     """
     offload_rate, reload_rate = rate(times.offloads), rate(times.reloads)
     if offload_rate is None or reload_rate is None:
@@ -302,7 +301,7 @@ def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, 
 def _by_chunk(
     times: StepTimes, marks: Iterable[Mark], staying: Collection[GroupKey]
 ) -> Iterable[list[TimedBytes]]:
-    """What leaves, by compute's time without waits: a list for each time a chunk was at work."""
+    """Yield the marks of each run of a chunk, by compute's time without waits."""
     clock = clock_without_waits(times)
     leaving = (mark for mark in marks if mark.group not in staying)
     for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk):
@@ -310,7 +309,7 @@ def _by_chunk(
 
 
 def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
-    """When compute would have passed an event, in seconds, if it had never waited for copies."""
+    """Return a function: seconds until an event, if compute had never waited for copies."""
     # sorted: several threads wait, in no order
     waits = sorted(
         (laps.seconds_until(wait.end), wait.begin.elapsed_time(wait.end) / 1e3)
@@ -330,23 +329,23 @@ def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
 
 
 class TimedBytes(NamedTuple):
-    """When compute had made bytes that leave, or asked for bytes that came back."""
+    """Time at which compute had made bytes that leave, or used bytes that came back."""
 
     at_s: float
 
     nbytes: int
-    """Bytes that leave, or that are asked for the first time."""
+    """Bytes that leave, or that are used for the first time."""
 
     freed: int = 0
-    """Bytes that are asked for the last time; several saved tensors may share them."""
+    """Bytes that are used for the last time; several saved tensors may share them."""
 
 
 def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """What is on its way to the host at most if compute never waits, the newest group included.
+    """Return the most bytes in flight to the host if compute never waits, newest group included.
 
     Args:
-        offloads: Of one chunk's forward, in order.
-        bytes_per_s: Of the link.
+        offloads: Offloads of one chunk's forward, in order.
+        bytes_per_s: Rate of the link.
     """
     under_way: deque[TimedBytes] = deque()
     now = most = 0
@@ -362,11 +361,11 @@ def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """The smallest window, nearly, that is always ahead of the uses.
+    """Return nearly the smallest window that is always ahead of the uses.
 
     Args:
-        uses: Of one chunk's backward, in order. The window is full when they begin.
-        bytes_per_s: Of the link.
+        uses: Uses of one chunk's backward, in order. The window is full when they begin.
+        bytes_per_s: Rate of the link.
     """
     low, high = 0, sum([use.nbytes for use in uses])
     step = max(1, high // PRECISION)
@@ -380,7 +379,7 @@ def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> bool:
-    """Whether no use waits, where reloads run ahead by ``window`` bytes, as the prefetcher's do."""
+    """Whether no use waits if reloads run ahead by ``window`` bytes, as the prefetcher's do."""
     sizes = [use.nbytes for use in uses if use.nbytes]
     there_s: list[float] = []
     num_used = unused = 0
@@ -403,7 +402,7 @@ def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> b
 
 
 def _is_wanted(config: OffloadConfig) -> bool:
-    """Whether there is something to choose. With a disk, the times of copies do not say enough."""
+    """Whether to choose bounds. With a disk, the times of copies do not suffice."""
     has_auto = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
     return has_auto and config.tiers == ("host",)
 
@@ -411,7 +410,7 @@ def _is_wanted(config: OffloadConfig) -> bool:
 def _within(
     config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
 ) -> tuple[int, int]:
-    """The least bounds, of those that are to be chosen, as far as the device has room for more."""
+    """Return ``least`` for bounds that are ``"auto"``, as far as the device has room."""
     options = (config.max_in_flight_bytes, config.prefetch_bytes)
     wanted = [nbytes * (option == AUTO) for nbytes, option in zip(least, options, strict=True)]
     if unused_bytes is not None:
@@ -420,7 +419,7 @@ def _within(
 
 
 def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Each bound, where together they grow by ``room`` bytes at most.
+    """Return the new bounds, which together grow by ``room`` bytes at most.
 
     A bound that shrinks makes no room for another: the two need not be full at the same time.
     """

@@ -6,10 +6,10 @@
     packed.unpack()                     # unpack hook; backward has reached the group
 
 NOTE [ Recorded operators ]
-    A group that is committed inside one of these stays on the device. Inside ``make_fx`` the copies
-    would become part of the graph, with host buffers as constants that hold something else when the
-    graph runs. Inside ``torch.jit.trace`` sizes are tensors, and no numbers of bytes. Inside the
-    transforms of ``torch.func`` memory that the engine allocates is a wrapper without any.
+    A group that is committed inside one of these three stays on the device. In ``make_fx`` copies
+    would become part of the graph, with host buffers as constants whose bytes differ when the graph
+    runs. In ``torch.jit.trace`` sizes are tensors, not numbers. In the transforms of ``torch.func``
+    memory that the engine allocates would be a wrapper without storage.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Chunk:
 
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        offloader: Shared with other chunks.
-        vp_stage: Virtual pipeline stage it runs.
-        microbatch: Its number in the step; counted when None.
+        offloader: Engine, step and plan, shared with other chunks.
+        vp_stage: Virtual pipeline stage of the chunk.
+        microbatch: Number of the chunk in the step; counted when None.
 
     Attributes:
-        groups: In forward order.
-        open_groups: Those started and not committed, first started first; among them those that
-            were left out, which are closed already.
-        key: Its place in the step, if it has one; set when its first group starts.
-        thread: Runs its forward.
+        groups: Groups in forward order.
+        open_groups: Groups started and not committed, first started first, including groups that
+            were left out, whose state is closed already.
+        key: Place of the chunk in the step, if any; set when its first group starts.
+        thread: Thread that runs the forward.
         is_left: Whether that thread has begun another chunk.
     """
 
     group_type: ClassVar[type[Group]] = Group
-    """The class of its groups."""
+    """Class of the chunk's groups."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Chunk:
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
         self.is_left = False
-        # What is computed here and not saved, a later forward may save.
+        # A later forward may save tensors that this stream computes now.
         offloader.engine.follow(offloader.engine.current_stream())
 
     # Forward
@@ -84,9 +84,9 @@ class Chunk:
         Raises:
             GroupStateError: The chunk belongs to another thread.
             TypeError: ``name`` is no ``str``.
-            ValueError: It is empty.
+            ValueError: ``name`` is empty.
         """
-        if type(name) is not str or not name:  # else it would be a call for each group
+        if type(name) is not str or not name:  # checked here to spare a call for each group
             check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
@@ -107,7 +107,7 @@ class Chunk:
         return group
 
     pack: Callable[[Group, Tensor], Packed] = staticmethod(Group.pack)
-    """Saves a tensor in a group. Not a method of its own, which each saved tensor would call."""
+    """Save a tensor in a group. A method here would cost a call for each saved tensor."""
 
     def commit(
         self,
@@ -119,8 +119,8 @@ class Chunk:
         """Close the open group of this name, the innermost first, and offload it now or later.
 
         Args:
-            name: What the group was started with.
-            forced_released_tensors: Emptied after the copy, where nobody else needs them.
+            name: Name that the group was started with.
+            forced_released_tensors: Tensors to empty after the copy, unless something uses them.
             delay: Only note the commit, for :meth:`Offloader.commit_delayed`.
 
         Raises:
@@ -143,7 +143,7 @@ class Chunk:
             group = self._outer(name)
             self.open_groups.remove(group)
         if group.state is not GroupState.OPEN:
-            return group  # it was left out
+            return group  # the group was left out
         if delay:
             refs = [weakref.ref(tensor) for tensor in released or ()]
             self.offloader.delayed.append(partial(self._close_delayed, group, refs))
@@ -152,15 +152,15 @@ class Chunk:
         return group
 
     def is_idle(self, name: str) -> bool:
-        """Whether a group does nothing now: inside a checkpoint, and while offload is disabled."""
+        """Whether a group does nothing now: in a checkpoint, or while offload is disabled."""
         if is_in_region():
             warn_of_region(f"group '{name}'")
             return True
         return not self.offloader.engine.is_enabled
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a group that starts now does nothing. Then a closed group waits for the commit,
-        which does nothing either.
+        """Return whether a group that starts now does nothing. If so, add a closed group, for which
+        the commit does nothing either.
         """
         if not self.is_idle(name):
             return False
@@ -170,13 +170,13 @@ class Chunk:
         return True
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
-        """Offload or keep a group that was just taken from the open ones; then release what the
-        user named.
+        """Offload or keep a group that was just taken from the open ones; then release the tensors
+        that the user named.
         """
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
             self.offloader.engine.keep(group)
         else:
-            self._offload(group)  # a call, so that no local variable here holds what is released
+            self._offload(group)  # a call, so that no local variable here holds released tensors
         if released and group.state is GroupState.OFFLOADED:
             self.offloader.release_after_copies(released)
 
@@ -185,7 +185,7 @@ class Chunk:
         chosen, engine = payloads.chosen, self.offloader.engine
         place = group.key and group.key.place
         is_lean = place in self.offloader.plan.lean and not group.is_used and engine.is_enabled
-        # What needs bytes that left would stay whole, for which there is no room.
+        # If kept, tensors whose recipes need offloaded bytes would stay whole, without room.
         may_leave = self.may_leave(group) or (is_lean and chosen and chosen.reached)
         if may_leave and (payloads.tensors or (chosen and chosen.recipes)):
             self.send(group, payloads)
@@ -198,9 +198,9 @@ class Chunk:
     def may_leave(self, group: Group) -> bool:
         """Whether a group being committed leaves the device, once its bytes are counted.
 
-        It stays if offload is disabled, the plan keeps it, or its backward has begun or is about to
-        begin: it is the last of its name in a chunk that certainly runs backward next. But a group
-        that a limit has no room for leaves.
+        The group stays if offload is disabled, the plan keeps it, or its backward has begun or is
+        next: it is the last of its name in a chunk that certainly runs backward next. But a group
+        that does not fit below a limit leaves.
         """
         offloader, key = self.offloader, group.key
         if not offloader.engine.is_enabled or group.is_used:
@@ -214,7 +214,7 @@ class Chunk:
         return not stays or plan.has_no_room(key, nbytes)
 
     def send(self, group: Group, payloads: Payloads | None = None) -> None:
-        """Queue the copies of a group being committed. Without room on the host it stays."""
+        """Queue the copies of a group being committed. Without room on the host the group stays."""
         engine, split = self.offloader.engine, self.offloader.split
         engine.send(group, payloads or engine.payloads(group))
         if split is not None:
@@ -229,7 +229,7 @@ class Chunk:
         )
 
     def _outer(self, name: str) -> Group:
-        """The innermost open group of this name, where the innermost of all has another."""
+        """Return the innermost open group of this name, if the innermost of all has another."""
         for group in reversed(self.open_groups):
             if group.name == name:
                 return group
@@ -244,21 +244,21 @@ class Chunk:
     # Questions
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether it has no group, or none of this name."""
+        """Whether the chunk has no group (of this name)."""
         return not any(name in (None, group.name) for group in self.groups)
 
     def visits(self) -> Iterator[Group]:
-        """Its groups in the order in which backward visits them."""
+        """Return the groups in the order in which backward visits them."""
         return reversed(self.groups)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing that its groups saved is alive."""
+        """Whether no tensor that the chunk's groups saved is alive."""
         return not any(group.is_alive for group in self.groups)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a group is open, or backward has still to reach one whose tensors are alive."""
+        """Whether a group is open, or backward has yet to reach a group with living tensors."""
         is_open = any(
             group.state is GroupState.OPEN and not (group.has_failed or group.is_used)
             for group in self.open_groups
@@ -277,7 +277,7 @@ class Chunk:
         )
 
     def record(self, key: ChunkKey) -> ChunkRecord:
-        """What it did as chunk ``key`` of the step."""
+        """Return the record of the chunk as chunk ``key`` of the step."""
         names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
         shape = ChunkShape(key, tuple(names), tuple(sizes))
         record = ChunkRecord(shape, {}, Counter(), Counter())
@@ -291,13 +291,13 @@ class Chunk:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the forward raised in a group, as far as a context saw it, or left a group open
-        that no backward has used.
+        """Whether the forward raised in a group, as far as a context saw the exception, or left a
+        group open that no backward has used.
         """
         return any(group.has_failed or group.is_left_behind for group in self.groups)
 
     def reset(self) -> None:
-        """Forget all groups. Tensors autograd still holds stay good."""
+        """Forget all groups. Tensors that autograd still holds stay valid."""
         for group in self.groups:
             if group.state is GroupState.OPEN:
                 group.drop()

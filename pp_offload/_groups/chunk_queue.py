@@ -1,8 +1,8 @@
-"""Which chunk runs backward next. It steers prefetch; no tensor depends on it.
+"""Queue of chunks whose backward is next. The queue steers prefetch; no tensor depends on it.
 
-The order is that of the schedule's own list of actions, or of an earlier step. Without either,
-chunks of the last virtual stage come first, and within a stage those whose forward was first; only
-those of the last stage are certain then.
+The order is taken from the schedule's list of actions, or from an earlier step. Without either,
+chunks of the last virtual stage come first, and within a stage chunks in forward order; then only
+chunks of the last stage are certain.
 
     forward   s0 m0, s0 m1, s1 m0, s1 m1        queued   s1 m0, s1 m1, s0 m0, s0 m1
 """
@@ -39,11 +39,11 @@ class ChunkQueue:
         self._queued: list[QueuedChunk] = []
 
     def know_order(self, keys: Iterable[Key], *, is_told: bool = False) -> None:
-        """From now on chunks run backward in this order; unknown ones come last.
+        """Sort chunks by this order of backward from now on; chunks without a key in it come last.
 
         Args:
-            keys: First to run backward first.
-            is_told: Whether it comes from a schedule; an order that was seen does not replace it.
+            keys: Keys of chunks, the first to run backward first.
+            is_told: Whether a schedule gave the order; an observed order does not replace it.
         """
         self._order = list(keys)
         self._position = {key: position for position, key in enumerate(self._order)}
@@ -52,11 +52,11 @@ class ChunkQueue:
         self._queued.sort(key=self._rank)
 
     def push(self, chunk: QueuedChunk) -> None:
-        """Add a chunk where the order wants it."""
+        """Insert a chunk at its place in the order."""
         bisect.insort(self._queued, chunk, key=self._rank)
 
     def remove(self, chunk: QueuedChunk) -> None:
-        """Take a chunk out whose backward begins."""
+        """Take out a chunk whose backward begins."""
         if chunk.key is not None:
             self._begun.add(chunk.key)
             while self._num_done < len(self._order) and self._order[self._num_done] in self._begun:
@@ -69,19 +69,19 @@ class ChunkQueue:
         return key in self._begun
 
     def forget(self, chunk: QueuedChunk) -> None:
-        """Forget a chunk of which nothing is left, in a step that never ends."""
+        """Forget a chunk without living tensors, in a step that never ends."""
         self.remove(chunk)
         if chunk.key is not None and chunk.key not in self._position:
             self._begun.discard(chunk.key)
 
     def skip(self, key: ChunkKey) -> None:
-        """Do not wait for the backward of this chunk: it has no groups."""
+        """Do not wait for the backward of this chunk, which has no groups."""
         self._begun.update((key, WeightPassKey(key)))
 
     def certain(self) -> Iterator[QueuedChunk]:
-        """The queued chunks, next first, up to a chunk that is still to come.
+        """Yield the queued chunks, next first, up to a gap: a chunk whose forward is still to come.
 
-        Prefetching chunks behind that gap would take the room that its groups need.
+        Prefetching chunks behind the gap would take the room that the missing chunk needs.
         """
         position = self._num_done
         for chunk in self._queued:
@@ -99,7 +99,7 @@ class ChunkQueue:
             position = min(rank + 1, len(self._order))
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
-        """The next chunk with a group (of that name); it stays queued."""
+        """Return the next chunk with a group (of that name); it stays queued."""
         return next((chunk for chunk in self._queued if not chunk.is_empty_chunk(name)), None)
 
     def pop(self, name: str | None = None) -> QueuedChunk | None:
@@ -110,13 +110,13 @@ class ChunkQueue:
         return chunk
 
     def clear(self) -> None:
-        """Forget the chunks, not the order."""
+        """Forget the chunks, but not the order."""
         self._queued.clear()
         self._begun.clear()
         self._num_done = 0
 
     def _rank(self, chunk: QueuedChunk) -> tuple[int, int]:
-        """Position in the order; unknown chunks by virtual stage, the last one first."""
+        """Sorting key: position in the order; unknown chunks by virtual stage, the last first."""
         key = chunk.key
         stage = key.vp_stage if isinstance(key, ChunkKey) else -1
         position = len(self._order) if key is None else self._position.get(key, len(self._order))

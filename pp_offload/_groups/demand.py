@@ -1,4 +1,4 @@
-"""What a step's groups ask of the device, and which of them have room below a limit.
+"""Device memory that a step's groups need, and which groups have room below a limit.
 
     history = History()
     history.add(Demand.of(chunks, beside, in_flight))
@@ -8,7 +8,7 @@ Numbers alone: nothing here touches a tensor, a stream or a clock.
 
 NOTE [ Chunks keep their room ]
     A group that stays counts from the begin of its chunk's forward to the end of the chunk's
-    backward. So a step takes no more than is counted, and less where a group is saved late.
+    backward. So a step takes no more than is counted, and less if a group is saved late.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from pp_offload._core.keys import Place
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 
 NUM_EQUAL = 2
-"""Equal steps that ask for less than steps before, until these are forgotten."""
+"""Number of equal smaller steps after which larger ones before them are forgotten."""
 
 
 class Beside(NamedTuple):
-    """Bytes that a group has besides what moves, if it stays."""
+    """Bytes that a group holds besides those that it may send, if it stays."""
 
     rest_bytes: int = 0
-    """Of storages of which it saves parts."""
+    """Bytes of storages of which the group saves other parts."""
 
     again_bytes: int = 0
-    """That recipes would compute again."""
+    """Bytes that recipes would compute again."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The most that some steps asked for."""
+    """The most memory that groups of some steps needed."""
 
     sizes: Mapping[Place, int] = field(default_factory=dict)
     """Device bytes of the largest group at each place."""
 
     lean: Mapping[Place, int] = field(default_factory=dict)
-    """The same without what recipes compute again."""
+    """Device bytes of the largest group at each place, without those that recipes compute again."""
 
     in_flight: frozenset[ChunksInFlight] = frozenset()
-    """Chunks in flight together; those that others cover are left out."""
+    """Sets of chunks in flight together, without sets that others cover."""
 
     num_chunks: Counter[int] = field(default_factory=Counter)
-    """Of each virtual stage in a step."""
+    """Number of chunks of each virtual stage in a step."""
 
     @classmethod
     def of(
@@ -59,11 +59,11 @@ class Demand:
         beside: Mapping[Place, Beside],
         in_flight: Iterable[ChunksInFlight],
     ) -> Demand:
-        """What one step asked for.
+        """Return the demand of one step.
 
         Args:
-            chunks: Of the step.
-            beside: What groups save that does not move.
+            chunks: Chunks of the step.
+            beside: Bytes by place that groups hold besides those that they may send.
             in_flight: Chunks in flight, each time that another chunk began.
         """
         sizes, lean, num_chunks = Counter[Place](), Counter[Place](), Counter[int]()
@@ -76,7 +76,7 @@ class Demand:
         return cls(dict(sizes), dict(lean), _largest(in_flight), num_chunks)
 
     def merged(self, step: Demand) -> Demand:
-        """The most of both; an equal demand if the step asks for no more."""
+        """Return the most of both; an equal demand if the step needs no more."""
         return Demand(
             _most(self.sizes, step.sizes),
             _most(self.lean, step.lean),
@@ -85,11 +85,11 @@ class Demand:
         )
 
     def covers(self, nums: ChunksInFlight) -> bool:
-        """Whether as many chunks of each stage were in flight before."""
+        """Whether as many chunks of each stage were in flight together before."""
         return _covers(self.in_flight, nums)
 
     def again_bytes(self, chosen: Mapping[Place, int]) -> int:
-        """What recipes compute again in a step, where these places have room for so many bytes."""
+        """Return the bytes that recipes compute again in a step, if places keep ``chosen``."""
         return sum(
             self.num_chunks[place.vp_stage] * (nbytes - self.lean[place])
             for place, nbytes in self.sizes.items()
@@ -97,11 +97,11 @@ class Demand:
         )
 
     def nbytes(self, sizes: Mapping[Place, int]) -> int:
-        """The most bytes that groups at these places, each of its size, take together."""
+        """Return the most bytes that groups of these sizes at these places take together."""
         return self.peak_bytes(by_stage(sizes))
 
     def peak_bytes(self, by_stage: Mapping[int, int]) -> int:
-        """The most bytes at a time, where each chunk of a stage takes so many."""
+        """Return the most bytes at a time, from the bytes of a chunk of each stage."""
         return max(
             [sum([num * by_stage.get(at, 0) for at, num in nums]) for nums in self.in_flight],
             default=0,
@@ -109,14 +109,14 @@ class Demand:
 
 
 def _covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
-    """Whether at one of these moments as many chunks of each stage were in flight."""
+    """Whether at one of these moments at least ``nums`` chunks of each stage were in flight."""
     return any(
         all(moment.get(stage, 0) >= num for stage, num in nums) for moment in map(dict, moments)
     )
 
 
 def _largest(moments: Iterable[ChunksInFlight]) -> frozenset[ChunksInFlight]:
-    """These moments without those that others cover."""
+    """Return the moments without those that others cover."""
     moments = frozenset(moments)
     return frozenset(nums for nums in moments if not _covers(moments - {nums}, nums))
 
@@ -127,34 +127,34 @@ def _most(sizes: Mapping[Place, int], more_sizes: Mapping[Place, int]) -> dict[P
 
 
 def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
-    """What a chunk of each stage takes."""
+    """Return the bytes that a chunk of each stage takes."""
     by_stage = Counter[int]()
     for place, nbytes in sizes.items():
         by_stage[place.vp_stage] += nbytes
     return by_stage
 
 
-# What has room
+# Groups that have room
 
 
 def fitting(
     demand: Demand, room_bytes: int, moving_bytes: int, hidden_bytes: int = 0
 ) -> dict[Place, int]:
-    """The places whose groups have room, each with the bytes that a group takes there.
+    """Return the places whose groups have room, each with the bytes that a group takes there.
 
-    Three choices: all stay whole; all stay, some without what recipes compute again; or some leave,
-    beside room for copies. Copies that hide behind compute cost less than computing again, others
-    more.
+    Three choices: all groups stay whole; all stay, some without bytes that recipes compute again;
+    or some leave, beside room for copies. Copies that hide behind compute cost less than computing
+    again, other copies cost more.
 
     Args:
-        demand: Of all steps that are to have room.
-        room_bytes: Beside what is needed whatever stays.
-        moving_bytes: Both ways together, as long as something leaves.
-        hidden_bytes: Copies of a step that hide behind its compute.
+        demand: Demand of all steps that must have room.
+        room_bytes: Bytes free for groups and copies.
+        moving_bytes: Most bytes of copies, both ways together, if any group leaves.
+        hidden_bytes: Bytes that a step copies while it computes.
     """
     order = _stay_order(demand)
     all_stay = _filled(demand, order, set(), room_bytes)
-    hidden = set[Place]()  # the last places whose groups copy no more than is hidden
+    hidden = set[Place]()  # the last places whose copies hide behind compute
     for place in reversed(order):
         hidden_bytes -= demand.lean[place] * demand.num_chunks[place.vp_stage]
         if hidden_bytes < 0:
@@ -169,11 +169,11 @@ def fitting(
 
 
 def _stay_order(demand: Demand) -> list[Place]:
-    """Places in the order in which their groups get room.
+    """Return the places in the order in which their groups are given room.
 
-    First of the stage with the fewest chunks in flight, where a byte of memory keeps most. Within a
-    stage first what is saved last, for backward uses it first, and then halves, quarters and so on:
-    copies of groups that are far apart have more time. See NOTE [ Chunks keep their room ].
+    The stage with the fewest chunks in flight comes first: there a byte of memory keeps most. In a
+    stage the group saved last comes first, as backward uses it first, then halves, quarters and so
+    on: copies of groups far apart have more time. See NOTE [ Chunks keep their room ].
     """
     last = Counter[int]()
     for stage, position in demand.sizes:
@@ -188,8 +188,8 @@ def _stay_order(demand: Demand) -> list[Place]:
 
 
 def reversed_bits(index: int, *, num: int) -> int:
-    """Sorts ``num`` indices so that however many come first, they are far from each other (van der
-    Corput's sequence).
+    """Return a sorting key for ``num`` indices. The first indices, however many, are far from each
+    other (van der Corput's sequence).
     """
     return int(f"{index:0{(num - 1).bit_length()}b}"[::-1], 2)
 
@@ -197,7 +197,7 @@ def reversed_bits(index: int, *, num: int) -> int:
 def _filled(
     demand: Demand, order: Sequence[Place], may_leave: Collection[Place], room_bytes: int
 ) -> dict[Place, int]:
-    """What has room: first all others without what is computed again, then with it, then these."""
+    """Fill the room: first places that must stay, lean, then whole; then ``may_leave``."""
     chosen: dict[Place, int] = {}
     taken = Counter[int]()
     always = [place for place in order if place not in may_leave]
@@ -215,7 +215,7 @@ def _filled(
 
 
 class Change(enum.Enum):
-    """What a step did to the demand of all steps."""
+    """Change of the demand of all steps by a step."""
 
     NONE = enum.auto()
     MORE = enum.auto()
@@ -223,10 +223,10 @@ class Change(enum.Enum):
 
 
 class History:
-    """The most that steps ask for, until smaller steps repeat.
+    """The most memory that steps need, until smaller steps repeat.
 
     Attributes:
-        demand: Of the steps that are not forgotten.
+        demand: Demand of the steps that are not forgotten.
     """
 
     def __init__(self) -> None:
@@ -238,12 +238,12 @@ class History:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether the last step asked for less than those before."""
+        """Whether the last step needed less than earlier steps."""
         return self._last != self.demand
 
     def add(self, step: Demand) -> Change:
-        """Add a step. If a larger one comes back, twice as many equal steps are needed next time:
-        else each large step of a loop that mixes sizes would find no room.
+        """Add a step. If a larger step comes back, twice as many equal steps are needed next time:
+        otherwise each large step of a loop that mixes sizes would have no room.
         """
         self._num_equal = self._num_equal + 1 if step == self._last else 1
         self._last = step

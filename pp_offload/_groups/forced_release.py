@@ -1,4 +1,4 @@
-"""Empties storages that something else keeps alive, once their bytes are on the host.
+"""Empty storages that the program keeps alive, once their bytes are on the host.
 
     offloader.release_after_copies(tensors)
 
@@ -35,8 +35,8 @@ def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet, warned: s
     """Empty the storages of those tensors that are alive and that nothing else needs.
 
     Args:
-        refs: The tensors. Weak, because a copy that is still to end must not keep them alive.
-        resident: Storages of the model, and those a user marked.
+        refs: References to the tensors; weak, because a pending copy must not keep them alive.
+        resident: Storages of the model, and storages that a user marked.
         warned: Reasons that were a warning already; a new one is added.
     """
     for ref in refs:
@@ -68,14 +68,14 @@ def _reason_to_stay(tensor: Tensor, resident: StorageSet) -> str | None:
     storage = tensor.untyped_storage()
     if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
         return _EXTERNAL
-    # Of its holders, ``storage`` here, the tensor, and a base are known.
+    # Without three known holders: ``storage`` here, the tensor, and a base.
     num_holders = use_count(storage._cdata) - 2 - (tensor._base is not None)
     if num_holders > 0:
         return f"its storage is shared by {num_holders} others"
     if tensor._base is not None and _references_to_base(tensor) > _FROM_ITS_VIEW:
         return "it is a view, and the tensor it is a view of is in use"
-    # Autograd refers to a leaf itself, without another holder of its storage; the node that
-    # accumulates its gradient does so too, and reads nothing.
+    # Autograd refers to a leaf itself, without another holder of its storage. So does the node that
+    # accumulates its gradient, which reads nothing.
     is_accumulated = tensor.requires_grad and _is_leaf(tensor)
     node = get_gradient_edge(tensor).node if is_accumulated else None
     references = tensor._use_count()  # type: ignore[attr-defined]
@@ -85,8 +85,8 @@ def _reason_to_stay(tensor: Tensor, resident: StorageSet) -> str | None:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Whether no operator made it. PyTorch raises where it made one of several views of what was
-    changed in place since, for then the graph of that view cannot be made anew.
+    """Whether no operator made the tensor. PyTorch raises for one of several views of a tensor that
+    was changed in place since, because the graph of that view cannot be made anew.
     """
     try:
         return tensor.is_leaf
@@ -104,7 +104,7 @@ def _references_to_storage(tensor: Tensor) -> int:
 
 
 _FROM_ITS_TENSOR = _references_to_storage(torch.empty(1, device="cpu"))
-"""How many references are counted for a storage that only its tensor refers to."""
+"""References counted for a storage that only its tensor refers to."""
 
 _FROM_ITS_VIEW = _references_to_base(torch.empty(1, device="cpu")[:])
-"""How many references are counted for a base that only its view refers to."""
+"""References counted for a base that only its view refers to."""

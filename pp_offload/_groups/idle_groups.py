@@ -1,9 +1,9 @@
-"""Warns of groups that were asked for and do nothing, once for each name.
+"""Warn of expected groups that do nothing, once for each name.
 
     group 'attn' offloaded nothing: none of its 4 groups saved a tensor of at least ...
 
-A pattern of module names asks for a name, and so does a marker that runs. In a step that has a
-forward with grad, groups of that name should run and save tensors.
+A pattern of module names makes its group expected, and so does a marker that runs. In a step with a
+forward with grad, expected groups should run and save tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pp_offload._hooks.regions import was_warned_of
 logger = logger_of(__name__)
 
 NUM_STEPS = 3
-"""Steps that are checked after a name was asked for."""
+"""Number of steps that are checked after a name is expected."""
 
 _NEVER_RAN = (
     "never ran: a step had forwards, but none went through the modules its patterns match; look "
@@ -48,11 +48,11 @@ _NONE_AT_ALL = (
 
 
 class IdleGroups:
-    """Checks steps for names that were asked for.
+    """Checks steps for expected names.
 
     Attributes:
-        num_steps_left: Steps that are still to be checked.
-        was_disabled: Whether offload was off at any time in this step. Then nothing is checked.
+        num_steps_left: Number of steps that are still to be checked.
+        was_disabled: Whether offload was off at any time in this step, which then is not checked.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class IdleGroups:
         self.num_steps_left = NUM_STEPS
         self._wanted: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
-        """Asked for during the step that runs, which need not have them yet."""
+        """Names expected since the running step began, which need not have them yet."""
 
         self._warned: set[str] = set()
 
@@ -78,7 +78,7 @@ class IdleGroups:
         self._new.subtract(names)
 
     def begin_step(self, *, is_enabled: bool) -> None:
-        """From now on expect all that was asked for before."""
+        """Begin a step that must have all names expected so far."""
         self.was_disabled = not is_enabled
         self._new.clear()
 
@@ -96,9 +96,9 @@ class IdleGroups:
         """Warn of names that did nothing in a step, if it is to be checked.
 
         Args:
-            records: Gives all chunks of the step.
-            smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
-            eligibility: Says which tensors were too small, or on another device.
+            records: Function that returns the records of all chunks of the step.
+            smallest_numel: Least number of elements of a tensor that may leave in the step.
+            eligibility: Eligibility that noted tensors too small, or on another device.
         """
         if not self.is_checking:
             return
@@ -120,7 +120,7 @@ class IdleGroups:
                 problem += eligibility.elsewhere_said() or _advice(small)
             else:
                 continue
-            # A warning of a checkpoint around the group has said why it does nothing.
+            # If a checkpoint is around the group, its warning has given the reason.
             if name not in self._warned and not was_warned_of(f"group '{name}'"):
                 self._warned.add(name)
                 logger.warning("group '%s' %s", name, problem)

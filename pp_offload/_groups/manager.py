@@ -1,4 +1,4 @@
-"""The coordinator: which chunk is current, which step it is, and what the steps so far taught.
+"""The coordinator: keeps the current chunk and step, and learns a plan from complete steps.
 
     manager.begin_chunk(vp_size, vp_stage)      # before each microbatch's forward
     chunk = manager.open_chunk("start", "mlp")  # for each group
@@ -41,16 +41,16 @@ from pp_offload.errors import GroupStateError, OffloadError
 logger = logger_of(__name__)
 
 MANY_CHUNKS = 1024
-"""After so many microbatches without a reset, those that are over are forgotten."""
+"""Microbatches without a reset after which finished ones are forgotten."""
 
 
 class Forward(threading.local):
-    """The forward of a thread. No other thread joins its groups, or ends it."""
+    """Forward of a thread. No other thread joins its groups or ends the forward."""
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
         self.is_evaluating = False
-        """Whether a group was passed without grad."""
+        """Whether a group ran without grad."""
 
 
 class Manager:
@@ -63,14 +63,14 @@ class Manager:
     Attributes:
         config: The options.
         step: What happened since the last :meth:`reset`.
-        offloader: What its chunks share.
-        forward: The forward of the calling thread.
-        idle_groups: Warns of groups that were asked for and do nothing.
-        plan_check: Warns once if the plan was made with other options.
-        bounds: On copies; chosen from the plan, or from times.
-        on_begin: Called when a step begins.
-        num_attached: Schedules and loops that begin its chunks. With none of them, a group without
-            a chunk raises.
+        offloader: Engine and plan that the chunks share.
+        forward: Forward of the calling thread.
+        idle_groups: Warnings of expected groups that do nothing.
+        plan_check: One warning if the plan was made with other options.
+        bounds: Bounds of copies, chosen from the plan or from times.
+        on_begin: Functions that are called when a step begins.
+        num_attached: Number of schedules and loops that begin chunks. If 0, a group without a chunk
+            raises.
     """
 
     make_chunk = staticmethod(Chunk)
@@ -91,20 +91,20 @@ class Manager:
         self.plan_check = PlanCheck()
         self._room = DeviceRoom(offloader, step.in_flight)
         self.bounds = AutoBounds(offloader, config, self._room.unused_bytes)
-        self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
+        self.forward = Forward()  # new for all threads, or one would go on in the old step
 
     def take_over(self, old: Manager) -> None:
-        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
+        """Continue for ``old``: marked tensors stay marked, and a disabled offload disabled."""
         self.idle_groups = old.idle_groups
         self.step.pipeline_rank = old.step.pipeline_rank
         self.offloader.engine.go_on_as(old.offloader.engine)
         self.idle_groups.was_disabled = not self.offloader.engine.is_enabled
 
     def configure(self, config: OffloadConfig) -> None:
-        """Go on with these options, between steps.
+        """Set the options, between steps.
 
         Raises:
-            OffloadError: A schedule is attached with other options, and nothing has changed.
+            OffloadError: A schedule is attached with other options; nothing has changed.
             TypeError: ``config`` is no :class:`OffloadConfig`.
         """
         check_config(config)
@@ -130,13 +130,13 @@ class Manager:
             call()
 
     def retire(self) -> None:
-        """Stop: forget the step, and keep only what living graphs need."""
+        """Stop: forget the step, and keep only the memory that living graphs need."""
         self._drop_step()
         self.offloader.retire()
 
     @property
     def backend(self) -> Backend:
-        """The device it works on."""
+        """Backend of the manager's device."""
         return self.offloader.backend
 
     # Chunks
@@ -152,24 +152,24 @@ class Manager:
     ) -> None:
         """Begin the forward of one microbatch on one model chunk.
 
-        Every microbatch of every step gets its own chunk, however many the first step had.
+        Every microbatch of every step is a chunk of its own, in steps of any length.
 
         Args:
             vp_size: Number of virtual pipeline stages; None means 1.
-            vp_stage: Which of them; None means 0.
+            vp_stage: Virtual stage of the chunk; None means 0.
             min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-            microbatch: Its number in the step; counted per stage when None.
-            make: Makes the chunk; :attr:`make_chunk` when None.
+            microbatch: Number of the chunk in the step; counted per stage when None.
+            make: Function that makes the chunk; :attr:`make_chunk` when None.
 
         Raises:
-            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or no integer.
         """
         size, stage = _virtual_stage(vp_size, vp_stage)
         check_count("min_offloaded_tensor_size", min_offloaded_tensor_size, unit="elements")
         if microbatch is not None:
             check_count("microbatch", microbatch, unit="None counts them")
         if is_recomputing():
-            return  # a model that begins its own chunks is run again by a checkpoint around it
+            return  # a checkpoint runs a model again that begins its own chunks
         self.offloader.renew_if_torn()
         self.verify()
         self._follow_options()
@@ -191,7 +191,7 @@ class Manager:
         )
 
     def _follow_options(self) -> None:
-        """Follow the plan of the options before there was a step to learn from."""
+        """Follow the plan of the options until the first complete step."""
         options = self.step.options or self.config
         if options.offload_plan is None or not self.step.is_warmup or self.offloader.plan.planned:
             return
@@ -212,9 +212,9 @@ class Manager:
             )
 
     def begin_backward(self, key: ChunkKey) -> None:
-        """The backward of a chunk begins; ignored if the chunk has no groups.
+        """Note that backward of a chunk begins; does nothing if the chunk has no groups.
 
-        Nothing is reloaded yet: the loss and its inputs are still there, and memory is highest.
+        Nothing is reloaded yet: the loss and its inputs are on the device, where memory is highest.
         """
         with self.offloader.lock:
             chunk = self.step.chunk(key)
@@ -223,7 +223,7 @@ class Manager:
 
     @contextmanager
     def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:
-        """Around one part of a chunk's backward, where that comes in two."""
+        """Run one part of a chunk's split backward in this context."""
         chunk, split = self.step.chunk(key), self.offloader.split
         if chunk is None or split is None:
             yield
@@ -245,21 +245,21 @@ class Manager:
                 self.step.weight_pass = None
 
     def end_chunk(self) -> None:
-        """The forward of the current chunk is over. There is no current chunk then."""
+        """End the forward of the current chunk; afterwards no chunk is current."""
         chunk, self.forward.chunk = self.forward.chunk, None
         if chunk is not None:
             self.step.skip(chunk)
         self.verify()
 
     def open_chunk(self, action: str, name: str) -> Chunk | None:
-        """The current chunk; None where markers do nothing.
+        """Return the current chunk; None if markers do nothing here.
 
         Args:
             action: ``start`` or ``commit``, for the message.
-            name: Of the group.
+            name: Name of the group.
 
         Raises:
-            GroupStateError: There is no chunk, and there should be one.
+            GroupStateError: No chunk is current, and markers need one here.
         """
         if torch.compiler.is_compiling():
             return None
@@ -283,12 +283,12 @@ class Manager:
     def reset(self) -> None:
         """Close the last step and begin the next. Takes part in no collective.
 
-        A step without grad, and one in which a chunk never went backward, teaches nothing.
+        No plan is learned from a step without grad, or without backward of one of its chunks.
 
         Raises:
             GroupStateError: Groups of the last step were started, used by backward, and never
-                committed; then the next step has begun. Or a forward of another thread waits for
-                its backward; then nothing has changed.
+                committed; the next step has begun. Or a forward of another thread waits for its
+                backward; nothing has changed.
         """
         with self.offloader.lock:
             self._check_not_busy_elsewhere()
@@ -299,7 +299,7 @@ class Manager:
             self.abort()
             raise
         with self.offloader.lock:
-            self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
+            self._check_not_busy_elsewhere()  # again: no thread can begin before the lock is free
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
             self._room.end_step(
@@ -308,7 +308,7 @@ class Manager:
             if is_complete:
                 self.learn()
             elif self.step.has_saved_nothing():
-                self.step.summary = {}  # that of an earlier step would say that something left
+                self.step.summary = {}  # an earlier summary would show offloaded bytes
             self.bounds.end_step(self.offloader.plan, is_complete=is_complete)
             self._look_for_idle_groups()
             self._end_step()
@@ -324,7 +324,7 @@ class Manager:
             )
 
     def _check_not_busy_elsewhere(self) -> None:
-        """A step is that of all its threads: none of them may end it while another is in it."""
+        """Raise if another thread is in the step: a step belongs to all its threads."""
         chunk = self.step.awaited_elsewhere()
         if chunk is None:
             return
@@ -338,20 +338,20 @@ class Manager:
         )
 
     def abort(self) -> None:
-        """Forget the step that runs. Tensors autograd still holds stay good."""
+        """Forget the running step. Tensors that autograd still holds stay valid."""
         self._drop_step()
         with self.offloader.lock:  # a loop may begin its next step without reset()
             self._room.begin_step((self.step.options or self.config).limit)
 
     def gain(self) -> Gain | None:
-        """What the last step took and spared; None before a step was measured."""
+        """Return the cost and gain of the last step; None before a step was measured."""
         if not self.step.summary and not self.bounds.last.step_ms:
             return None
         groups = groups_sum(self.step.summary.values())
         return Gain(self.bounds.last, self.bounds.first, groups, self._room.figures)
 
     def _say_what_steps_cost(self) -> None:
-        """Once for each choice of what stays."""
+        """Log the gain once for each choice of groups that stay."""
         if self._room.is_settled and self.bounds.take_settled() and (gain := self.gain()):
             log_gain(gain)
 
@@ -374,7 +374,7 @@ class Manager:
 
     def _look_for_idle_groups(self) -> None:
         smallest, engine = self.step.smallest_numel, self.offloader.engine
-        # A forward that raised may have had groups still to come, and says itself what is wrong.
+        # A forward that raised may have missed groups, and its exception names the cause.
         if smallest is not None and not (self.forward.is_evaluating or self.step.has_failed()):
             self.idle_groups.check(self.step.records, smallest, engine.eligibility)
         self.idle_groups.begin_step(is_enabled=engine.is_enabled)
@@ -404,23 +404,23 @@ class Manager:
         self.step.is_warmup = False
 
     def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved and that are in use, exact at the call."""
+        """Return bytes moved and bytes in use, exact at the call."""
         return self.offloader.statistics()
 
     def verify(self) -> list[str]:
-        """With ``verify=True``: what the groups committed since the last call did not free.
+        """Find storages that groups committed since the last call did not free.
 
         Also called when the forward of a chunk ends, or the next begins.
 
         Returns:
-            A message for each storage that is still on the device, with who holds it; each is
-            logged once. Empty without ``verify``.
+            A message for each storage that is still on the device, with its holders; each is logged
+            once. Empty without ``verify=True``.
         """
         return self.offloader.engine.check_freed()
 
 
 def differences(there: OffloadConfig, here: OffloadConfig) -> str:
-    """Options that differ, with both values."""
+    """Return the options that differ, with both values, as text."""
     names = [each.name for each in fields(there)]
     return ", ".join(
         f"{name} is {said(getattr(there, name))} there and {said(getattr(here, name))} here"
@@ -430,7 +430,7 @@ def differences(there: OffloadConfig, here: OffloadConfig) -> str:
 
 
 def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:
-    """Number of virtual stages, and which of them; None for both is a single stage."""
+    """Check and return number and index of a virtual stage; None for both is a single stage."""
     size = 1 if vp_size is None else vp_size
     stage = 0 if vp_stage is None else vp_stage
     if type(size) is int and type(stage) is int and 0 <= stage < size:

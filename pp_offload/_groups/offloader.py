@@ -1,14 +1,14 @@
-"""What the chunks of a manager, or of a stash, share: the engine, the step, and the plan.
+"""State that the chunks of a manager, or of a stash, share: the engine, the step, and the plan.
 
     offloader = Offloader(backend, config, step)
     chunk = Chunk(min_offloaded_tensor_size, offloader)
 
 NOTE [ Epochs ]
-    An exception that comes through the engine's own code may have come between two lines that
-    belong together. So it ends the engine's epoch: what begins next, a step, a forward or a
-    context, begins with a fresh engine. Living graphs keep the old one, whose tensors and events
-    they refer to themselves. It ends between two steps, once they are gone: where garbage is
-    collected, or autograd frees a node, its destructors would swallow what a signal handler raises.
+    An exception that passes through the engine's own code may have interrupted two lines that
+    belong together. So it ends the engine's epoch: the next step, forward or context begins with a
+    fresh engine. Living graphs keep the old engine, to whose tensors and events they refer. The old
+    engine ends between two steps, once these graphs are gone: in garbage collection, or when
+    autograd frees a node, its destructors would swallow an exception of a signal handler.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _tears(act: _Act) -> _Act:
 
 
 class NoStep:
-    """In place of a ``StepRecord`` for a lone chunk, which gets no key and no group a next one."""
+    """``StepRecord`` of a lone chunk: the chunk has no key, and no group has a next one."""
 
     def add(self, chunk: Any, split: SplitBackward | None) -> None: ...
 
@@ -66,20 +66,20 @@ class NoStep:
 
 
 class Offloader:
-    """What chunks share.
+    """State that chunks share.
 
     Args:
         backend: Device to work on.
-        config: The options; those about the plan are not used here.
-        step: A ``StepRecord``, which knows what backward visits next; None for a lone chunk.
-        allocate: Allocates host memory of so many bytes; None for the backend's own.
+        config: The options; options of the plan are not used here.
+        step: ``StepRecord`` with the order in which backward visits groups; None for a lone chunk.
+        allocate: Function from bytes to host memory; None for the backend's own.
 
     Attributes:
-        engine: The engine of this epoch.
-        plan: Which groups stay on the device.
-        observers: Observe the engines of all epochs.
+        engine: Engine of this epoch.
+        plan: Plan of the groups that stay on the device.
+        observers: Observers of the engines of all epochs.
         delayed: Delayed commits, in forward order.
-        split: Set while a schedule is attached whose backwards come in two parts.
+        split: Split backward, set while a schedule with backwards in two parts is attached.
     """
 
     def __init__(
@@ -96,21 +96,21 @@ class Offloader:
         self.observers = Observers()
         self.delayed: list[Callable[[], None]] = []
         self.split: SplitBackward | None = None
-        self._torn: list[Engine] = []  # of former epochs, as long as living graphs need them
+        self._torn: list[Engine] = []  # engines of former epochs that living graphs need
         self.engine = self._fresh_engine()
         self._warned_releases: set[str] = set()
         _alive.add(self)
 
     def _fresh_engine(self) -> Engine:
-        """An engine with memory of its own."""
+        """Make an engine with memory of its own."""
         tier = make_tier(self.backend, self.config, self._allocate)
         return Engine(self.backend, tier, self.step, self.config, self.observers)
 
     def renew_if_torn(self) -> None:
-        """Begin a new epoch, if an exception came through the code of this one's engine.
+        """Begin a new epoch, if an exception passed through the code of the current engine.
 
-        The host waits for all copies, because which of them the old engine had queued is not known,
-        and they may use memory that is freed with it.
+        The host waits for all copies: an unknown part of them belongs to the old engine, and may
+        use memory that is freed with that engine.
         """
         old = self.engine
         if not old.is_torn or self.backend.is_capturing:
@@ -142,7 +142,7 @@ class Offloader:
         return self.engine.mover.lock
 
     def follow_parts(self, split: SplitBackward | None) -> None:
-        """Backwards come in two parts from now on; None for in one."""
+        """Expect backwards in two parts from now on; None for backwards in one part."""
         if self.split is not None:
             self.observers.remove(self.split)
         self.split = split
@@ -150,25 +150,25 @@ class Offloader:
             self.observers.add(split)
 
     def commit_delayed(self) -> None:
-        """Do the commits that were delayed, in forward order."""
+        """Run the delayed commits, in forward order."""
         while self.delayed:
             self.delayed.pop(0)()
 
     @_tears
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
-        """Empty storages that a user named, once the copies queued so far are over."""
+        """Empty the storages of ``tensors``, once the copies queued so far are over."""
         refs = [weakref.ref(tensor) for tensor in tensors]
         kept_storages = self.engine.eligibility.kept
         self.engine.mover.after_copies(partial(release, refs, kept_storages, self._warned_releases))
 
     @_tears
     def resume(self, group: Group | None) -> None:
-        """Prefetch for a backward that is at ``group``; None when the step is over."""
+        """Prefetch for a backward that has reached ``group``; None when the step is over."""
         self.engine.window.resume(group)
 
     @_tears
     def settle(self) -> None:
-        """Between steps: free what finished copies kept alive, and fit host memory to its peak."""
+        """Free memory that finished copies kept alive, and fit host memory to its peak."""
         self._end_torn()
         if not self.backend.is_capturing:
             with self.lock:
@@ -189,7 +189,7 @@ class Offloader:
                     pool.trim()
 
     def retire(self) -> None:
-        """Nothing will be offloaded any more: keep only what living saved tensors need."""
+        """End offload: keep only the memory that living saved tensors need."""
         self.trim()
         with self.lock:
             disk = self.engine.mover.tier.disk
@@ -198,12 +198,12 @@ class Offloader:
 
     @_tears
     def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved and that are in use, exact at the call."""
+        """Return bytes moved and bytes in use, exact at the call."""
         return collect(self.engine.mover)
 
 
 _alive: weakref.WeakSet[Offloader] = weakref.WeakSet()
-"""Those of this process."""
+"""Living offloaders of this process."""
 
 os.register_at_fork(after_in_child=_alive.clear)
 
@@ -211,13 +211,14 @@ os.register_at_fork(after_in_child=_alive.clear)
 def release_host_memory() -> int:
     """Return host memory that no saved tensor needs to the system, pinned memory above all.
 
-    For a program that needs it elsewhere for a while, such as an inference phase between two phases
-    of training. All managers, contexts and checkpoints of this process give theirs, after their
-    copies are over. The next step allocates, and pins, anew. Call it between steps; what living
-    graphs saved stays good. Parameters of an ``OffloadModel`` or of ``offload_layers`` stay.
+    Use this between steps if the program needs host memory elsewhere for a while, such as in an
+    inference phase between two phases of training. All managers, contexts and checkpoints of this
+    process return idle memory, once their copies are over. The next step allocates, and pins, anew.
+    Tensors that living graphs saved stay valid. Parameters of an ``OffloadModel`` or of
+    ``offload_layers`` stay in host memory.
 
     Returns:
-        How many bytes were returned.
+        Number of bytes returned.
     """
     before = reserved_bytes()
     for offloader in list(_alive):

@@ -1,7 +1,7 @@
-"""What stays on the device: pure functions of what one step did.
+"""Plans of the groups that stay on the device: pure functions of the chunks of one step.
 
-A step is described by its chunks in backward order, each with its groups in forward order. Nothing
-here touches a tensor, a stream or a clock.
+A step is described by its chunks in backward order, each with its groups in forward order. No
+function here touches a tensor, a stream or a clock.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ class ChunkShape(NamedTuple):
 
 
 class GroupBytes(NamedTuple):
-    """What became of the bytes that groups saved, apart from tensors that never leave."""
+    """Bytes that groups saved, without tensors that never leave, by how they were kept."""
 
     saved: int = 0
-    """By autograd, each storage once in a group."""
+    """Bytes that autograd saved, each storage once in a group."""
 
     kept: int = 0
-    """On the device."""
+    """Bytes kept on the device."""
 
     copied: int = 0
-    """Off the device. What several groups saved is copied once."""
+    """Bytes copied off the device. Bytes that several groups saved are copied once."""
 
     again: int = 0
-    """Computed again in backward."""
+    """Bytes computed again in backward."""
 
     narrowed: int = 0
-    """Of those that were copied, or kept: bytes of which saved tensors were made without a loss, in
-    their place. A cast from bfloat16 has half as many.
+    """Part of the copied or kept bytes: tensors in place of saved tensors that were made of them
+    without a loss. The bfloat16 source of a cast has half the bytes.
     """
 
     def plus(self, other: GroupBytes) -> GroupBytes:
-        """Of both."""
+        """Return the sum of both."""
         return GroupBytes(*map(sum, zip(self, other, strict=True)))
 
     @classmethod
     def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
-        """Of a group that was committed."""
+        """Return the bytes of a committed group."""
         saved = counts.nbytes - counts.narrowed_bytes + counts.recipe_bytes
         if is_kept and not counts.again_bytes:
             return cls(saved, kept=saved)
@@ -73,7 +73,7 @@ class GroupBytes(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """What the end of a step needs to know of a chunk. Counts are by group name."""
+    """Record of a chunk for the end of a step. Counts are by group name."""
 
     shape: ChunkShape
     group_bytes: dict[str, GroupBytes]
@@ -83,13 +83,13 @@ class ChunkRecord(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """Which groups stay below a limit."""
+    """Groups that stay below a limit."""
 
     most_bytes: frozenset[tuple[Place, int]]
-    """Their places, each with the most bytes that a group may have for that."""
+    """Places of these groups, each with the most bytes of a group that stays there."""
 
     lean: frozenset[Place]
-    """Those of them that stay without what recipes compute again."""
+    """Places whose groups stay without bytes that recipes compute again."""
 
 
 NOTHING_STAYS = Stay(frozenset(), frozenset())
@@ -97,43 +97,43 @@ NOTHING_STAYS = Stay(frozenset(), frozenset())
 
 @dataclass(frozen=True)
 class Plan:
-    """What the steps to come keep on the device."""
+    """Groups that the next steps keep on the device."""
 
     kept: frozenset[GroupKey] = frozenset()
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
-    """Names of each chunk's groups in forward order, as last seen."""
+    """Names of each chunk's groups in forward order, from the last step."""
 
     num_unplanned: int = 0
-    """Groups of a microbatch that the plan of the options lacks, or has with another size."""
+    """Number of a microbatch's groups that the options' plan lacks, or has with another size."""
 
     stay: Mapping[Place, int] = field(default_factory=dict)
-    """Places whose groups stay below a limit, with the largest size that still stays."""
+    """Places whose groups stay below a limit, with the most bytes of a group that stays."""
 
     lean: frozenset[Place] = frozenset()
-    """Those of them whose groups stay without what recipes compute again."""
+    """Places in ``stay`` whose groups stay without bytes that recipes compute again."""
 
     planned: tuple[tuple[PlannedGroup, ...], ...] = ()
-    """The plan of the options, by virtual stage, for chunks that no step has had yet."""
+    """The plan of the options, by virtual stage, for chunks that no step has run yet."""
 
     bounds: tuple[int, int] | None = None
-    """On bytes in flight and ahead, from the plan of the options. None if the engine chooses them:
-    without such a plan, or if a group is not as planned.
+    """Bounds on bytes in flight and ahead, from the plan of the options. None if the engine chooses
+    them: without such a plan, or if a group is not as planned.
     """
 
     def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
-        """Whether the plan has this group, with this name, and keeps it."""
+        """Whether the plan lists this group, with this name, and keeps it."""
         if key.chunk in self.names:
             return key in self.kept and self.names[key.chunk][key.position] == name
         groups = self._planned_from(key)
         return bool(groups) and groups[0].keeps and groups[0].is_it(name, nbytes)
 
     def _planned_from(self, key: GroupKey) -> tuple[PlannedGroup, ...]:
-        """The plan of the options for a group and the later ones of its chunk."""
+        """Return the options' plan for a group and the later groups of its chunk."""
         vp_stage, position = key.place
         return self.planned[vp_stage][position:] if vp_stage < len(self.planned) else ()
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
-        """Whether the plan has this group, and no later one of its chunk has the same name."""
+        """Whether the plan lists this group, and no later group of its chunk has the same name."""
         if key.chunk in self.names:
             names = self.names[key.chunk][key.position :]
         else:
@@ -141,7 +141,7 @@ class Plan:
         return names[:1] == (name,) and name not in names[1:]
 
     def has_no_room(self, key: GroupKey, nbytes: int) -> bool:
-        """Whether a group was to stay below a limit, and is larger than was planned for."""
+        """Whether a group that should stay below a limit is larger than planned."""
         return nbytes > self.stay.get(key.place, nbytes)
 
 
@@ -152,13 +152,13 @@ def make_plan(
     pipeline_rank: int,
     stay: Stay = NOTHING_STAYS,
 ) -> Plan:
-    """The plan after a step whose chunks went backward in this order. Cached, because steps repeat.
+    """Make the plan after a step. Cached, because steps repeat.
 
     Args:
-        chunks: Of the step; none before the first one.
+        chunks: Chunks of the step in backward order; none before the first step.
         config: The options.
-        pipeline_rank: Of this process.
-        stay: Which groups do below a limit.
+        pipeline_rank: Pipeline rank of this process.
+        stay: Groups that stay below a limit.
 
     Raises:
         ConfigError: The plan of the options has fewer ranks.
@@ -182,19 +182,19 @@ def make_plan(
 def groups_to_keep(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> frozenset[GroupKey]:
-    """The margin, then this rank's bytes, then the fraction; or the margin and the options' plan.
+    """Keep the margin, this rank's bytes, then the fraction; or the margin and the options' plan.
 
-    Each rule looks only at groups that the rules before it do not keep.
+    Each rule looks only at groups that earlier rules do not keep.
     """
-    # For each name its last group in the first chunk that has it: the groups backward uses first.
-    # Nothing runs before them that could hide their reload.
+    # For each name its last group in the first chunk with this name: backward uses these groups
+    # first, so no compute runs before them that could hide their reload.
     margin: dict[str, GroupKey] = {}
     for chunk in chunks:
         margin = {name: key for key, name, _ in chunk.by_key()} | margin
     keys = set(margin.values())
     planned = planned_groups(chunks, config, pipeline_rank)
     keys |= {key for key, group in planned if group is not None and group.keeps}
-    # Whole groups, chunk by chunk in backward order, until they make up the bytes of this rank.
+    # Keep whole groups, chunk by chunk in backward order, until they sum to this rank's bytes.
     share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
     for key, _, nbytes in [group for chunk in chunks for group in chunk.by_key()]:
         if share > 0 and key not in keys:
@@ -212,7 +212,7 @@ def groups_to_keep(
 def planned_groups(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> list[tuple[GroupKey, PlannedGroup | None]]:
-    """Each group with its entry in the plan of the options, or None; nothing without a plan."""
+    """Return each group with its entry in the options' plan, or None; empty without a plan."""
     if config.offload_plan is None:
         return []
     stages = config.offload_plan.rank(pipeline_rank).stages

@@ -4,8 +4,8 @@
     check = PlanCheck()                      # each manager has its own
     check.check(config, pipeline_rank)       # logs what differs, at the first call
 
-Options with their default are left out. A plan of an older file has none at all, and is compared by
-the number of its ranks alone.
+Options with default values are omitted. The plan of an older file has no options, and is compared
+by its number of ranks alone.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ logger = logger_of(__name__)
 
 BOUNDS = ("max_in_flight_bytes", "prefetch_bytes")
 OPTIONS = ("tiers", "host_budget_bytes", *BOUNDS, "split_backward", "min_offloaded_tensor_size")
-"""Of :class:`OffloadConfig`: those that change what an engine does by a plan."""
+"""Options of :class:`OffloadConfig` that change how an engine follows a plan."""
 
 OTHERS_ON_A_CPU = (
     "on a CPU some operators save other bytes than on the GPU of a plan, as dropout does"
 )
-"""For messages about bytes that were not planned. Dropout has a mask of bool on a GPU alone."""
+"""Text for messages about unplanned bytes. Dropout saves a mask of bool on a GPU only."""
 
 
 def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -> dict[str, Any]:
-    """What a plan was made with, as JSON can hold it.
+    """Return the options that a plan was made with, as JSON values.
 
     Args:
         config: Options beside the plan.
-        num_microbatches: Of a step.
-        schedule: The name of its class, or of its file.
+        num_microbatches: Number of microbatches of a step.
+        schedule: Name of the schedule's class, or of its file.
     """
     defaults = _plain(OffloadConfig())
     given = {name: value for name, value in _plain(config).items() if value != defaults[name]}
@@ -55,13 +55,13 @@ class PlanCheck:
         smallest_numel: int | None = None,
         **schedule: Any,
     ) -> None:
-        """Log one warning that names each option that differs. The first call counts.
+        """Log one warning that names each option that differs. Later calls do nothing.
 
         Args:
-            config: Of the run; without a plan nothing is compared.
-            pipeline_rank: Of this process.
-            smallest_numel: Elements that a tensor needs to leave, if chunks have their own number.
-            schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, where they are given.
+            config: Options of the run; without a plan nothing is compared.
+            pipeline_rank: Pipeline rank of this process.
+            smallest_numel: Least elements of a tensor that may leave, if chunks set that number.
+            schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, if known.
         """
         plan = config.offload_plan
         if self._is_done or plan is None:
@@ -84,7 +84,7 @@ class PlanCheck:
 
 
 def why_unplanned(config: OffloadConfig, smallest_numel: int | None) -> str:
-    """Why groups of a run are not those of its plan, and what to do, for the end of a message."""
+    """Return why a run's groups differ from its plan, and what to do, for the end of a message."""
     name, plan = "min_offloaded_tensor_size", config.offload_plan
     here = _plain(config, smallest_numel)[name]
     planned = here if plan is None else _planned(plan).get(name, here)
@@ -96,7 +96,7 @@ def why_unplanned(config: OffloadConfig, smallest_numel: int | None) -> str:
 
 
 def _plain(config: OffloadConfig, smallest_numel: int | None = None) -> dict[str, Any]:
-    """The options, as JSON can hold them."""
+    """Return the options as JSON values."""
     options = {name: getattr(config, name) for name in OPTIONS} | {"tiers": list(config.tiers)}
     if smallest_numel is not None:
         options["min_offloaded_tensor_size"] = smallest_numel
@@ -104,17 +104,17 @@ def _plain(config: OffloadConfig, smallest_numel: int | None = None) -> dict[str
 
 
 def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
-    """All that it was made with, defaults as well; of an older plan only the number of ranks."""
+    """Return the options of a plan, with defaults; of an older plan only the number of ranks."""
     options = _plain(OffloadConfig()) | dict(plan.options) if plan.options else {}
     return options | {"num_ranks": len(plan.ranks)}
 
 
 def _is_as_planned(name: str, value: Any, planned: Any, rank: RankPlan) -> bool:
-    """Whether a run with this value of an option does what was planned."""
+    """Whether a run with this value of an option follows the plan."""
     if value == planned:
         return True
     if name in BOUNDS and rank.bounds is not None:
-        return bool(value == getattr(OffloadConfig(), name))  # the engine takes those of the plan
+        return bool(value == getattr(OffloadConfig(), name))  # the engine takes the plan's bounds
     if name == "host_budget_bytes" and planned is None:
-        return bool(value >= rank.host_peak_bytes)  # the plan took as much as it needed
+        return bool(value >= rank.host_peak_bytes)  # the plan had unlimited host memory
     return False

@@ -26,7 +26,7 @@ class ProfilerNames(Observer):
         self._open: dict[int, tuple[Group, AbstractContextManager[object]]] = {}
 
     def begin(self, observers: Observers) -> None:
-        """Begin a step: observe where a profiler runs, and stop where it does not."""
+        """Begin a step: observe the engine if a profiler runs, else stop observing."""
         if self._observers is not None:
             self._observers.remove(self)
         while self._open:  # groups that were never committed
@@ -38,7 +38,7 @@ class ProfilerNames(Observer):
     def opened(self, group: Group) -> None:
         shown = named(group.name, "forward")
         shown.__enter__()
-        self._open[id(group)] = group, shown  # with the group, which keeps its id
+        self._open[id(group)] = group, shown  # keeps the group alive, so that its id stays unique
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if id(group) in self._open:
@@ -49,4 +49,4 @@ class ProfilerNames(Observer):
             pass
 
     def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
-        """Do nothing: copies that are observed have names."""
+        """Do nothing: the mover names copies only if an observer has this method."""

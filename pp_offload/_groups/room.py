@@ -1,4 +1,4 @@
-"""Chooses which groups stay below a limit of device memory, from what steps take.
+"""Choose which groups stay below a limit of device memory, from the memory that steps take.
 
     room = DeviceRoom(offloader, step.in_flight)
     room.begin_step(config.limit)
@@ -6,33 +6,33 @@
     room.end_step(step.shapes(), bounds.hidden_bytes)
     room.stay  # for the next plan
 
-At first all groups leave. The second step says what the device needs whatever leaves: if all has
-room beside that, all stays. Else bounds on copies in flight are chosen first, and two steps later
-groups fill what the limit leaves beside these bounds.
+At first all groups leave. The second step measures the memory that the device needs even if all
+leave. If all groups fit beside it, all stay. Else bounds on copies in flight are chosen first, and
+two steps later groups fill the room below the limit beside these bounds.
 
 NOTE [ The first step ]
-    An optimizer makes its states behind the first step. So the first step only says what its groups
-    are like, and so does a step that asks for more than all before.
+    An optimizer makes its state after the first step. So the first step only shows the sizes of its
+    groups, and so does a step that needs more memory than any before.
 
 NOTE [ Room follows the steps ]
     Memory in use when a step begins may grow, and another process may take memory of the device. So
-    the room is computed after each step. Where a step took more than the limit, that much more is
-    left free from then on. After two equal smaller steps the larger ones are forgotten, and the
-    room is filled for the smaller; if a larger step comes back, twice as many are needed then.
+    the room is computed after each step. If a step took more than the limit, the excess is also
+    reserved from then on. After two equal smaller steps the larger ones are forgotten, and the room
+    is filled for the smaller; if a larger step comes back, twice as many are needed next time.
 
 NOTE [ What is needed whatever leaves ]
-    When a backward goes on to another chunk: bytes allocated, less bytes of copies in flight and of
-    groups that stay, which can be counted there. The peak of the step above the most that was
-    allocated at these times comes on top, such as what the backward of a loss takes. As many bytes
-    may be in flight as the bounds allow, even where this step had fewer: the less leaves, the
+    This memory is read when a backward goes on to another chunk: bytes allocated, less bytes of
+    copies in flight and of groups that stay, which can be counted at that time. The height of the
+    step's peak above these readings is added, such as the memory of a loss's backward. As many
+    bytes may be in flight as the bounds allow, even if this step had fewer: the less leaves, the
     sooner it comes back.
 
 NOTE [ What a peak does not say ]
     A device reports its peak since the last reset, and only the user resets it. This peak may come
-    from another program, from loading a checkpoint, or from an evaluation behind the last backward,
-    when no group is there: only a peak that rose where groups begin, end and are reached is a
-    step's. So the allocated bytes are also read at these times, and, as long as no peak rose, the
-    bytes of the largest group are left free for what comes and goes in between.
+    from another program, from loading a checkpoint, or from an evaluation after the last backward,
+    outside of groups: only a peak that rose where groups begin, end and are reached is a step's.
+    So the allocated bytes are also read at these times, and, as long as no peak rose, the bytes of
+    the largest group stay free for memory that is allocated and freed in between.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from pp_offload.config import AUTO
 logger = logger_of(__name__)
 
 NUM_SETTLING = 3
-"""Steps behind the first one in which bounds are chosen: see ``auto_bounds.NUM_TIMED``."""
+"""Steps after the first one in which bounds are chosen: see ``auto_bounds.NUM_TIMED``."""
 
 PART = 32
-"""This part of the limit is left free, for a step may need a little more; one more where the device
-had to give memory back to have some; and room that grows by it is filled anew.
+"""1/32 of the limit stays free for growth, 2/32 if the allocator had to give memory back; room is
+refilled when it grew by 1/32.
 """
 
 MIB = 2**20
@@ -76,7 +76,7 @@ class StepMemory:
     """Figures of the device when the step began."""
 
     begin_bytes: int
-    """Allocated at that time, without copies in flight."""
+    """Bytes allocated when the step began, without copies in flight."""
 
     peak_bytes: int = 0
     """Peak of the step: the highest reading, or the device's peak where that rose."""
@@ -85,10 +85,10 @@ class StepMemory:
     """Whether the device's own peak rose in the step."""
 
     is_of_loss: bool = False
-    """Whether it rose behind the last group of a forward, and before its backward."""
+    """Whether the peak rose after the last group of a forward, and before its backward."""
 
     is_behind_forward: bool = False
-    """Whether a group was closed last."""
+    """Whether the last event of a group was its close."""
 
     had_retries: bool = False
     """Whether the allocator gave memory back in the step."""
@@ -97,7 +97,7 @@ class StepMemory:
     """Most allocated bytes when a backward went on to another chunk."""
 
     besides_copies: Counter[ChunksInFlight] = field(default_factory=Counter)
-    """The same without copies in flight, for each set of chunks in flight."""
+    """Most allocated bytes at these times without copies in flight, by chunks in flight."""
 
     begun: set[ChunkKey] = field(default_factory=set)
     """Chunks whose forward has begun."""
@@ -115,7 +115,7 @@ class StepMemory:
         self.begin_groups(self.begin)
 
     def begin_groups(self, now: Allocated) -> None:
-        """Count from here: what rose before the first group was of no step."""
+        """Count from here: a peak that rose before the first group belongs to no step."""
         self.reported_bytes, self._num_retries = now.peak_bytes, now.num_retries
 
     def note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
@@ -126,8 +126,8 @@ class StepMemory:
         self.had_retries = now.num_retries > self._num_retries
 
     def fixed_bytes(self, staying: Mapping[int, int]) -> int:
-        """The most when backward went on to another chunk, without copies and so many bytes that
-        stay for each chunk.
+        """Return the most bytes when backward went on to another chunk, without copies and without
+        the bytes of groups that stay, given by stage for each chunk.
         """
         return max(
             (
@@ -139,11 +139,11 @@ class StepMemory:
 
 
 class DeviceRoom(Observer):
-    """Watches steps, and fills what the limit leaves.
+    """Measures steps, and fills the room below the limit.
 
     Args:
-        offloader: Has the device, which is asked; how much moves at a time; and the plan.
-        in_flight: Counts the chunks of each stage whose backward is not over.
+        offloader: Offloader with the device, the bounds of copies, and the plan.
+        in_flight: Function that counts the chunks of each stage whose backward is not over.
     """
 
     def __init__(self, offloader: Offloader, in_flight: Callable[[], ChunksInFlight]) -> None:
@@ -153,15 +153,15 @@ class DeviceRoom(Observer):
         self._stay: dict[Place, int] = {}
         self._history = History()
         self._num_left = NUM_SETTLING
-        self._above_bytes = 0  # peak of a step, above what was read when it was to be high
-        self._needed_bytes = 0  # beside what was there when the step began
-        self._spare_bytes = 0  # by which steps took more than was foreseen
-        self._room_bytes = -1  # with which it was filled last
+        self._above_bytes = 0  # height of the peak above readings at changes of the chunk
+        self._needed_bytes = 0  # needed if all leave, above the bytes at the begin of the step
+        self._spare_bytes = 0  # reserved, because steps took more than foreseen
+        self._room_bytes = -1  # room at the last fill
         self._foreseen_bytes: int | None = None
-        self._reported_bytes = 0  # peak of the device, behind the last step
-        self._outside_bytes = 0  # the same, where it rose between two steps
-        self._risen_bytes = 0  # the peak within the last step in which it rose
-        self._is_of_loss = False  # whether that was behind the last group of a forward
+        self._reported_bytes = 0  # peak that the device reported after the last step
+        self._outside_bytes = 0  # peak that the device reported, if it rose between two steps
+        self._risen_bytes = 0  # peak of the last step in which the reported peak rose
+        self._is_of_loss = False  # whether that peak was after the last group of a forward
         self._figures: DeviceFigures | None = None
         self._seen: StepMemory | None = None
         self._has_warned = False
@@ -181,22 +181,22 @@ class DeviceRoom(Observer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether what stays has been chosen, or there is no limit."""
+        """Whether the groups that stay have been chosen, or no limit is set."""
         return self._seen is None or not self._num_left
 
     @property
     def stay(self) -> Stay:
-        """Which groups are to stay in the steps to come."""
+        """Groups that stay in the next steps."""
         sizes, lean = self._history.demand.sizes, self._history.demand.lean
         most_bytes = frozenset((place, lean[place]) for place in self._stay)
         is_lean = (place for place, nbytes in self._stay.items() if nbytes < sizes[place])
         return Stay(most_bytes, frozenset(is_lean))
 
     def begin_step(self, limit: int | str | None) -> None:
-        """Watch a step.
+        """Begin to measure a step.
 
         Args:
-            limit: As ``OffloadConfig.limit``. Without one nothing is watched, and nothing stays.
+            limit: As ``OffloadConfig.limit``. If None, nothing is measured, and no group stays.
         """
         backend, self._limit = self._offloader.backend, limit
         if limit is None:
@@ -223,7 +223,7 @@ class DeviceRoom(Observer):
             self._reported_bytes = self._outside_bytes = now.peak_bytes
 
     def opened(self, group: Group) -> None:
-        """With the first one of a chunk, one more is in flight."""
+        """Note the chunks in flight, if the group is the first of its chunk."""
         seen, key = self._seen, group.key
         if seen is not None and key is not None and key.chunk not in seen.begun:
             if not seen.begun:
@@ -234,7 +234,7 @@ class DeviceRoom(Observer):
             in_flight = self._in_flight()
             seen.in_flight.add(in_flight)
             if self._stay and not self._history.demand.covers(in_flight):
-                # so many have no room
+                # groups of so many chunks have no room
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
         self._read()
@@ -242,7 +242,7 @@ class DeviceRoom(Observer):
             seen.is_behind_forward = False
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
-        """A group that stays holds storages whole, also where it has saved parts of them."""
+        """Note bytes beside the payloads: a group that stays holds storages whole."""
         seen, key = self._seen, group.key
         self._read()
         if seen is not None:
@@ -253,7 +253,7 @@ class DeviceRoom(Observer):
             seen.beside[key.place] = Beside(*map(max, seen.beside.get(key.place, Beside()), now))
 
     def reached(self, group: Group) -> None:
-        """With the first one of a chunk, see NOTE [ What is needed whatever leaves ]."""
+        """Read memory; for a new chunk, see NOTE [ What is needed whatever leaves ]."""
         seen, key = self._seen, group.key
         if seen is None or key is None or key.chunk == seen.in_backward:
             self._read()
@@ -266,12 +266,12 @@ class DeviceRoom(Observer):
         seen.besides_copies[chunks] = max(seen.besides_copies[chunks], at_rest_bytes)
 
     def _read(self) -> None:
-        """In a step that may say what is needed, read more often."""
+        """Read the allocated bytes, if the step is measured for what the device needs."""
         if self._seen is not None and (self._num_left or self._history.may_shrink):
             self._seen.note(self._allocated(self._seen))
 
     def _at_rest_bytes(self, allocated: Allocated) -> int:
-        """Without copies in flight, both ways."""
+        """Return the allocated bytes without copies in flight, both ways."""
         mover = self._offloader.engine.mover
         return allocated.nbytes - mover.in_flight.nbytes - mover.arrived.unused_bytes
 
@@ -279,11 +279,11 @@ class DeviceRoom(Observer):
         return self._offloader.backend.allocated() or seen.begin
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
-        """The step is over.
+        """End the step, and choose which groups stay.
 
         Args:
-            chunks: Of the step; None if it says nothing of others.
-            hidden_bytes: Copies of a step that hide behind its compute.
+            chunks: Chunks of the step; None if the step is not typical of others.
+            hidden_bytes: Bytes that a step copies while it computes.
         """
         seen, self._seen = self._seen, None
         if seen is None:
@@ -326,12 +326,12 @@ class DeviceRoom(Observer):
             )
 
     def _staying(self, step: Demand) -> dict[Place, int]:
-        """Bytes of this step's groups at places that stay."""
+        """Return the bytes of this step's groups at places that stay."""
         lean = self.stay.lean
         return {at: (step.lean if at in lean else step.sizes).get(at, 0) for at in self._stay}
 
     def _forget(self, change: Change) -> None:
-        """What stayed was for another demand. After a larger step all leave, and are read."""
+        """Forget the choice for another demand. After a larger step all groups leave."""
         self._stay, self._room_bytes, self._risen_bytes = {}, -1, 0
         if change is Change.MORE:
             self._num_left = NUM_SETTLING if self._num_left else 1
@@ -340,7 +340,7 @@ class DeviceRoom(Observer):
             self._needed_bytes = self._spare_bytes = 0
 
     def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
-        """The peak of a step that was read; also note what it needs whatever leaves."""
+        """Return the peak of a measured step; also note the bytes needed if all groups leave."""
         if seen.has_risen:
             self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
         peak_bytes = max(seen.peak_bytes, self._risen_bytes)
@@ -352,7 +352,7 @@ class DeviceRoom(Observer):
         return peak_bytes
 
     def _elsewhere(self, peak_bytes: int) -> str:
-        """Where the device's peak is, if it is not this one, or not in a group; for a message."""
+        """Return the cause of the device's peak as text; empty if the peak is in a group."""
         if self._outside_bytes > peak_bytes:
             return (
                 f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
@@ -363,8 +363,8 @@ class DeviceRoom(Observer):
         return ""
 
     def _fill(self, needed_bytes: int, limit_bytes: int, hidden_bytes: int) -> None:
-        """Choose what stays beside what is needed whatever leaves, once that is known, and anew
-        where its room has changed.
+        """Choose the groups that stay beside ``needed_bytes``, once bounds are chosen, and again
+        when their room has changed.
         """
         demand, moving_bytes = self._history.demand, self._moving_bytes()
         room_bytes = limit_bytes - limit_bytes // PART - needed_bytes
@@ -390,7 +390,7 @@ class DeviceRoom(Observer):
         self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
 
     def _moving_bytes(self) -> int:
-        """The most bytes on their way, both ways together. A bound cuts no group."""
+        """Return the most bytes in flight, both ways together. A bound cuts no group."""
         largest = max(self._history.demand.lean.values(), default=0)
         engine = self._offloader.engine
         bounds = engine.mover.in_flight.bound.nbytes, engine.window.bound.nbytes
@@ -401,12 +401,12 @@ class DeviceRoom(Observer):
         self._has_warned = True
 
     def _limits(self) -> list[int]:
-        """The limit, and what the device has."""
+        """Return the limit, and the memory of the device, if known."""
         limits = self._limit, self._offloader.backend.memory_bytes()
         return [nbytes for nbytes in limits if isinstance(nbytes, int)]
 
     def unused_bytes(self) -> int | None:
-        """What bounds may grow into, of the device and the limit; None where there is no end."""
+        """Return the unused bytes that bounds may grow into; None without a limit."""
         allocated = self._offloader.backend.allocated()
         limits = self._limits()
         if allocated is None or not limits:

@@ -5,9 +5,9 @@
     split.begin(key, chunk.groups, BackwardPass.WEIGHT)  # backward_weight_one_chunk, later
     split.end()
 
-Both parts read the same payloads, the second part only some of them. The second part, the weight
-pass, visits the chunk's groups once more. Which payloads a part uses is learnt from the last chunk
-of the same stage, and only these come back for it. Before that, all do.
+The second part, the weight pass, visits the chunk's groups once more, and reads some payloads of
+the first part. The payloads that a part uses are learned from the last chunk of the same stage, and
+only these are reloaded for that part. Before that, all are.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from pp_offload._core.saved import Saved
 
 
 class BackwardPass(enum.Enum):
-    """Which part of a backward."""
+    """Part of a backward."""
 
     INPUT = "input"
     WEIGHT = "weight"
 
 
 Uses = dict[BackwardPass, dict[Place, dict[int, int]]]
-"""By part of the backward and place of the group: how often each payload was used, by index."""
+"""Number of uses of each payload by index, by part of the backward and place of the group."""
 
 
 class Running(NamedTuple):
-    """The part that runs."""
+    """The running part of a backward."""
 
     key: ChunkKey
     groups: Sequence[Group]
     part: BackwardPass
     positions: dict[Batch, int]
-    """Of the chunk's batches; held, so that what they used can be read when the graph is gone."""
+    """Position of each of the chunk's batches, held so that uses can be read without the graph."""
 
     uses: Counter[tuple[int, int]]
-    """How often it has used each payload, by position and index; the first one first."""
+    """Number of uses of each payload so far, by position and index, in order of first use."""
 
 
 class SplitBackward(Observer):
-    """Learns which payloads each part uses, and brings back only those.
+    """Learns which payloads each part uses, and reloads only those.
 
     Args:
-        chunks: Those whose backward comes in two parts.
-        is_keeping: Whether what both parts use stays on the device in between.
+        chunks: Chunks whose backward comes in two parts.
+        is_keeping: Whether payloads that both parts use stay on the device in between.
 
     Attributes:
-        uses: How often each part used each payload of a group, by index, when it last ran there.
-        order: The groups of a stage, by position, as its second part came to them.
+        uses: Number of uses of each payload in the last run of each part, by place and index.
+        order: Positions of a stage's groups in the order in which its second part reached them.
     """
 
     def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
@@ -69,12 +69,12 @@ class SplitBackward(Observer):
         self._is_keeping = is_keeping
         self._running: Running | None = None
         self._kept: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
-        """What the first part got, by position and index. While it lives, the mover gives it to the
-        second part as well.
+        """Payloads of the first part, by position and index. While one lives, the mover gives it to
+        the second part as well.
         """
 
     def follow(self, group: Group) -> None:
-        """A group left: expect the uses of each part of its backward, as far as they were seen."""
+        """Expect the uses of an offloaded group by each part of its backward, if learned."""
         batch, key = _batch(group), group.key
         if batch is None or key is None or key.chunk not in self.chunks:
             return
@@ -91,7 +91,7 @@ class SplitBackward(Observer):
         _expect(group, batch, uses, frozenset(first).intersection(indices))
 
     def begin(self, key: ChunkKey, groups: Sequence[Group], part: BackwardPass) -> None:
-        """A part of the backward of a chunk with these groups begins."""
+        """Begin a part of the backward of a chunk with these groups."""
         batches = map(_batch, groups)
         positions = {batch: position for position, batch in enumerate(batches) if batch is not None}
         self._running = Running(key, groups, part, positions, Counter())
@@ -109,11 +109,11 @@ class SplitBackward(Observer):
                 self._kept.setdefault(running.key, {})[position, saved.index] = payload
 
     def stop(self) -> None:
-        """The part that runs ended by an exception, and teaches nothing."""
+        """End the running part after an exception, and learn nothing from it."""
         self._running = None
 
     def end(self) -> None:
-        """The part that runs ended well: learn its uses, and expect those of the second part."""
+        """End the running part: learn its uses, and expect the uses of the second part."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -131,12 +131,12 @@ class SplitBackward(Observer):
             self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """The step is over: no part runs, and nothing is kept for one."""
+        """End the step: forget the running part and the payloads kept for it."""
         self._running = None
         self._kept.clear()
 
     def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
-        """Expect what the last second part of the stage used, or all, but for what is kept."""
+        """Expect the uses of the stage's last second part, or all uses, without kept payloads."""
         payloads = self._kept.get(key, {})
         for position, group in enumerate(groups):
             batch = _batch(group)
@@ -161,13 +161,13 @@ class WeightPass:
         self._split = split
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether it has no group; none has a name, because the chunk itself is queued for it."""
+        """Whether the pass has no group; True for a name, for which the chunk itself is queued."""
         return name is not None or not self._groups
 
     def visits(self) -> Iterator[WeightVisit]:
-        """The chunk's groups in the order of the last weight pass of the stage; none before it.
+        """Yield the chunk's groups in the order of the stage's last weight pass; none before it.
 
-        It is another order than that of the first part: PyTorch goes through the parameters.
+        The order differs from the first part's: PyTorch goes through the parameters.
         """
         stage, uses = self.key.chunk.vp_stage, self._split.uses[BackwardPass.WEIGHT]
         for position in self._split.order.get(stage, ()):
@@ -176,7 +176,7 @@ class WeightPass:
 
 
 class WeightVisit:
-    """A group, as the window sees it in the second part.
+    """Visit of a group in the second part, for the window.
 
     Args:
         group: The group.
@@ -190,7 +190,7 @@ class WeightVisit:
         self._used = used
 
     def wanted(self) -> list[Wanted]:
-        """What it will ask for, unless on the device or brought for the first part."""
+        """Return the used payloads that are off the device and not reloaded for the first part."""
         wanted = []
         for batch, indices in self.uses():
             first, device = batch.back.part or (), batch.back.device
@@ -200,7 +200,7 @@ class WeightVisit:
         return wanted
 
     def uses(self) -> list[Wanted]:
-        """What it will ask for, by batch."""
+        """Return the payloads that the second part will use, by batch."""
         batch = None if self.batch is None else self.batch()
         if batch is None:
             return []

@@ -1,7 +1,7 @@
-"""What happens in one step: its chunks in forward and in backward order.
+"""Record of one step: its chunks in forward and in backward order.
 
-When backward goes on to another chunk and nothing of the last one is alive, only a record of that
-is kept. So the end of a step does not have to read and free all its groups at once.
+When backward goes on to another chunk and no tensor of the last one is alive, only a record of the
+last one is kept. So the end of a step does not have to read and free all groups at once.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from pp_offload.config import OffloadConfig
 
 
 class StepRecord:
-    """Follows a step, and tells the prefetcher what comes next in it.
+    """Follows a step, and gives the prefetcher the next groups.
 
     Attributes:
-        options: For the plan, in place of the manager's; None for those.
+        options: Options of the plan; None for the manager's options.
         is_warmup: Whether no step was complete so far.
-        smallest_numel: Elements that a tensor needs at least to leave; None before a forward with
-            grad.
+        smallest_numel: Least elements of a tensor that may leave; None before a forward with grad.
         in_backward: The chunk that backward reached last.
-        weight_pass: While the second part of a backward runs, that part.
-        summary: Bytes copied per group name, by the chunks that lived at the peak of the last
-            complete step.
+        weight_pass: Second part of a backward, while it runs.
+        summary: Saved bytes per group name, of the chunks live at the peak of the last complete
+            step.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class StepRecord:
         self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: Chunk, split: SplitBackward | None) -> ChunkKey:
-        """Number and queue a chunk whose first group starts; twice, if ``split`` has it in parts.
+        """Number and queue a chunk whose first group starts; twice, if ``split`` lists the chunk.
 
         Returns:
             The key of the chunk.
@@ -82,13 +81,13 @@ class StepRecord:
         return next(self.queue.certain(), None) is chunk
 
     def begin(self, group: Group) -> None:
-        """Backward has reached ``group``."""
+        """Note that backward reached ``group``."""
         chunk = self._chunk_of(group)
         if chunk is not None:
             self.begin_backward(chunk)
 
     def begin_backward(self, chunk: Chunk) -> None:
-        """Backward has reached ``chunk``. Then the chunk before it may be over."""
+        """Note that backward reached ``chunk``; the chunk before it may be over."""
         before, self.in_backward = self.in_backward, chunk
         if not self._backward:  # memory is highest when the first backward begins
             self._live_at_peak = frozenset(self._forward)
@@ -99,7 +98,7 @@ class StepRecord:
             self._leave(before)
 
     def begin_part(self, chunk: Chunk, part: BackwardPass, split: SplitBackward) -> None:
-        """A part of the backward of ``chunk`` begins, where that comes in two."""
+        """Begin a part of the split backward of ``chunk``."""
         assert chunk.key is not None, "a step finds its chunks by key"
         split.begin(chunk.key, chunk.groups, part)
         if part is BackwardPass.INPUT:
@@ -125,16 +124,16 @@ class StepRecord:
         chunk.key = None  # a forward that goes on in it is added again
 
     def skip(self, chunk: Chunk) -> None:
-        """The forward of ``chunk`` is over. If it has no groups, its backward is not waited for."""
+        """End the forward of ``chunk``; without groups, the queue skips its backward."""
         if chunk.key is None and chunk.microbatch is not None:
             self.queue.skip(ChunkKey(chunk.vp_stage, chunk.microbatch))
 
     def chunk(self, key: ChunkKey) -> Chunk | None:
-        """The chunk of this step with this key, once its first group has started."""
+        """Return the chunk of this step with this key; None before its first group starts."""
         return self._forward.get(key)
 
     def after(self, group: Group) -> Iterator[Visit]:
-        """What is left of the chunk, such as its earlier groups, last first; then the queue."""
+        """Yield the visits after ``group``: the rest of its chunk, last first; then the queue."""
         chunk = self._chunk_of(group)
         if self.weight_pass is not None:
             yield from self.weight_pass.visits()
@@ -144,7 +143,7 @@ class StepRecord:
             yield from following.visits()
 
     def forget_finished(self) -> None:
-        """Forget chunks of which no tensor is left, where a step never ends."""
+        """Forget chunks without living tensors, in a step that never ends."""
         num_chunks = self.num_chunks
         for key, chunk in list(self._forward.items()):
             if chunk.is_over:
@@ -157,11 +156,11 @@ class StepRecord:
 
     @property
     def num_chunks(self) -> int:
-        """How many of its chunks had groups, and are not forgotten."""
+        """Number of chunks with groups that are not forgotten."""
         return len(self._forward.keys() | self._backward.keys())
 
     def awaited_elsewhere(self) -> Chunk | None:
-        """A chunk of another living thread whose backward is still to come."""
+        """Return a chunk of another living thread whose backward is still to come, or None."""
         here = threading.current_thread()
         for chunk in self._forward.values():
             if chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited:
@@ -169,17 +168,17 @@ class StepRecord:
         return None
 
     def is_complete(self) -> bool:
-        """Whether groups saved something, and backward reached each group that did."""
+        """Whether groups saved tensors, and backward reached each such group."""
         if self._is_partly_forgotten:
             return False
         return bool(self._backward) and all(c.is_finished() for c in self._forward.values())
 
     def has_dropped(self) -> bool:
-        """Whether the graph of a chunk is gone without its backward."""
+        """Whether the graph of a chunk was freed without its backward."""
         return any(c.is_over and not c.is_finished() for c in self._forward.values())
 
     def has_saved_nothing(self) -> bool:
-        """Whether there were groups, all of them committed, and none saved what may leave."""
+        """Whether the step had groups, all committed, and none saved a tensor that may leave."""
         groups = [group for chunk in self._forward.values() for group in chunk.groups]
         is_over = not any(chunk.open_groups for chunk in self._forward.values())
         return bool(groups) and is_over and not any(g.counts.num_tensors for g in groups)
@@ -189,12 +188,12 @@ class StepRecord:
         return any(chunk.has_failed for chunk in self._forward.values())
 
     def forgotten(self) -> list[str]:
-        """Names of groups that were started, used by backward, and never committed."""
+        """Return names of groups that were started, used by backward, and never committed."""
         groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
         return [group.name for group in groups if group.is_forgotten]
 
     def in_flight(self) -> ChunksInFlight:
-        """How many chunks of each virtual stage there are whose backward is not over."""
+        """Return the number of chunks of each virtual stage whose backward is not over."""
         nums = Counter(key.vp_stage for key in self._forward if self._is_in_flight(key))
         return tuple(sorted(nums.items()))
 
@@ -204,11 +203,11 @@ class StepRecord:
         return key in self._weight_passes and not self.queue.has_begun(WeightPassKey(key))
 
     def shapes(self) -> tuple[ChunkShape, ...]:
-        """Its chunks as numbers, in backward order."""
+        """Return the chunks as numbers, in backward order."""
         return tuple([record.shape for record in _records(self._backward)])
 
     def records(self) -> list[ChunkRecord]:
-        """All its chunks, also those without backward."""
+        """Return records of all chunks, also of chunks without backward."""
         return _records({**self._forward, **self._backward})
 
     def make_plan(self, config: OffloadConfig, stay: Stay = NOTHING_STAYS) -> Plan:
@@ -216,7 +215,7 @@ class StepRecord:
 
         Args:
             config: The options.
-            stay: Which groups do below a limit.
+            stay: Groups that stay below a limit.
         """
         if not self.queue.is_told:
             self.queue.know_order(self._backward)
@@ -229,7 +228,7 @@ class StepRecord:
 
     def clear(self) -> None:
         """Forget the step."""
-        self._backward.clear()  # first: if this is cut off, a step without it teaches nothing
+        self._backward.clear()  # first: if an interrupt comes next, the step is not complete
         for chunk in self._forward.values():
             chunk.reset()
         self._forward.clear()

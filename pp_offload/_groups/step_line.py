@@ -1,4 +1,4 @@
-"""What a step takes with offload, took at first, and would take without: a log line and table rows.
+"""Time and memory of a step now, at first, and without offload: a log line and table rows.
 
 gain = Gain(time, bounds.first, groups_sum(step.summary.values()), room.figures)
 log_gain(gain)
@@ -20,7 +20,7 @@ logger = logger_of(__name__)
 GIB = 2**30
 
 FREE_PART = 0.01
-"""Waiting for copies in a smaller part of a step is not worth a warning."""
+"""Part of a step up to which waiting for copies is no reason for a warning."""
 
 TABLE_TITLE = (
     "a step and the device's peak: now, in the first step, and without offload (~: estimated);\n"
@@ -29,26 +29,26 @@ TABLE_TITLE = (
 
 
 class StepTime(NamedTuple):
-    """Of a step, in milliseconds."""
+    """Time of a step, in milliseconds."""
 
     step_ms: float = 0.0
-    """Until its last copy, by the device's clock; by the host's without one; 0 if not timed."""
+    """Time until the last copy, by the device's clock, else by the host's; 0 if not timed."""
 
     waiting_ms: float = 0.0
-    """While compute waited for copies."""
+    """Time that compute waited for copies."""
 
     has_waits: bool = False
-    """Whether waits were timed, too."""
+    """Whether waits were timed."""
 
 
 class DeviceFigures(NamedTuple):
     """Memory of the device, in bytes."""
 
     peak_bytes: int
-    """Of the last step; without a limit, what the device reports."""
+    """Peak of the last step; without a limit, the peak that the device reports."""
 
     first_peak_bytes: int = 0
-    """Of the first step; 0 if nobody looked."""
+    """Peak of the first step; 0 if not measured."""
 
     limit_bytes: int | None = None
 
@@ -65,21 +65,21 @@ class Gain(NamedTuple):
     now: StepTime
     first: StepTime
     groups: GroupBytes
-    """Of all groups of the microbatches that are in flight at the peak."""
+    """Bytes of all groups of the microbatches in flight at the peak."""
 
     device: DeviceFigures | None
-    """None where the device does not report its memory."""
+    """Memory of the device; None if the device does not report it."""
 
     @property
     def spared_bytes(self) -> int:
-        """More bytes that the device would have at the peak without offload: an estimate, as copies
-        may be in flight there.
+        """Bytes that offload keeps off the device at the peak: an estimate, as copies may be in
+        flight there.
         """
         return self.groups.copied + self.groups.again
 
 
 def groups_sum(groups: Iterable[GroupBytes]) -> GroupBytes:
-    """Sum of what became of the bytes of groups."""
+    """Return the sum of the bytes of groups."""
     total = GroupBytes()
     for each in groups:
         total = total.plus(each)
@@ -122,7 +122,7 @@ def step_line(gain: Gain) -> tuple[int, str]:
         return logging.INFO, line
     limit = "a device_limit_bytes, "
     if device is not None and device.limit_bytes is not None:
-        limit = "a larger device_limit_bytes, " if device.is_given else ""  # it has no more
+        limit = "a larger device_limit_bytes, " if device.is_given else ""  # the device has no more
     return logging.WARNING, (
         f"{line}; {limit}fewer groups, or recomputed layers (pp-offload plan) would wait less"
     )
