@@ -54,10 +54,7 @@ MIB, GIB = 2**20, 2**30
 def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> None:
     """Write the picture of a step: PNG, SVG or PDF, by the name of the file.
 
-    Args:
-        timeline: A real run, or a virtual one.
-        path: File to write.
-        options: ``ranks``, ``step`` and ``predicted`` of :func:`picture`.
+    ``options`` are those of :func:`picture`.
 
     Raises:
         ImportError: There is no matplotlib.
@@ -83,9 +80,7 @@ def picture(
         step: Number of the step; the last one when None.
         predicted: Another trace. The bytes of its last step are drawn dashed over the others.
 
-    Raises:
-        ImportError: There is no matplotlib.
-        ValueError: The trace has no such step or rank.
+    Raises: see :func:`draw`.
     """
     panels = _panels(timeline, step)
     if missing := [rank for rank in ranks or () if rank not in panels]:

@@ -1,6 +1,6 @@
 """Recording of a rank: notes of when groups, copies and waits run on the device.
 
-    recorder = Recorder(manager, rank, steps, num_ranks, ended)
+    recorder = Recorder(manager, rank, steps, ended)
     ...                                 # the host waits for compute once, when recording starts
     recorder.end()                      # the host waits for all events of the notes
     recorder.timeline
@@ -52,7 +52,6 @@ class Recorder(Observer):
         manager: Manager to record.
         rank: Number of the rank.
         steps: Steps to record; None for all.
-        num_ranks: Number of ranks of the run.
         ended: Called when the last of ``steps`` is over.
 
     Attributes:
@@ -60,16 +59,11 @@ class Recorder(Observer):
     """
 
     def __init__(
-        self,
-        manager: Manager,
-        rank: int,
-        steps: range | None,
-        num_ranks: int,
-        ended: Callable[[], None],
+        self, manager: Manager, rank: int, steps: range | None, ended: Callable[[], None]
     ) -> None:
         self.timeline: Timeline | None = None
         self._manager, self._rank, self._steps, self._ended = manager, rank, steps, ended
-        self._num_ranks, self._step = num_ranks, -1
+        self._step = -1
         self._follow(manager.offloader)
         manager.on_begin = (*manager.on_begin, self._begin)
         if steps is None:
@@ -156,8 +150,7 @@ class Recorder(Observer):
             for at in (note.begin, note.end):
                 with suppress(Exception):  # a failed copy is reported where its bytes are used
                     at.synchronize()
-        facts = {"device": self._backend.name, "num_ranks": self._num_ranks}
-        facts["has_captures"] = self._has_captures
+        facts = {"device": self._backend.name, "has_captures": self._has_captures}
         spans, samples = list(self._spans()), list(self._samples())
         self.timeline = Timeline(self._base_ns, spans, samples, {self._rank: facts})
 

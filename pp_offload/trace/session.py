@@ -21,9 +21,8 @@ from pp_offload._common.checks import check_kind
 from pp_offload._common.processes import logger_of
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload.trace.chrome import part_of, write
 from pp_offload.trace.recorder import Recorder
-from pp_offload.trace.timeline import Timeline
+from pp_offload.trace.timeline import Timeline, part_of, write
 
 logger = logger_of(__name__)
 
@@ -70,6 +69,7 @@ class Trace:
         self._steps, self._is_virtual, self._is_written = steps, False, False
         self._managers: Sequence[Manager] = () if manager is None else (manager,)
         self._recorders: list[Recorder] = []
+        self._num_ranks = 1
 
     def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
         """Record all ranks of a virtual pipeline, whose devices share one clock."""
@@ -78,12 +78,12 @@ class Trace:
 
     def __enter__(self) -> Trace:
         managers = self._managers or (PipelineOffloadManager.get_instance(),)
-        first, num_ranks = 0, len(managers)
+        first, self._num_ranks = 0, len(managers)
         if not self._is_virtual and dist.is_available() and dist.is_initialized():
-            first, num_ranks = dist.get_rank(), dist.get_world_size()
+            first, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeline, self._is_written = None, False
         self._recorders = [
-            Recorder(manager, rank, self._steps, num_ranks, self._write)
+            Recorder(manager, rank, self._steps, self._write)
             for rank, manager in enumerate(managers, first)
         ]
         return self
@@ -102,7 +102,9 @@ class Trace:
         self.timeline = whole = Timeline(parts[0].base_ns)
         for part in parts:
             whole.add(part)
-        is_part = len(parts) < whole.metadata[whole.ranks[0]]["num_ranks"]
+        for facts in whole.metadata.values():
+            facts["num_ranks"] = self._num_ranks
+        is_part = len(parts) < self._num_ranks
         path = part_of(self.path, whole.ranks[0]) if is_part else self.path
         try:
             write(whole, path)
