@@ -6,7 +6,7 @@
 
 On a virtual device the end of the last work of compute is compared with the plan of the rank. On
 other devices only the time to the next step is known, with waits for other ranks, and is compared
-with the step of the whole pipeline. Host memory is the peak of all steps up to this one.
+with the step of the whole pipeline.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def compare_with_plan(
     ranks = []
     for rank, traced in rank_steps(timeline, step).items():
         planned = plan.rank(pipeline_rank(rank))
-        host = [s.nbytes for s in timeline.counter(rank, HOST) if s.time_s < traced.end_s]
-        pairs = _pairs(plan, planned, traced, max(host, default=None))
+        pairs = _pairs(plan, planned, traced)
         has_graphs = timeline.metadata[rank].get("has_captures")  # whose groups are not in it
         differences = [] if has_graphs else [*_strangers(plan, planned, traced)]
         differences += _worse(plan, planned, pairs, has_causes=not differences)
@@ -142,13 +141,12 @@ def compare_with_plan(
     return Compared(ranks[0].traced.facts["step"], plan.seconds, ranks)
 
 
-def _pairs(
-    plan: OffloadPlan, planned: RankPlan, traced: RankStep, host_bytes: int | None
-) -> list[Pair]:
+def _pairs(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> list[Pair]:
     steps = plan.seconds, traced.end_s - traced.begin_s
     if traced.worked_s is not None:
         steps = planned.seconds, traced.worked_s
     device = planned.peak_bytes, traced.peak_bytes.get(DEVICE)
+    host = planned.host_peak_bytes, traced.peak_bytes.get(HOST)
     busy = planned.busy_s, traced.seconds_of(Kind.OPERATORS) or None
     stalled = planned.stalled_s, traced.seconds_of(*WAITS_FOR_COPIES)
     on_demand = planned.on_demand_reloads, traced.facts.get("on_demand_reloads")
@@ -156,7 +154,7 @@ def _pairs(
     sent_bytes, sent_rate = traced.copied(Kind.OFFLOAD)
     return [
         Pair("peak_bytes", "peak GiB", GIB, *device),
-        Pair("host_peak_bytes", "host GiB", GIB, planned.host_peak_bytes, host_bytes),
+        Pair("host_peak_bytes", "host GiB", GIB, *host),
         Pair("step_s", "step ms", MS, *steps),
         Pair("busy_s", "busy ms", MS, *busy),
         Pair("stalled_s", "stalled ms", MS, *stalled),

@@ -80,7 +80,7 @@ class Recorder(Observer):
         self._virtual: VirtualStreams | None = None
         self._sources: list[tuple[Any, Callable[..., None]]] = []  # to which it listens
         self._owners: dict[str, list[object]] = {}  # by kind of track
-        self._open: dict[int, tuple[Group, Note]] = {}  # with the group, which keeps its id
+        self._open: dict[Group, Note] = {}
         self._running: dict[str, Note] = {}  # by track: the step, and the last group of backward
         self._copies: dict[int, tuple[Event, str]] = {}  # with the event, which keeps its id
 
@@ -187,11 +187,10 @@ class Recorder(Observer):
 
     def opened(self, group: Group) -> None:
         track, at = self._mark()
-        self._open[id(group)] = group, self._add(track, f"{group.name} (forward)", at)
+        self._open[group] = self._add(track, f"{group.name} (forward)", at)
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
-        if id(group) in self._open:
-            _, note = self._open.pop(id(group))
+        if (note := self._open.pop(group, None)) is not None:
             note.end, note.args, note.counts = self._mark()[1], _facts(group), group.counts
             self._read(note.end)
 
