@@ -24,44 +24,35 @@ from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, rank_steps
 FORWARD_S = FLOPS / (990e12 * 0.6)
 
 
-@pytest.fixture(scope="module")
-def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
-    """Forward and backward of three layers, on a host that waits for every operator.
+def on(timeline: Timeline, track: str) -> list[tuple[str, float, float]]:
+    """Names and times of spans, in forwards of a layer since the begin of the step."""
+    zero_s = timeline.of(0, "steps")[0].begin_s
+    return [
+        (span.name, *(round((at - zero_s) / FORWARD_S, 9) for at in (span.begin_s, span.end_s)))
+        for span in timeline.of(0, track)
+    ]
 
-    A copy takes 2.5 forwards of a layer, nothing else takes time, and one layer may be in flight.
+
+def test_three_layers_take_what_a_hand_computes(tmp_path: Path) -> None:
+    """Forward and backward of three layers, on a host that waits for every operator. A copy takes
+    2.5 forwards of a layer, nothing else takes time, and one layer may be in flight.
+
+    Compute waits for a copy before another group may leave. Layer 2 is taken back, because its copy
+    has not ended when backward asks for it; the others come back, each a bit late.
     """
     device = replace(hardware(2.5), launch_s=0, copy_latency_s=0)
     backend = VirtualBackend(device, is_blocking=True)
     config = OffloadConfig(max_in_flight_bytes=SAVED_BYTES, prefetch_bytes=2**30)
     with use_backend(backend, config=config):
         model = Layers(3, WIDTH)
-        with Trace(tmp_path_factory.mktemp("trace") / "out.json") as trace:
+        with Trace(tmp_path / "out.json") as trace:
             off_interface.reset()
             off_interface.init_chunk_handler(None, None, 1)
             x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
             y = model(x, offload=True)
             y.backward(torch.empty_like(y))
-    assert trace.timeline is not None
-    return trace.timeline
-
-
-def forwards_at(timeline: Timeline, time_s: float) -> float:
-    """A time of the step, in forwards of a layer."""
-    begin_s = timeline.of(0, "steps")[0].begin_s
-    return round((time_s - begin_s) / FORWARD_S, 9)
-
-
-def on(timeline: Timeline, track: str) -> list[tuple[str, float, float]]:
-    return [
-        (span.name, forwards_at(timeline, span.begin_s), forwards_at(timeline, span.end_s))
-        for span in timeline.of(0, track)
-    ]
-
-
-def test_three_layers_take_what_a_hand_computes(three_layers: Timeline) -> None:
-    """Compute waits for a copy before another group may leave. Layer 2 is taken back, because its
-    copy has not ended when backward asks for it; the others come back, each a bit late.
-    """
+    three_layers = trace.timeline
+    assert three_layers is not None
     offloads = [
         ("layer (offload)", 1, 3.5),
         ("layer (offload)", 3.5, 6),
