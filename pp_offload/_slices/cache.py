@@ -6,10 +6,10 @@
 
 NOTE [ Host writes ]
     The program writes parameters on the host whenever it likes, as an optimizer does, or
-    ``load_state_dict``. So no copy of them is under way while the program runs: a slice's copy has
-    ended before layers use it, that of a prefetched slice before it is discarded, and when a
-    forward or backward ends, no slice is being prefetched. A slice that is still on the device is
-    used again only if its parameters have the version and address that they had when they were
+    ``load_state_dict``. So no slice is being copied while the program runs: the copy of a used
+    slice ends before layers use it, that of a prefetched slice before the slice is discarded, and
+    nothing is prefetched after a forward or backward ends. A slice that is still on the device is
+    used again only if its parameters have the same version and address as when they were
     read.
 """
 
@@ -34,7 +34,7 @@ from pp_offload.errors import OffloadError
 
 @dataclass(eq=False, slots=True)
 class Loaded:
-    """A slice on the device, or on its way there."""
+    """A slice on the device, or in flight to it."""
 
     slice: Slice
     pending: PendingCopy
@@ -49,17 +49,17 @@ class SliceCache:
         self.copies = copies
         self.peak_bytes = 0
         self.num_ahead = num_resident - 1
-        # The slice in use and those prefetched, by the forward or backward that frees them.
+        # The slice in use and prefetched slices, by the forward or backward that frees them.
         self._by_user: weakref.WeakKeyDictionary[Any, list[Loaded]] = weakref.WeakKeyDictionary()
         self._backward_end: Callable[[], EndOfBackward | None] = lambda: None
         self._lock = threading.RLock()
         self._owner = threading.current_thread()
 
     def locked(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``call``, unless another thread is in such a call.
+        """Return the result of ``call``, unless another thread is running such a call.
 
         Raises:
-            OffloadError: Another thread is.
+            OffloadError: Another thread is running one.
         """
         if not self._lock.acquire(blocking=False):
             raise OffloadError(
@@ -75,7 +75,7 @@ class SliceCache:
             self._lock.release()
 
     def __deepcopy__(self, memo: object) -> SliceCache:
-        return self  # a copy of a model shares what moves its tensors
+        return self  # copies of a model share what moves their tensors
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -85,7 +85,7 @@ class SliceCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slices that are on the device, or on their way there."""
+        """Bytes of the slices that are on the device or in flight to it."""
         return sum([loaded.slice.nbytes for loaded in self._resident()])
 
     def _resident(self) -> list[Loaded]:
@@ -94,8 +94,8 @@ class SliceCache:
     def use(self, slice_: Slice, user: object, index: int | None = None) -> list[Tensor]:
         """Return a slice's tensors on the device, with their data, and discard the slice in use.
 
-        They stay as long as ``user``, a forward, or the backward that runs now. With an ``index``,
-        only this parameter is used.
+        The tensors stay as long as ``user``: a forward, or the current backward. With an
+        ``index``, only this parameter is used.
         """
         if not slice_.parameters:
             return []
@@ -103,7 +103,7 @@ class SliceCache:
             user = self._current_backward()
         resident = self._resident()
         if not (resident and self._is_valid(resident[0], slice_, index)):
-            del resident[:1]  # its memory is for what comes now
+            del resident[:1]  # frees its memory for the next slice
             if not any(self._is_valid(loaded, slice_, None) for loaded in resident):
                 self._discard(resident, resident[:])
                 resident.append(self._load(slice_))
@@ -114,7 +114,7 @@ class SliceCache:
         return resident[0].pending.tensors
 
     def _is_valid(self, loaded: Loaded, slice_: Slice, index: int | None) -> bool:
-        """Whether this is the slice as it is now, in memory of the live compute stream."""
+        """Whether ``loaded`` has current parameters, in memory of the current compute stream."""
         indices = range(len(slice_.parameters)) if index is None else (index,)
         return (
             loaded.pending.stream == self.copies.backend.current_stream()
@@ -123,7 +123,7 @@ class SliceCache:
         )
 
     def prefetch(self, *slices: Slice) -> None:
-        """Start loading slices that will be used next, in order, as far as there is room."""
+        """Start loading the slices used next, in order, as far as ``num_resident`` permits."""
         resident, slices = self._resident(), slices[: self.num_ahead]
         if not (resident and slices):
             return
@@ -134,7 +134,7 @@ class SliceCache:
                 resident.append(self._load(slice_))
 
     def end_prefetch(self) -> None:
-        """Discard prefetched slices: from now on the program may write on the host."""
+        """Discard prefetched slices: the program may write host parameters afterwards."""
         resident = self._resident()
         self._discard(resident, resident[1:])
 
@@ -143,7 +143,7 @@ class SliceCache:
         self._by_user.clear()
 
     def _current_backward(self) -> EndOfBackward:
-        """The backward that runs now; of a reentrant checkpoint's, the one around it."""
+        """Return the current backward; for a reentrant checkpoint, the one around it."""
         end = self._backward_end()
         if end is None:
             end = EndOfBackward(self)
@@ -164,29 +164,29 @@ class SliceCache:
 
 
 class CacheFigures:
-    """Figures of the parameters that wait on the host."""
+    """Figures of the parameters kept on the host."""
 
     _cache: SliceCache
 
     def statistics(self) -> OffloadStatistics:
-        """Bytes that were moved: parameters count as reloaded, gradients as offloaded.
+        """Return the bytes moved: parameters count as reloaded, gradients as offloaded.
 
-        What the checkpoints of an ``OffloadModel`` move is not included.
+        Checkpoints of an ``OffloadModel`` are not included.
         """
         return self._cache.copies.statistics()
 
     @property
     def parameter_bytes_on_device(self) -> int:
-        """Bytes of these parameters that the device has now."""
+        """Bytes of these parameters that are on the device now."""
         return self._cache.nbytes
 
     @property
     def peak_parameter_bytes_on_device(self) -> int:
-        """The most bytes of these parameters that the device had at a time."""
+        """Most bytes of these parameters that were on the device at a time."""
         return self._cache.peak_bytes
 
     def _figures(self, parameters: Iterable[Tensor]) -> str:
-        """Bytes of these parameters on the host, and the most that the device had at a time."""
+        """Describe these parameters' bytes on the host, and the peak of them on the device."""
         nbytes = sum({id(p): p.nbytes for p in parameters}.values())
         return (
             f"{size_said(nbytes)} of parameters on the host; at most "
@@ -195,7 +195,7 @@ class CacheFigures:
 
 
 class EndOfBackward:
-    """Empties a cache when a backward ends. Where one raises, autograd lets go of this uncalled."""
+    """Empties a cache when a backward ends. If one raises, autograd drops this uncalled."""
 
     def __init__(self, cache: SliceCache) -> None:
         self._cache = cache

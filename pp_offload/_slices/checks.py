@@ -1,4 +1,4 @@
-"""What parameters and modules must be like to wait on the host, in slices or in layers of a model.
+"""Checks of parameters and modules that wait on the host, in slices or in layers of a model.
 
     waiting = waiting_parameters(model, {"layers.0": layer}, frozen_only=True)
     check_waiting(model, {"layers.0": layer}, waiting)
@@ -30,7 +30,7 @@ FSDP_MARK = "_is_fsdp_managed_module"
 
 
 def check_device(name: str, given: object, backend: Backend | None = None) -> torch.device:
-    """The device that was given; a ValueError where it is not that of the backend."""
+    """Return the given device; raise a ValueError if the backend has another one."""
     if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
         raise TypeError(f"{name} is {said(given)}, expected a torch.device, or its name")
     try:
@@ -52,7 +52,7 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
 
 
 def sharded_problem(model: Module) -> str | None:
-    """Describe the parts of a model that FSDP owns, as a problem; None where it owns none."""
+    """Describe the parts of a model that FSDP owns, as a problem; None if it owns none."""
     names = [
         name or "the model" for name, part in model.named_modules() if hasattr(part, FSDP_MARK)
     ]
@@ -86,7 +86,7 @@ def check_waiting(
 
 
 def _problems(module: Module) -> Iterator[str]:
-    """Problems of a module. See NOTE [ Modules that are refused ]."""
+    """Yield problems of a module. See NOTE [ Modules that are refused ]."""
     if isinstance(module, ScriptModule):
         yield "is of TorchScript, expected a plain module; give the module that it was made of"
     if isinstance(module, RNNBase):
@@ -122,7 +122,7 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
     tied: list[tuple[str, str]] = []
     reach, furthest = -1, ""
     for begin, end, name in spans:
-        # A flat parameter may lie over several others: compare with the one that reaches furthest.
+        # A flat parameter may overlap several others: compare with the one that ends last.
         if begin < reach and (name in waiting or furthest in waiting):
             tied.append((furthest, name))
         if end > reach:
@@ -142,11 +142,11 @@ def _is_plain(parameter: Parameter) -> bool:
 def waiting_parameters(
     model: Module, layers: Mapping[str, Module], *, frozen_only: bool
 ) -> dict[str, Parameter]:
-    """Parameters of layers that wait on the host, by name; a ValueError if there are none.
+    """Return parameters of layers that wait on the host, by name; a ValueError if there are none.
 
-    One that something outside of the layers has as well, such as a tied embedding, stays on the
-    device: there it would be used without its layer. One that several layers have waits on the
-    host; each layer brings it for itself, and its gradients are summed on the host.
+    A parameter used outside of the layers too, such as a tied embedding, stays on the device:
+    there it would be used without its layer. A parameter of several layers waits on the host;
+    each layer loads it for itself, and its gradients are summed on the host.
     """
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     outside = {

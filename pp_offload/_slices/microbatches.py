@@ -1,4 +1,4 @@
-"""Inputs of a forward in parts along the batch, and outputs in one piece again.
+"""Splits inputs of a forward along the batch, and joins the outputs.
 
 Tensors are found wherever they stand in tuples, lists and dicts. The parts are those of
 ``torch.chunk``, so the last may be smaller, and there may be fewer.
@@ -18,10 +18,10 @@ from pp_offload._common.torch_private import tree_flatten, tree_unflatten
 
 
 def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...]]:
-    """The arguments of each microbatch; what is no tensor, or has no dimensions, goes to each.
+    """Return the arguments of each microbatch; a value without a batch dimension goes to each.
 
     Raises:
-        ValueError: Tensors differ in the batch, or there is none; or an input hides tensors.
+        ValueError: Batch sizes differ, or no tensor has one; or an input hides tensors.
     """
     if num_microbatches == 1:
         return [inputs]
@@ -40,14 +40,14 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
             "or a tensor without dimensions, or take num_microbatches=1"
         )
     size = max(1, -(-sizes[0] // num_microbatches))
-    num = max(1, -(-sizes[0] // size))  # a batch of none is one part, as it is
+    num = max(1, -(-sizes[0] // size))  # an empty batch is one part, unchanged
     parts = [leaf.split(size) if _has_batch(leaf) else [leaf] * num for leaf in leaves]
     cut = [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
     return [tuple(arguments) for arguments in cut]
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """The outputs of all microbatches as one, tensors put together along the first dimension.
+    """Join the outputs of all microbatches, tensors along the first dimension.
 
     Raises:
         ValueError: Structures or plain values differ, or a tensor has no batch dimension.

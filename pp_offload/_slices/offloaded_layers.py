@@ -1,26 +1,26 @@
 """Layers of any model that load their own parameters to the device: each layer is a slice.
 
-Each layer gets a ``forward`` of ours around its own, and the modules around the layers get hooks,
-which say when a forward begins and ends:
+Each layer gets a ``forward`` of ours around its own, and the modules around the layers get hooks
+that note when a forward begins and ends:
 
     model.forward             a forward begins
       layer 0                 load 0 to the device, prefetch 1
         tensors stand in the places of the parameters; its own forward computes
-      layer 1                 let 0 go; 1 is there; prefetch 2
+      layer 1                 free layer 0; layer 1 is loaded; prefetch 2
     end                       nothing is prefetched any more
 
 NOTE [ Interrupted forwards ]
-    A hook of an end is not called when an interrupt comes. So the module that began a forward may
-    begin another, and a layer that is interrupted ends the forward by itself. A forward inside of
-    another may in truth come after one that was interrupted outside of its layers, and weights may
-    have been written since. So it uses nothing that is on the device.
+    An interrupt skips the hook at the end of a forward. So the module that began a forward may
+    begin another, and an interrupted layer ends the forward by itself. A forward inside another
+    may follow an outer one that was interrupted outside of its layers, with weights written since.
+    So it reuses nothing that is on the device.
 
 NOTE [ Computed again ]
     A checkpoint around a layer calls our ``forward`` again in backward. A layer may also checkpoint
     its own forward, with a function that is its attribute :data:`CHECKPOINT`, as those of Hugging
     Face do. Backward then calls only the inside. So meanwhile the attribute is a function that
-    passes on a callable which loads the layer if it is not there. In that case the checkpoint saves
-    all tensors itself, in forward and again in backward, for it counts them.
+    passes on a callable which loads the layer if needed. In that case the checkpoint saves all
+    tensors itself, in forward and again in backward, because it counts them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OffloadedLayers(CacheFigures):
     Made by :func:`pp_offload.offload_layers`.
 
     Attributes:
-        names: Of the layers, in order.
+        names: Names of the layers, in order.
     """
 
     def __init__(self, names: Sequence[str], usual: Sequence[int], cache: SliceCache) -> None:
@@ -65,22 +65,22 @@ class OffloadedLayers(CacheFigures):
         self._hooks: list[RemovableHandle] = []
         self._run: SlicedRun | None = None
         self._opener: Module | None = None
-        self._is_reentrant = False  # a layer of the present forward is in a reentrant checkpoint
+        self._is_reentrant = False  # a layer of the current forward is in a reentrant checkpoint
 
     def __repr__(self) -> str:
         parameters = [p for layer in self._layers.values() for p in layer.places.parameters()]
         return f"<OffloadedLayers: {len(self._layers)} layers, {self._figures(parameters)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayers:
-        """The handle of a copy of the model; each layer of it joins when it runs."""
+        """Return the handle of a copy of the model; each layer of the copy joins when it runs."""
         memo[id(self)] = copied = OffloadedLayers(self.names, self._order.usual, self._cache)
         return copied
 
     def close(self) -> None:
-        """Give the layers their own forward back. Twice is fine.
+        """Give the layers their own forward back. May be called twice.
 
-        Parameters stay on the host: ``model.to(device)`` takes them to the device for good. Graphs
-        that are alive can still be gone back through.
+        Parameters stay on the host: ``model.to(device)`` moves them to the device for good. Live
+        graphs can still run backward.
         """
         while self._hooks:
             self._hooks.pop().remove()
@@ -119,7 +119,7 @@ class OffloadedLayers(CacheFigures):
             self._cache.end_prefetch()
 
     def _compute(self, layer: StreamedForward, number: int, compute: Callable[..., Any]) -> Any:
-        """Return the result of ``compute`` with a layer that is loaded to the device."""
+        """Return the result of ``compute`` with the layer's parameters on the device."""
         self._layers[number] = layer
         try:
             arrived = self._load(layer.places, number)
@@ -127,17 +127,17 @@ class OffloadedLayers(CacheFigures):
             arrived.check_not_written()
             return output
         except BaseException:
-            if not is_in_backward():  # there a checkpoint stops early by raising
+            if not is_in_backward():  # in backward, a checkpoint stops early by raising
                 self._opener = self._run = None
                 self._cache.clear()
             raise
 
     def _load(self, places: Places, number: int) -> OnDevice:
-        """A layer on the device. Those that are expected next are prefetched."""
+        """Return a layer on the device, and prefetch the layers expected next."""
         run, num = self._run, self._cache.num_ahead
         if is_in_backward():
             run, following = SlicedRun(self._cache), self._order.return_to(number, num)
-        elif run is None:  # the layer is called by itself
+        elif run is None:  # the layer is called alone
             self._cache.clear()
             run, following = SlicedRun(self._cache), []
         else:
@@ -148,7 +148,7 @@ class OffloadedLayers(CacheFigures):
 
 
 class StreamedForward:
-    """The forward of a layer; its own one alone when this is closed."""
+    """Forward of a layer around the layer's own, which alone runs after :meth:`close`."""
 
     def __init__(self, handle: OffloadedLayers, number: int, layer: Module, places: Places) -> None:
         self.places = places
@@ -157,12 +157,12 @@ class StreamedForward:
         self._layer = layer
         self._own: Callable[..., Any] | None = vars(layer).get("forward")
         self._is_closed = False
-        self._thread: threading.Thread | None = None  # it computes with the parameters
+        self._thread: threading.Thread | None = None  # the thread that computes with the layer
         self._arrived: OnDevice | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The layer's own forward; :func:`inspect.signature` asks for it."""
+        """Layer's own forward, for :func:`inspect.signature`."""
         return self._own or type(self._layer).forward.__get__(self._layer)
 
     @never_compiled
@@ -174,13 +174,13 @@ class StreamedForward:
     def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
         """Return the result of ``call``, with the layer's parameters on the device.
 
-        They are saved as references, unless not ``saves``: see NOTE [ Computed again ].
+        They are saved as references if ``saves``: see NOTE [ Computed again ].
         """
         if self._is_closed or not self.places.parameters():
             return call()
         if self._arrived is not None and self._thread is threading.current_thread():
-            # A checkpoint around the layer finds tensors by position, so where a backward inside of
-            # the forward runs it again, what was taken from it before is taken again.
+            # A checkpoint around the layer matches saved tensors by position, so if a backward inside of
+            # the forward runs the layer again, references are saved again.
             return self._arrived.compute(call, saves=saves and is_recomputing())
 
         def compute(arrived: OnDevice) -> Any:
@@ -246,9 +246,9 @@ def install(
     around: Iterable[Module],
     cache: SliceCache,
 ) -> OffloadedLayers:
-    """Move what waits to the host and all else to the device; give each layer its forward.
+    """Move waiting parameters to the host and all else to the device; give each layer its forward.
 
-    The layers run in the forwards of the modules around them; ``waits`` is asked for parameters.
+    Layers run in the forwards of the modules ``around``; parameters wait if ``waits`` says so.
     """
     device = cache.copies.backend.device
     places = [Places(name, layer, waits) for name, layer in layers.items()]
@@ -269,9 +269,9 @@ def install(
 
 
 def _keep_with_graph(output: object, run: SlicedRun | None) -> None:
-    """Keep a run as long as the graph of ``output``, so that its last layer is there in backward.
+    """Keep a run as long as the graph of ``output``, so that its last layer is loaded in backward.
 
-    Saved parameters do so elsewhere; in the forward of a reentrant checkpoint nothing is saved.
+    Saved parameters do so elsewhere; the forward of a reentrant checkpoint saves nothing.
     """
     nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
     if nodes:
@@ -284,6 +284,6 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def is_offloaded(layer: Module) -> bool:
-    """Whether something in a layer waits on the host."""
+    """Whether a parameter of a layer waits on the host."""
     applies = [vars(module).get("_apply") for module in layer.modules()]
     return any(isinstance(getattr(method, "__self__", None), StreamedForward) for method in applies)

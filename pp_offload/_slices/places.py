@@ -1,18 +1,18 @@
-"""Where in some layers the parameters are that wait on the host, and what stands there meanwhile.
+"""Places of waiting parameters in layers, and the device tensors that stand there meanwhile.
 
-A place is a module and a name in it, not a parameter: what stands there may be exchanged between
-steps, as ``load_state_dict(assign=True)`` does, and the module may get another parent, as adapters
-do it. While the layers compute, tensors on the device stand in the places. They are no parameters,
-so the parameter's own data, device and version are never touched.
+A place is a module and a name in it, not a parameter: the object there may be exchanged between
+steps, as by ``load_state_dict(assign=True)``, and adapters give the module another parent.
+While the layers compute, tensors on the device stand in the places. They are no parameters, so
+the parameter's own data, device and version are never touched.
 
     places = Places("layers.0", layer, lambda parameter: not parameter.requires_grad)
     slice_ = places.slice()
-    y = slice_.compute(tensors, call)  # one for each of slice_.parameters
+    y = slice_.compute(tensors, call)  # a tensor for each of slice_.parameters
 
 NOTE [ Interrupts ]
-    A signal handler may raise where Python calls or loops, and never inside of a call in C. So all
-    that stood in the places is put back by a single such call: an interrupt leaves no tensor where
-    a parameter was.
+    A signal handler may raise where Python calls or loops, but never inside a call in C. So a
+    single such call restores all places: an interrupt leaves no tensor where a parameter
+    was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pp_offload.errors import OffloadError
 HOST = torch.device("cpu")
 
 Exchange = tuple[dict[str, Any], dict[str, Any]]
-"""A dict of attributes or parameters, and what is to stand in it while layers compute."""
+"""A dict of attributes or parameters, and the values to hold in it while layers compute."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +43,7 @@ class Slice:
     Attributes:
         label: For messages.
         parameters: On the host, each once.
-        places: A module's parameters, a name in them, and the index of what stands there.
+        places: For each place, a module's parameters, a name in them, and an index of a tensor.
     """
 
     label: str
@@ -66,7 +66,7 @@ class Slice:
         more: Sequence[Exchange] = (),
         pack: Callable[[Tensor], Any] | None = None,
     ) -> Any:
-        """What ``call`` returns while ``tensors[i]`` stands wherever parameter ``i`` does.
+        """Return the result of ``call`` while ``tensors[i]`` replaces parameter ``i`` everywhere.
 
         The values of ``more`` are exchanged as well, and ``pack``, if given, saves tensors.
         """
@@ -82,12 +82,12 @@ class Slice:
 
 
 def stamp(parameter: Parameter) -> tuple[int, int]:
-    """What changes when a parameter is written, but for writes through ``.data``."""
+    """Return a value that changes when a parameter is written, except through ``.data``."""
     return parameter._version, parameter.data_ptr()
 
 
 class Places:
-    """The places in a layer of the parameters for which ``waits``, as they are now."""
+    """Places in a layer of the parameters that satisfy ``waits``, read anew at each call."""
 
     def __init__(self, label: str, layer: Module, waits: Callable[[Parameter], bool]) -> None:
         self.label = label
@@ -99,12 +99,12 @@ class Places:
         ]
 
     def parameters(self) -> list[Parameter]:
-        """The parameters that stand there now, each once."""
+        """Return the parameters that stand there now, without duplicates."""
         standing = [module._parameters.get(name) for module, name in self._places]
         return list({id(p): p for p in standing if p is not None}.values())
 
     def slice(self) -> Slice:
-        """The parameters with which the layer computes now.
+        """Return a slice of the parameters with which the layer computes now.
 
         Raises:
             OffloadError: A parameter has another name now, or is not on the host.

@@ -1,4 +1,4 @@
-"""Copies of parameters to the device and of gradients to the host, which no group has.
+"""Copies of parameters to the device and of gradients to the host, outside of any group.
 
 The host waits for these copies, and no stream: the program, which knows of no event, writes the
 host tensors afterwards.
@@ -8,9 +8,9 @@ host tensors afterwards.
     tensors = copies.synchronize(coming)  # the host waits; the tensors hold their data
 
 NOTE [ Both ends ]
-    Both ends of a copy stay referenced until it has run. Sources on the device are let go earlier,
-    after a wait of compute, when more bytes are in flight than may be. Host memory is not: the host
-    may give it to another, who knows of no stream.
+    Both ends of a copy stay referenced until it has run. Device sources are dropped earlier, after
+    a wait of compute, when too many bytes are in flight. Host memory is not: its next owner may be
+    the host, which waits for no stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False, slots=True)
 class PendingCopy:
-    """Copies under way that were queued together; see NOTE [ Both ends ]."""
+    """Copies in flight that were queued together; see NOTE [ Both ends ]."""
 
     tensors: list[Tensor]
     """They hold no data until :meth:`PlainCopies.synchronize` has returned."""
@@ -51,9 +51,9 @@ class PendingCopy:
     label: str
     checksums: tuple[int, ...]
     in_flight_bytes: int = 0
-    """Bytes of sources on the device."""
+    """Bytes of sources on the device that the copies still need."""
     event: Event | None = None
-    """Behind the copies; None while they are queued, or if an interrupt came then."""
+    """Event after the copies; None while they are queued, or if an interrupt came then."""
 
     def end(self) -> Event:
         if self.event is None:
@@ -77,23 +77,23 @@ class PlainCopies:
         self._bytes_offloaded = self._bytes_reloaded = 0
 
     def copy_to_device(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying dense host tensors to the device; nobody writes them until that is over."""
+        """Start copying dense host tensors to the device. Do not write them before the copies end."""
         backend, stream = self.backend, self.backend.current_stream()
         checksums = self._checksums(sources)
         with self._lock:
             self.poll()
-            with torch.inference_mode(False):  # other threads are not in it, and may write them
+            with torch.inference_mode(False):  # other threads, in no such mode, may write these
                 targets = [torch.empty_like(source, device=backend.device) for source in sources]
-            backend.h2d.wait_event(stream.record_event())  # former users of the memory are done
+            backend.h2d.wait_event(stream.record_event())  # earlier users of the memory have ended
             self._bytes_reloaded += sum([source.nbytes for source in sources])
             copy = PendingCopy(targets, sources, backend.h2d, stream, label, checksums)
             return self._queue(copy)
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying strided device tensors to host memory, free when all results are gone.
+        """Start copying strided device tensors to host memory, freed with the last result.
 
-        Where the host budget has no room they go to ordinary memory, with one warning: gradients
-        have to go somewhere. Each result is a storage of its own.
+        Where the host budget has no room, the copies use ordinary memory, with one warning:
+        gradients must go somewhere. Each result is a storage of its own.
         """
         backend, stream = self.backend, self.backend.current_stream()
         dense = [as_dense(source.detach()) for source in sources]
@@ -112,16 +112,16 @@ class PlainCopies:
         return copy
 
     def _queue(self, copy: PendingCopy) -> PendingCopy:
-        """Queue copies, and keep both ends from before: an interrupt may come behind them."""
+        """Queue copies, and keep both ends first: an interrupt may come behind the copies."""
         self._under_way.append(copy)
         self.backend.copy(copy.copy_stream, copy.tensors, list(copy.sources), copy.label)
         copy.end()
         return copy
 
     def _keep_bounded(self, last_bytes: int) -> None:
-        """Have compute wait for copies to the host until no more is in flight than may be.
+        """Have compute wait for copies to the host until few enough bytes are in flight.
 
-        The sources of the last copy had to be there until now: a wait for it lowers no peak.
+        Sources of the last copy were needed until now: waiting for it lowers no peak.
         """
         most = max(self._bound_bytes, last_bytes) if self._bound_bytes else 0
         while True:
@@ -134,13 +134,13 @@ class PlainCopies:
             going[0].sources, going[0].in_flight_bytes = (), 0
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory for parameters, each a storage of its own, also above the budget."""
+        """Allocate host memory for parameters, each a storage of its own, also above the budget."""
         with self._lock:
             self.poll()
             return host_tensors(likes, self._pool, force=True)
 
     def _gradient_memory(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory; copies that use it keep it, too."""
+        """Allocate host memory for gradients; copies that use it keep it, too."""
         try:
             return host_tensors(likes, self._pool)
         except MemoryError as refused:
@@ -154,9 +154,9 @@ class PlainCopies:
             return [torch.empty_like(like, device="cpu") for like in likes]
 
     def synchronize(self, pending: PendingCopy) -> list[Tensor]:
-        """Block the host until the copies have run; the tensors, which hold their data now.
+        """Block the host until the copies have run, and return the tensors, which hold their data.
 
-        With ``verify``, a VerifyError where they are not what was copied.
+        With ``verify``, raise a VerifyError if a target differs from its source.
         """
         pending.end().synchronize()
         self.poll()
@@ -169,7 +169,7 @@ class PlainCopies:
         return tuple(checksum_of(as_dense(tensor)) for tensor in tensors) if self._verify else ()
 
     def poll(self) -> None:
-        """Let go of what finished copies kept alive. Never blocks."""
+        """Drop what finished copies kept alive. Never blocks."""
         with self._lock:
             for copy in self._under_way[:]:
                 if copy.end().query():
@@ -177,7 +177,7 @@ class PlainCopies:
                     copy.sources, copy.in_flight_bytes = (), 0
 
     def statistics(self) -> OffloadStatistics:
-        """Copies to the device count as reloaded, those to the host as offloaded."""
+        """Return statistics; copies to the device count as reloaded, others as offloaded."""
         with self._lock:
             self.poll()
             numbers = dict.fromkeys(OffloadStatistics.__dataclass_fields__, 0)
@@ -194,7 +194,7 @@ class PlainCopies:
             return OffloadStatistics(**numbers | {"stalled_ms": None})  # type: ignore[arg-type]
 
     def __del__(self) -> None:
-        """Wait for copies that may still write memory which goes with this: no stream does."""
+        """Wait for copies that may still write memory freed with this: no stream does."""
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
                 for copy in self._under_way:

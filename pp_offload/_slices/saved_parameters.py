@@ -33,16 +33,16 @@ from pp_offload.errors import OffloadError
 
 
 class SlicedRun:
-    """One forward through slices, and its backwards."""
+    """A forward through slices, and its backwards."""
 
     def __init__(self, cache: SliceCache) -> None:
         self.cache = cache
         self.slices: list[Slice] = []
         self.needed: set[int] = set()
-        """Slices for which a backward will ask, by index."""
+        """Indices of slices that a backward will ask for."""
 
     def load(self, places: Places, following: Sequence[Slice]) -> OnDevice:
-        """The slice that the forward has come to, on the device; others are prefetched."""
+        """Return the slice that the forward reached, on the device, and prefetch others."""
         slice_ = places.slice()
         self.slices.append(slice_)
         loaded = self.cache.use(slice_, self)
@@ -50,7 +50,7 @@ class SlicedRun:
         return OnDevice(self, len(self.slices) - 1, loaded)
 
     def reload(self, index: int, parameter: int | None = None) -> list[Tensor]:
-        """The parameters of a slice in backward; those of slices before are prefetched."""
+        """Return the parameters of a slice in backward, and prefetch the slices before it."""
         tensors = self.cache.use(self.slices[index], self, parameter)
         if is_in_backward():
             before = (self.slices[i] for i in reversed(range(index)) if i in self.needed)
@@ -79,7 +79,7 @@ class OnDevice:
     ) -> Any:
         """Return the output of ``call``, which computes with the slice and with ``more`` exchanges.
 
-        Parameters are saved as references if it ``saves``; else the hooks stay as they are. A
+        Parameters are saved as references if ``saves``; otherwise the hooks stay unchanged. A
         checkpoint may call this again in backward, when the slice is loaded again.
         """
         if self._tensors is None:
@@ -94,7 +94,7 @@ class OnDevice:
         return self._slice.compute(tensors, call)
 
     def release(self, *, is_needed: bool) -> None:
-        """Let go of the device tensors; backward computes the slice again if it is needed."""
+        """Drop the device tensors. With ``is_needed``, note that backward will load the slice again."""
         self._loaded, self._tensors = (), None
         if is_needed and self._slice.parameters:
             self._run.needed.add(self._index)
@@ -130,7 +130,7 @@ class OnDevice:
 
 
 class ParameterReference:
-    """A saved tensor that is a parameter of a slice, or a view of one."""
+    """Reference to a saved tensor that is a parameter of a slice, or a view of one."""
 
     __slots__ = ("_geometry", "_index", "_is_conj", "_is_neg", "_parameter", "_run", "_stamp")
 
@@ -155,7 +155,7 @@ class ParameterReference:
 
 
 def check_unchanged(parameter: Parameter, then: tuple[int, int], label: str) -> None:
-    """Raise if a parameter is not what it was at a forward: changed in place, or exchanged."""
+    """Raise if a parameter was changed in place or exchanged since a forward."""
     if parameter._version != then[0]:
         raise modified(parameter, then[0], label)
     if stamp(parameter) != then:

@@ -1,6 +1,6 @@
-"""Slices of a stack of layers, cut so that the largest is as small as can be.
+"""Slices of a stack of layers, cut so that the largest is as small as possible.
 
-One more layer costs a slice the bytes of those parameters that it does not have yet, so a shared
+Another layer adds to a slice only the bytes of parameters that the slice lacks, so a shared
 parameter counts once. A slice never has fewer bytes than a part of it; so, for a given limit,
 filling each slice up takes the fewest slices, and bisection finds the smallest limit.
 
@@ -19,11 +19,11 @@ from torch.nn import Module, ModuleList
 from pp_offload._slices.places import Places
 
 Bytes = Mapping[int, int]
-"""Of one layer, the bytes of each parameter by identity."""
+"""Bytes of each parameter of a layer, by the parameter's identity."""
 
 
 class SliceLayers(Module):
-    """The layers of one slice, as they are now, and the places of all their parameters."""
+    """Current layers of a slice, and the places of all their parameters."""
 
     def __init__(self, label: str, layers: Iterable[Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class SliceLayers(Module):
         self.places = Places(label, self._layers, lambda parameter: True)
 
     def forward(self, *inputs: Any) -> Any:
-        """As a Sequential does it."""
+        """Call the layers in order, as a Sequential does."""
         first, *later_layers = self._layers
         value = first(*inputs)
         del inputs
@@ -41,19 +41,19 @@ class SliceLayers(Module):
 
 
 def partition(layers: Sequence[Bytes], num_slices: int) -> list[range]:
-    """Cut layers into consecutive slices of at least one each: the indices of each slice's."""
+    """Cut layers into consecutive slices of at least one layer, and return their indices."""
     limits = range(slice_bytes(layers) + 1)
     enough = bisect_left(limits, True, key=lambda n: len(_cut(layers, num_slices, n)) <= num_slices)
     return _cut(layers, num_slices, limits[enough])
 
 
 def slice_bytes(layers: Sequence[Bytes]) -> int:
-    """Bytes that these layers take together; a shared parameter counts once."""
+    """Return the bytes of these layers together; a shared parameter counts once."""
     return sum({key: nbytes for layer in layers for key, nbytes in layer.items()}.values())
 
 
 def _cut(layers: Sequence[Bytes], num_slices: int, limit_bytes: int) -> list[range]:
-    """Slices within a limit, or of one layer; at least ``num_slices`` of them."""
+    """Cut slices within a limit, or of one layer; at least ``num_slices`` slices."""
     slices: list[range] = []
     begin, held, nbytes = 0, dict[int, int](), 0
     for index, layer in enumerate(layers):

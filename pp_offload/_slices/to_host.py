@@ -1,4 +1,4 @@
-"""Moves parameters to the host for good; they stay the same objects, with hooks and attributes.
+"""Moves parameters to the host for good; they remain the same objects, with hooks and attributes.
 
 moved = move_to_host([model.layers[0].parameters(), ...], copies)
 move_buffers(model, device)
@@ -20,7 +20,7 @@ from pp_offload._slices.plain_copies import PlainCopies
 def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> set[int]:
     """Move parameters to host memory from which the device can copy beside compute.
 
-    Those of a slice get one allocation. Returns the identities of all.
+    The parameters of a slice share an allocation. Returns the identities of all.
     """
     placed: set[int] = set()
     for parameters in slices:
@@ -41,7 +41,7 @@ def _on_host(parameters: Sequence[Parameter], copies: PlainCopies) -> Sequence[T
 
 
 def move_buffers(model: Module, device: torch.device) -> None:
-    """Move all buffers; those that are one object stay one."""
+    """Move all buffers; a buffer registered twice remains one object."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -50,14 +50,14 @@ def move_buffers(model: Module, device: torch.device) -> None:
 
 
 def move(parameter: Parameter, target: Tensor) -> None:
-    """Give a parameter the memory of ``target``, on any device; its gradient goes along.
+    """Move a parameter, and its gradient, to the memory of ``target``, on any device.
 
     Raises:
-        ValueError: PyTorch cannot do it, for something else refers to the parameter.
+        ValueError: PyTorch refuses, because something else refers to the parameter.
     """
     gradient, parameter.grad = parameter.grad, None
     try:
-        # PyTorch's own devices can be exchanged by .data; a device of a plug-in cannot.
+        # .data exchanges memory between PyTorch's own devices, but not with a plug-in's device.
         if has_compatible_shallow_copy_type(parameter, target):
             parameter.data = target
         else:
@@ -68,7 +68,7 @@ def move(parameter: Parameter, target: Tensor) -> None:
 
 
 def _exchange(parameter: Parameter, target: Tensor) -> None:
-    """As ``Module.to`` does it, but keeps what the program has attached to the parameter."""
+    """Exchange as ``Module.to`` does, but keep attributes that the program set on a parameter."""
     fresh = Parameter(target, requires_grad=parameter.requires_grad)
     vars(fresh).update(vars(parameter))
     fresh._backward_hooks = parameter._backward_hooks
