@@ -179,7 +179,7 @@ class StreamedForward:
         if self._is_closed or not self.places.parameters():
             return call()
         if self._arrived is not None and self._thread is threading.current_thread():
-            # A checkpoint around the layer matches saved tensors by position, so if a backward inside of
+            # A checkpoint around the layer matches saved tensors by position, so if a backward in
             # the forward runs the layer again, references are saved again.
             return self._arrived.compute(call, saves=saves and is_recomputing())
 

@@ -77,7 +77,7 @@ class PlainCopies:
         self._bytes_offloaded = self._bytes_reloaded = 0
 
     def copy_to_device(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying dense host tensors to the device. Do not write them before the copies end."""
+        """Start copying dense host tensors to the device. Do not write them before that ends."""
         backend, stream = self.backend, self.backend.current_stream()
         checksums = self._checksums(sources)
         with self._lock:

@@ -94,7 +94,7 @@ class OnDevice:
         return self._slice.compute(tensors, call)
 
     def release(self, *, is_needed: bool) -> None:
-        """Drop the device tensors. With ``is_needed``, note that backward will load the slice again."""
+        """Drop the device tensors. With ``is_needed``, note that backward will need the slice."""
         self._loaded, self._tensors = (), None
         if is_needed and self._slice.parameters:
             self._run.needed.add(self._index)
