@@ -1,4 +1,4 @@
-"""Offload of the hidden states that checkpointed layers are given, whoever checkpoints them.
+"""Offloads the hidden states given to checkpointed layers, whichever library checkpoints them.
 
     model.activation_checkpointing_enable()  # transformers; gradient_checkpointing before 5.23
     with OffloadHiddenStates(model):
@@ -8,9 +8,9 @@
 A checkpoint keeps its layer's inputs and computes the rest again, so for long sequences hidden
 states are most of what a device holds. Masks and positions, which layers share, stay.
 
-The checkpoint function of a layer is put behind one that notes the first tensor it is given. The
-checkpoint saves that very tensor, and the pack hook knows it. Functions stay in place: without a
-context they only note.
+The checkpoint function of a layer is wrapped by one that notes the first tensor it receives. The
+checkpoint saves that very tensor, and the pack hook recognizes it. Wrappers stay in place: without
+a context they only note the tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logger_of(__name__)
 
 
 class OffloadHiddenStates(OffloadActivations):
-    """Offload the hidden states that checkpointed layers are given, and nothing else.
+    """Offload the hidden states given to checkpointed layers, and nothing else.
 
     Layers are those of Hugging Face with gradient checkpointing, reentrant or not, and those in
     PyTorch's ``CheckpointWrapper``. Checkpoints of this package have ``offload_inputs`` instead.
@@ -48,8 +48,8 @@ class OffloadHiddenStates(OffloadActivations):
 
     Args:
         model: Its checkpoints may be enabled later. Its parameters and buffers stay on the device.
-        max_fwd_stash_size: How many may be on the device before they leave together. Each leaves
-            when its layer begins, if 1; those of an unfinished stash stay.
+        max_fwd_stash_size: Number of them on the device at which they are offloaded together. If 1,
+            each is offloaded when its layer begins; those of an unfinished stash stay.
         use_pin_memory, use_streams, min_offload_size, config, backend: See
             :class:`pp_offload._activations.context.OffloadActivations`.
 
@@ -83,7 +83,7 @@ class OffloadHiddenStates(OffloadActivations):
 
     def _enter(self, entered: Entered) -> None:
         model = self._model()
-        if model is not None:  # each time, for a trainer enables checkpoints when it begins
+        if model is not None:  # each time: a trainer enables checkpoints when it begins
             layers = list(_checkpointed(model))
             for layer, name in layers:
                 function = getattr(layer, name)
@@ -102,7 +102,7 @@ class OffloadHiddenStates(OffloadActivations):
 
 
 class _Noting(partial):  # type: ignore[type-arg]
-    """A checkpoint function that notes which tensor it is about to keep."""
+    """A checkpoint function that notes the tensor it is about to keep."""
 
     def __call__(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -116,7 +116,7 @@ class _Noting(partial):  # type: ignore[type-arg]
 
 
 class _OfThread(threading.local):
-    """The tensor that the checkpoint on a thread was given, until that is saved."""
+    """Tensor given to the checkpoint on a thread, until the checkpoint saves it."""
 
     noted: Tensor | None = None
 
@@ -129,12 +129,12 @@ def _pack_noted(stash: ActivationStash, tensor: Tensor) -> Packed:
         return Resident(tensor)
     _here.noted = None
     packed = stash.pack(tensor)
-    stash.send_if_full()  # a checkpoint saves it, and writes nothing, as an operator may
+    stash.send_if_full()  # a checkpoint saves and writes nothing, unlike an operator
     return packed
 
 
 def _checkpointed(model: Module) -> Iterator[tuple[Module, str]]:
-    """Modules that call a checkpoint function, and the attribute that has it."""
+    """Yield modules that call a checkpoint function, with the attribute that holds it."""
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
             name = "checkpoint_fn"

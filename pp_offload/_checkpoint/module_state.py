@@ -1,4 +1,4 @@
-"""Buffers, modes and parameters of modules, for a forward that runs again and must change nothing.
+"""Buffers, modes and parameters of modules, restored for a forward that runs a second time.
 
 Batch norm counts, spectral norm iterates, a router moves its bias: a second run of such a forward
 would start from the buffers that the first run left, and change them again.
@@ -8,16 +8,16 @@ would start from the buffers that the first run left, and change them again.
         module(x)
 
 NOTE [ Changed without a trace ]
-    Batch norm changes its statistics without their version counters telling, and a codebook may be
-    changed through ``.data``. So buffers that are small, of one dimension, or floating-point and
-    part of the state dict are copied. Any other buffer, such as a large mask, is not: if its
-    version shows in the second run that it was changed, that is an error.
+    Batch norm changes its statistics without counting versions, and a codebook may be changed
+    through ``.data``. So buffers that are small, of one dimension, or floating-point and part of
+    the state dict are copied. Other buffers, such as a large mask, are not: if the second run finds
+    a changed version, that is an error.
 
 NOTE [ Other attributes ]
     Plain attributes are not restored, as under PyTorch's checkpoints. They may describe a buffer,
-    such as the length of a table that grows. So a module with other plain attributes, parameters or
-    parts than before the first run keeps its present buffers in the second run, as copies, so that
-    they change once. A lazy module that the first run initializes is such a module.
+    such as the length of a table that grows. So if a module's other plain attributes, parameters
+    or parts differ from before the first run, it keeps its current buffers in the second run, as
+    copies, so that they change once. A lazy module initialized by the first run is such a module.
 
 NOTE [ Exchanged parameters ]
     ``torch.func.functional_call`` puts other tensors in the places of parameters for a forward, and
@@ -45,20 +45,20 @@ from pp_offload._memory.storages import has_storage
 from pp_offload.errors import OffloadError
 
 SMALL_BYTES = 2**16
-"""Up to here any buffer is copied. See NOTE [ Changed without a trace ]."""
+"""Largest buffer that is always copied. See NOTE [ Changed without a trace ]."""
 
 PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.Size}
-"""Kinds of attributes that are compared. See NOTE [ Other attributes ]."""
+"""Kinds of attributes to compare. See NOTE [ Other attributes ]."""
 
 Buffers = dict[str, Tensor | None]
-"""Of one module, by name."""
+"""Buffers of a module, by name."""
 
 
 class ModuleState:
-    """The state of modules and all their parts when this is made.
+    """State of modules and all their parts at construction.
 
     Args:
-        modules: May share parts.
+        modules: Modules, which may share parts.
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
@@ -68,14 +68,14 @@ class ModuleState:
 
     @property
     def draws_after_saving(self) -> bool:
-        """Whether an operator inside draws its noise when it has saved the memory for it. A second
-        run that stops when all is saved would stop before (pytorch/pytorch#193671).
+        """Whether an operator inside draws noise after it has saved the noise's memory. A second
+        run that stops once all is saved would stop too early (pytorch/pytorch#193671).
         """
         return any(isinstance(part.module, RReLU) for part in self._parts)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the modules have the state of the first run; afterwards, the present one.
+        """Restore the modules' state of the first run inside, and the current state afterwards.
 
         Raises:
             OffloadError: A large buffer was changed in place, or an exchanged parameter is gone.
@@ -96,7 +96,7 @@ class ModuleState:
 
 
 class _PartState:
-    """One module without its parts, at the first run."""
+    """State of a module, without its parts, at the first run."""
 
     def __init__(self, module: Module, memo: dict[int, Any]) -> None:
         self.module = module
@@ -117,7 +117,7 @@ class _PartState:
         }
 
     def buffers_again(self, memo: dict[int, Any]) -> Buffers:
-        """Buffers for a second run, which may change them."""
+        """Return buffers for a second run, which may change them."""
         if _attributes(self.module) != self._attributes:
             return {name: _copy(buffer, memo) for name, buffer in self.module._buffers.items()}
         for name, version in self._versions.items():
@@ -133,7 +133,7 @@ class _PartState:
         }
 
     def parameters_again(self) -> dict[str, Parameter]:
-        """Tensors of the first run that no longer stand in the places of parameters."""
+        """Return tensors of the first run that no longer stand in the places of parameters."""
         exchanged = {}
         for name, (reference, attributes) in self._parameters.items():
             now, then = self.module._parameters.get(name), reference()
@@ -177,12 +177,12 @@ def _attributes(module: Module) -> Any:
 
 
 def _version(tensor: Tensor | None) -> int:
-    """Number of changes in place; 0 for a tensor of inference, which counts none."""
+    """Return the number of changes in place; 0 for an inference tensor, which counts none."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _is_traced(module: Module, name: str, buffer: Tensor) -> bool:
-    """Whether its version shows changes. See NOTE [ Changed without a trace ]."""
+    """Whether the buffer's version shows changes. See NOTE [ Changed without a trace ]."""
     if not has_storage(buffer) or buffer.nbytes <= SMALL_BYTES or buffer.dim() <= 1:
         return False
     is_state = name not in module._non_persistent_buffers_set

@@ -1,7 +1,7 @@
-"""Modules that a function computes with, as far as one can see before it runs.
+"""Finds the modules that a function computes with, as far as visible before it runs.
 
 modules_of(partial(layer.forward, mask=mask))   # [layer]
-modules_of(lambda x: layer(x), *args)           # and modules among its arguments
+modules_of(lambda x: layer(x), *args)           # [layer], and modules among its arguments
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import Module
 
 
 def modules_of(*values: object) -> list[Module]:
-    """Modules that these functions and arguments are or hold."""
+    """Return modules that these functions and arguments are or hold."""
     modules: list[Module] = []
     visited: dict[int, object] = {}
     to_visit = list(values)

@@ -1,4 +1,4 @@
-"""The options that say how layers are checkpointed, and their checks.
+"""Options of layers' checkpoints, and their checks.
 
 params = params_for(variant, SelectiveOpACParams(save_ops_keys=["ops.aten.mm.default"]))
 policy = params.policy()
@@ -42,23 +42,23 @@ SAVE_DICT: dict[str, OpOverload] = {
     ),
     "ops.aten.max.default": torch.ops.aten.max.default,
 }
-"""Operators that are expensive to compute, or whose result must not change, by name."""
+"""Operators, by name, that are expensive to compute, or whose result must not change."""
 
 
 class ActivationCheckpointingVariants(enum.Enum):
-    """How much is checkpointed.
+    """Which layers and operators are checkpointed.
 
     Source: Modalities ``ActivationCheckpointingVariants``.
     """
 
     FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
-    """Every layer: its inputs are kept, all else is recomputed."""
+    """Every layer: its inputs are kept, everything else is recomputed."""
 
     SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
     """Every ``ac_freq``-th layer."""
 
     SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
-    """Every layer, but outputs of chosen operators are kept as well."""
+    """Every layer, but outputs of chosen operators are kept, too."""
 
 
 @takes_options_by_name
@@ -71,25 +71,25 @@ class FullACParams:
     """
 
     offload_inputs: bool = False
-    """The tensors that a checkpoint keeps of a layer's arguments go to the tiers."""
+    """Offload the tensors that a checkpoint keeps of a layer's arguments to the tiers."""
 
     min_offload_size: int = 1024
-    """Smaller tensors stay on the device. In bytes."""
+    """In bytes. Smaller tensors stay on the device."""
 
     config: OffloadConfig = field(default_factory=OffloadConfig)
-    """Which tiers, and how much of them. Options about groups have no effect."""
+    """Tiers, and limits on them. Options about groups have no effect."""
 
     use_reentrant: bool = False
-    """PyTorch's older way, which runs backward inside backward."""
+    """Use PyTorch's older checkpoints, which run backward inside backward."""
 
     preserve_rng_state: bool = True
-    """Draw the same random numbers again, for dropout. The reference does not."""
+    """Draw the same random numbers again, for dropout. Modalities does not."""
 
     determinism_check: str = "default"
-    """Compare shapes, dtypes and devices of what was recomputed; ``"none"`` for nothing."""
+    """Compare shapes, dtypes and devices of recomputed tensors; ``"none"`` compares nothing."""
 
     early_stop: bool = True
-    """Compute again only as far as backward needs."""
+    """Stop recomputing when backward has all it needs."""
 
     def __post_init__(self) -> None:
         flags = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
@@ -118,7 +118,7 @@ class SelectiveLayerACParams(FullACParams):
     """Which layers are checkpointed, and how."""
 
     ac_freq: int
-    """Of each so many layers in order, the last is checkpointed."""
+    """Checkpoint every ``ac_freq``-th layer: the last of each ``ac_freq`` layers in order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,14 +135,14 @@ class SelectiveOpACParams(FullACParams):
     """
 
     save_ops_keys: Sequence[str] = ()
-    """Outputs of these stay on the device."""
+    """Operators whose outputs stay on the device."""
 
     offload_ops_keys: Sequence[str] = ()
-    """Outputs of these go to the tiers."""
+    """Operators whose outputs go to the tiers."""
 
     recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
-    """For some of the operators above, n: every n-th call in a layer is recomputed all the same.
-    The reference does so with every second matrix product, that is ``aten.mm``: a linear layer
+    """For some of the operators above, n: every n-th call in a layer is recomputed nevertheless.
+    Modalities recomputes every second matrix product, that is ``aten.mm``: a linear layer
     without a bias.
     """
 
@@ -185,7 +185,7 @@ class SelectiveOpACParams(FullACParams):
 
 
 class ActivationCheckpointedModelConfig:
-    """The parameters under the names they have in Modalities."""
+    """Parameters under the names they have in Modalities."""
 
     FullACParams = FullACParams
     SelectiveLayerACParams = SelectiveLayerACParams
@@ -202,15 +202,15 @@ PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
-    """The parameters of a variant.
+    """Return the parameters of a variant.
 
     Args:
-        variant: One of :class:`ActivationCheckpointingVariants`, or its value, or a member of
-            another library's enum that has the value or the name of one.
-        given: Parameters of ours for it, a mapping of them, or an object with such attributes.
+        variant: An :class:`ActivationCheckpointingVariants`, or its value, or a member of another
+            library's enum with the value or name of one.
+        given: Our parameters for it, a mapping of them, or an object with such attributes.
 
     Raises:
-        ValueError: There is no such variant, or the parameters are not for it.
+        ValueError: No such variant exists, or the parameters are not for it.
     """
     kind = _params_type(variant)
     if type(given) is kind:
@@ -245,10 +245,10 @@ def _params_type(variant: object) -> type[FullACParams]:
 
 
 def operator(key: str) -> OpOverload:
-    """The operator of this name.
+    """Return the operator of this name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No such operator exists.
     """
     value: Any = torch
     check_kind("the name of an operator", key, str, f"a str, such as {MATMUL!r}")

@@ -1,4 +1,4 @@
-"""Activation checkpoints: PyTorch's, with inputs that may go to the tiers.
+"""Activation checkpoints: PyTorch's, with inputs that may be offloaded.
 
 A tensor anywhere in the arguments is handed to :func:`torch.utils.checkpoint.checkpoint` as one
 that it saves, so it passes the hooks of autograd, and with a stash it leaves the device. A function
@@ -7,9 +7,9 @@ that runs again sees its modules' buffers as they were, and changes none.
     recompute = Recompute(ActivationStash("inputs"))
     y = recompute(layer, x, mask=mask)
 
-A function that is called per layer has nowhere to keep streams and host memory, and inputs of
-layers that are wrapped separately should come back ahead of each other's backward. So the engine
-for some options stays for the process, and :func:`shared_for` finds it by these options.
+A function that is called per layer has no place to keep streams and host memory, and inputs of
+separately wrapped layers should be reloaded ahead of each other's backward. So the engine
+for a set of options stays for the process, and :func:`shared_for` finds it by these options.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from pp_offload._hooks.regions import PackHook, expected, is_left_to_checkpoint,
 from pp_offload.backends import Backend, check_backend
 
 ATTRIBUTE = "_pp_offload_checkpoints"
-"""Attribute of a backend with its engines. A table of ours would keep both for good; so they are a
-cycle, which is freed when nothing else refers to the backend.
+"""Attribute of a backend with its engines. A table of ours would keep both for good; as a cycle,
+they are freed when nothing else refers to the backend.
 """
 
 _lock = threading.Lock()
 _of_default: list[Recompute] = []
-"""Engines of the default backend. No dict: options may hold mappings, which are no keys."""
+"""Engines of the default backend. Not a dict: options may hold mappings, which are no keys."""
 
 
 class Recompute:
     """Runs functions under a checkpoint.
 
     Args:
-        stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
-        policy: Which operators' outputs are not recomputed; None recomputes all.
+        stash: Offloads inputs, and outputs of chosen operators; None keeps them on the device.
+        policy: Chooses operators whose outputs are not recomputed; None recomputes all.
         offload_inputs: Whether inputs go to the stash.
-        warns_of_groups: Whether a warning says that groups inside do nothing.
-        params: How functions are checkpointed; made of ``options`` when None.
+        warns_of_groups: Whether to warn that groups inside do nothing.
+        params: Options of the checkpoints; made from ``options`` when None.
 
     Attributes:
         params: The options.
-        counts: What was done so far.
+        counts: Counts of calls, operators and bytes so far.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Recompute:
         self._is_checked = self._has_warned_of_cache = False
 
     def __deepcopy__(self, memo: object) -> Recompute:
-        return self  # a copy of a model shares what moves its tensors
+        return self  # copies of a model share what moves their tensors
 
     def __reduce__(self) -> Any:
         if self in _of_default:
@@ -102,7 +102,7 @@ class Recompute:
             self.stash.begin()
 
     def check_idle(self) -> None:
-        """Warn, once, if the checkpoints so far offloaded nothing, but should have."""
+        """Warn, once, if the checkpoints so far should have offloaded tensors, but did not."""
         stash, num_calls = self.stash, self.counts.forward_calls
         if stash is None or self._is_checked or not num_calls:
             return
@@ -118,7 +118,7 @@ class Recompute:
 
     @never_compiled
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` under a checkpoint; as it is without grad, or where it is recorded.
+        """Call ``function`` under a checkpoint; call it plainly without grad or while recorded.
 
         A compiled model runs this uncompiled; a layer inside has to be compiled on its own.
         """
@@ -175,7 +175,7 @@ class Recompute:
         return checkpoint(run, *tensors, use_reentrant=False, **options)
 
     def _warn_of_cache(self, name: str, modules: list[Module], others: list[Any]) -> None:
-        """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
+        """Warn of a cache: Hugging Face's checkpoints leave it out; ours must not fill it twice."""
         cache = next(filter(_is_cache, others), None)
         mark = "_can_checkpoint_with_cache"
         is_only_read = any(getattr(module, mark, False) for module in modules)
@@ -191,9 +191,9 @@ class Recompute:
         )
 
     def _pack(self) -> PackHook | None:
-        """The hook that saves inputs; None where they stay."""
+        """Return the hook that saves inputs; None if they stay."""
         if self._inputs is None or is_left_to_checkpoint() or is_transformed():
-            return None  # for the last one see NOTE [ Recorded operators ]
+            return None  # for the last condition see NOTE [ Recorded operators ]
         return PackHook(self._inputs.pack)
 
     def _send(self) -> None:
@@ -202,7 +202,7 @@ class Recompute:
 
 
 _TENSOR = object()
-"""Stands for a tensor among arguments."""
+"""Placeholder for a tensor among arguments."""
 
 
 def _run_reentrant(
@@ -212,8 +212,8 @@ def _run_reentrant(
     tensors: list[Tensor],
     options: dict[str, Any],
 ) -> Any:
-    """Run a call under PyTorch's older checkpoint, and mend what that lacks: outputs may be a tree
-    here, too, and no input needs a gradient if parameters do.
+    """Run a call under PyTorch's older checkpoint, and add what that lacks: outputs may be a tree,
+    and no input needs a gradient if parameters do.
     """
     trees: list[Any] = []
     has_parameters = any(p.requires_grad for module in modules for p in module.parameters())
@@ -238,7 +238,7 @@ def _run_reentrant(
 
 
 def _is_cache(value: object) -> bool:
-    # By name: importing transformers takes long, and few models are made with it.
+    # Compared by name: importing transformers takes long, and few models need it.
     kinds = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
     return ("transformers.cache_utils", "Cache") in kinds
 
@@ -258,7 +258,7 @@ def recompute_for(params: FullACParams, backend: Backend | None = None) -> Recom
 
 
 def shared_for(params: FullACParams, backend: Backend | None = None) -> Recompute:
-    """Find the engine for these options, or make it."""
+    """Return the engine for these options; make it if needed."""
     if backend is None:
         engines = _of_default
     else:

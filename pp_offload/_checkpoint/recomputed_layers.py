@@ -1,4 +1,4 @@
-"""Some layers of a model, recomputed whole in backward.
+"""Some layers of a model, recomputed as a whole in backward.
 
 handle = recompute_layers(model, ["layers.0", "layers.4"])
 ...
@@ -46,23 +46,23 @@ class RecomputedLayers:
 def recompute_layers(
     model: Module, names: Collection[str], *, preserve_rng_state: bool = True
 ) -> RecomputedLayers:
-    """Have backward recompute these layers whole: groups in them do nothing.
+    """Have backward recompute these layers as a whole: groups in them do nothing.
 
-    To be called before FSDP2 shards the model, and before a schedule is attached. An offload plan
-    says which layers: ``recompute_layers(stage, plan.rank(0).recomputed[0])``.
+    Call this before FSDP2 shards the model, and before a schedule is attached. An offload plan
+    lists the layers: ``recompute_layers(stage, plan.rank(0).recomputed[0])``.
 
     Args:
-        model: In place. Names in its state dict do not change.
-        names: Of modules of it. A group begins and ends inside one of them, or outside.
+        model: Changed in place. Names in its state dict do not change.
+        names: Names of modules in it. A group begins and ends inside one of them, or outside.
         preserve_rng_state: Draw the same random numbers again, for dropout.
 
     Returns:
         A handle to undo it; also a context manager.
 
     Raises:
-        TypeError: ``model`` is no module, or ``names`` no names.
-        ValueError: There is no such module, it is named twice or is a part of another one, or there
-            are checkpoints already. The model is as before.
+        TypeError: ``model`` is no module, or ``names`` are no names.
+        ValueError: A module does not exist, is named twice, is a part of another one, or has
+            checkpoints already. The model is unchanged.
     """
     check_kind("model", model, Module, "an nn.Module")
     check_flag("preserve_rng_state", preserve_rng_state)
@@ -90,7 +90,7 @@ def is_recomputed(model: Module, name: str) -> bool:
 
 
 def is_inside_recomputed(model: Module, name: str) -> bool:
-    """Whether a module is one of those layers, or in one, so that no group of it ever runs."""
+    """Whether a module is such a layer, or in one, so that its groups never run."""
     parts = name.split(".")
     return any(is_recomputed(model, ".".join(parts[:num])) for num in range(1, len(parts) + 1))
 

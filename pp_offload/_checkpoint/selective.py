@@ -1,4 +1,4 @@
-"""Outputs of chosen operators in a checkpoint: saved or offloaded, and not computed again.
+"""Outputs of chosen operators in a checkpoint: saved or offloaded, and not recomputed.
 
 A dispatch mode around the forward saves or offloads the outputs that the policy chooses. A dispatch
 mode around the recomputation answers the same calls with these outputs, and runs all others.
@@ -11,19 +11,19 @@ mode around the recomputation answers the same calls with these outputs, and run
 
 NOTE [ Numbers not drawn ]
     An operator with dropout inside, such as attention, draws random numbers. If its output is kept,
-    the operator does not run again and draws none, so operators behind it would draw other numbers
-    than in the forward. The state of the generators behind it is saved, and set again.
+    the operator does not run again and draws none, so later operators would draw other numbers
+    than in the forward. The generators' state after the operator is saved, and set again.
 
 NOTE [ Written in place ]
     An operator of the same checkpoint may write into a kept output, as ``relu_`` does behind a
     linear layer; the recomputation would then write into it a second time. The cells of ``nn.GRU``
     do so through ``unsafe_chunk``, whose parts have version counters of their own, so no counter
-    shows it. Each operator that writes is looked at: an output that is written into is recomputed.
+    shows it. Every writing operator is checked: an output that it writes into is recomputed.
 
 NOTE [ Cached casts ]
-    The cache of autocast decides whether a weight is cast: not where an earlier call in the same
-    ``autocast`` did it. The recomputation finds another cache, so the n-th cast of the forward is
-    not its n-th. Where the cache is on, casts are recomputed, whatever the policy says.
+    The cache of autocast decides whether a weight is cast: not if an earlier call in the same
+    ``autocast`` did it. The recomputation starts with another cache, so the n-th cast of the
+    forward is not its n-th. If the cache is on, casts are recomputed, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from pp_offload._core.subclasses import plain_tensors
 from pp_offload._memory.storages import has_storage
 
 CAST = torch.ops.aten._to_copy.default
-"""The operator with which autocast casts."""
+"""Operator with which autocast casts."""
 
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Chooses by operator, and by how often it was called in this forward.
+    """Chooses kept outputs by operator, and by the number of its calls in this forward.
 
     Outputs of ``save`` stay on the device, those of ``offload`` go to the tiers. For some of these
     operators ``recompute_every`` has n: every n-th call is recomputed.
@@ -70,7 +70,7 @@ class OpPolicy:
     recompute_every: Mapping[OpOverload, int] = field(default_factory=dict)
 
     def keeps(self, op: OpOverload, number: int) -> bool:
-        """Whether the output of the ``number``-th call of ``op``, from 1 on, is not recomputed."""
+        """Whether to keep the output of the ``number``-th call of ``op``, counted from 1."""
         every = self.recompute_every.get(op)
         return op in self.kept and (every is None or number % every != 0)
 
@@ -82,7 +82,7 @@ class OpPolicy:
 
 @dataclass
 class CheckpointCounts:
-    """Counts of checkpoints since they were applied."""
+    """Counts of checkpoints since they were applied to the model."""
 
     forward_calls: int = 0
     """Checkpointed functions that a forward with gradients ran."""
@@ -97,19 +97,19 @@ class CheckpointCounts:
     """Outputs of chosen operators that stayed on the device until backward."""
 
     saved_bytes: int = 0
-    """Bytes of these, as far as they are dense."""
+    """Bytes of the saved outputs, as far as they are dense."""
 
     offloaded_outputs: int = 0
     """Outputs of chosen operators that went to the tiers."""
 
     offloaded_bytes: int = 0
-    """Bytes of these, shared ones counted each time."""
+    """Bytes of the offloaded outputs; shared bytes are counted each time."""
 
     written_outputs: int = 0
     """Outputs of chosen operators that were recomputed because another operator wrote into them."""
 
     def add(self, call: KeptCall, num: int = 1) -> None:
-        """Count the outputs of a kept call; with ``num=-1`` they are recomputed after all."""
+        """Count the outputs of a kept call; ``num=-1`` takes them back: they are recomputed."""
         tensors = (leaf for leaf in tree_leaves(call.outputs) if isinstance(leaf, Packed))
         for packed, nbytes in zip(tensors, call.output_bytes, strict=True):
             if isinstance(packed, Resident):
@@ -127,14 +127,14 @@ class KeptCall:
     outputs: Any
     output_bytes: list[int]
     set_generators: Callable[[], None] | None
-    """Sets the random state behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
+    """Sets the random state after a call that may have drawn. See NOTE [ Numbers not drawn ]."""
 
 
 class KeptOutputs(TorchDispatchMode):
-    """The kept outputs of one checkpointed forward, which runs inside this mode.
+    """Kept outputs of a checkpointed forward, which runs inside this mode.
 
-    Compiled code inside runs uncompiled: operators are named as in the code, and a compiler makes
-    others of them.
+    Compiled code inside runs uncompiled: operators keep the names of the code, and a compiler would
+    replace them.
     """
 
     supports_higher_order_operators = True
@@ -169,7 +169,7 @@ class KeptOutputs(TorchDispatchMode):
             outputs = func(*args, **kwargs)
         except BaseException:
             if calls is not None:
-                calls.append(None)  # the program may handle it, and the next call counts on
+                calls.append(None)  # the program may handle it, and later calls keep their numbers
             raise
         if self._calls_in:
             self._drop_written(func, args, kwargs)
@@ -208,7 +208,7 @@ class KeptOutputs(TorchDispatchMode):
 
 
 class _Recomputation(TorchDispatchMode):
-    """Answers the calls of the forward with kept outputs, and runs all others."""
+    """Answers the forward's calls with kept outputs, and runs all others."""
 
     supports_higher_order_operators = True
 
@@ -243,11 +243,11 @@ class _Recomputation(TorchDispatchMode):
 
 
 def _random_state_behind(outputs: Any) -> Callable[[], None]:
-    """A function that has the generators go on as now, behind the operator of ``outputs``."""
+    """Return a function that sets the generators to their state after the operator."""
     first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
     device_type = first.device.type
     host_state = torch.get_rng_state()
-    indices, states = get_device_states(first)  # none for the host
+    indices, states = get_device_states(first)  # no indices for the host
 
     def set_generators() -> None:
         torch.set_rng_state(host_state)
@@ -258,7 +258,7 @@ def _random_state_behind(outputs: Any) -> Callable[[], None]:
 
 
 def _unpack(packed: Packed) -> Tensor:
-    """The tensor, new to autograd, which is about to see it as an operator's output."""
+    """Unpack a tensor that autograd has not seen: it will become an operator's output."""
     with torch.no_grad():
         tensor = packed.unpack()
     with same_version_counter():
@@ -266,18 +266,18 @@ def _unpack(packed: Packed) -> Tensor:
 
 
 def same_version_counter() -> Any:
-    """Inside, an alias shares its tensor's version counter even below autograd."""
+    """Return a context in which aliases share their tensor's version counter below autograd."""
     return SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """The storages of a dense tensor, or of the parts of a subclass."""
+    """Return the storages of a dense tensor, or of the parts of a subclass."""
     return [plain.untyped_storage() for plain in plain_tensors(tensor) if has_storage(plain)]
 
 
 def written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that ``op`` writes into."""
-    schema = getattr(op, "_schema", None)  # an operator of a higher order has none
+    """Return the arguments that ``op`` writes into."""
+    schema = getattr(op, "_schema", None)  # a higher-order operator has none
     if schema is None or not schema.is_mutable:
         return []
     written = []

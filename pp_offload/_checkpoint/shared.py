@@ -1,4 +1,4 @@
-"""Checkpoints of single calls and modules: those with equal options share one engine.
+"""Checkpoints of single calls and modules: equal options share an engine.
 
 y = checkpoint(layer, x, mask=mask, offload_inputs=True)
 block = checkpoint_wrapper(block, offload_inputs=True)
@@ -29,24 +29,24 @@ INSTEAD = {
     "context_fn": "name operators in checkpoint_function(offload_ops_keys=[...])",
     "debug": "call torch.utils.checkpoint.checkpoint to look for the operator that differs",
 }
-"""Arguments of PyTorch's that would reach the function, and what to do."""
+"""Arguments of PyTorch's checkpoint that would reach the function, and what to do instead."""
 
 
 def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Recompute:
-    """The function that runs others under a checkpoint with these options.
+    """Return a function that runs other functions under a checkpoint with these options.
 
-    For whatever takes such a function: ``f(function, *args, **kwargs)`` returns what ``function``
-    does, which runs again in backward.
+    The result fits where such a function is expected: ``f(function, *args, **kwargs)`` returns
+    the result of ``function``, which runs again in backward.
 
     Args:
-        backend: Device to work on; the accelerator where there is one, else the CPU. Make one
-            once: each has an engine of its own, for as long as it is there.
-        options: Those of :class:`FullACParams`, or of :class:`SelectiveOpACParams` where operators
+        backend: Device to work on; the accelerator if present, else the CPU. Make a backend once:
+            each has an engine of its own, which lives as long as the backend.
+        options: Options of :class:`FullACParams`, or of :class:`SelectiveOpACParams` if operators
             are named.
 
     Returns:
-        The same object for equal options and the same backend. It has ``counts`` of what was done
-        so far, and, where anything is offloaded, ``stash.statistics()``.
+        The same object for equal options and the same backend. It has ``counts`` of its work so
+        far, and, if anything is offloaded, ``stash.statistics()``.
 
     Raises:
         ValueError: An option cannot be right or does not exist; the message names near ones.
@@ -69,17 +69,17 @@ def checkpoint(
     backend: Backend | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function``, keep its inputs only, and have backward run it again.
+    """Call ``function``, keep only its inputs, and have backward run it again.
 
     Args:
-        function: A module, or any function of tensors. Without grad it is only called.
-        args, kwargs: For ``function``. Tensors are found wherever they stand, in containers too.
+        function: A module, or any function of tensors. Without grad it is called plainly.
+        args, kwargs: Arguments of ``function``. Tensors are found in containers, too.
         use_reentrant, preserve_rng_state, determinism_check, early_stop: PyTorch's options.
         offload_inputs, min_offload_size, config: See :class:`FullACParams`.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        backend: Device to work on; the accelerator if present, else the CPU.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Raises:
         ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
@@ -105,12 +105,12 @@ def checkpoint(
 
 
 class CheckpointedModule(CheckpointWrapper):
-    """A module that backward computes again. :func:`checkpoint_wrapper` makes these."""
+    """A module that backward recomputes. :func:`checkpoint_wrapper` makes these."""
 
     @property
     def recompute(self) -> Recompute:
-        """The engine: it has ``params``, ``counts`` and, with offload, ``stash.statistics()``."""
-        return cast(Recompute, cast(Any, self.checkpoint_fn).func)  # of a partial
+        """Engine with ``params``, ``counts`` and, with offload, ``stash.statistics()``."""
+        return cast(Recompute, cast(Any, self.checkpoint_fn).func)  # the function is a partial
 
     def extra_repr(self) -> str:
         params = self.recompute.params
@@ -125,19 +125,19 @@ def checkpoint_wrapper(
     backend: Backend | None = None,
     **options: Any,
 ) -> CheckpointedModule:
-    """Have backward compute ``module`` again, and its inputs leave the device if so wanted.
+    """Have backward recompute ``module``, and offload its inputs if wanted.
 
     Names in the state dict do not change. Attributes are found through the wrapper, which may be
     copied and, without a ``backend``, pickled.
 
     Args:
-        module: Not changed. Without grad it is only called.
+        module: Not changed. Without grad it is called plainly.
         offload_to_cpu: ``offload_inputs`` by fairscale's name.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        backend: Device to work on; the accelerator if present, else the CPU.
         options: Those of :func:`checkpoint_function`.
 
     Returns:
-        The wrapper, which goes in the place of ``module``.
+        The wrapper, to put in the place of ``module``.
 
     Raises:
         ValueError: ``module`` is wrapped already, or an option cannot be right or does not exist.
