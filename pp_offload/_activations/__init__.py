@@ -1,1 +1,1 @@
-"""Offload of all activations on one device; and the stash that gathers saved tensors."""
+"""Offload of all activations on a device, and the stash that gathers saved tensors."""

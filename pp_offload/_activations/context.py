@@ -1,15 +1,15 @@
-"""Offload of all activations of a model on one device, without groups to mark.
+"""Offload of all activations of a model on a device, without marked groups.
 
     with OffloadActivations():
         loss = model(x).mean()
     loss.backward()
 
-What autograd saves inside joins a stash on the device; a full stash goes to the host as a group,
-and comes back, in reverse order, ahead of its backward. The last stash of a forward stays, for its
-backward comes next; if another forward begins instead, it goes as well. Each entering is a
-microbatch of its own, so any number may be in flight.
+Tensors that autograd saves inside join a stash on the device; a full stash is offloaded as a
+group, and reloaded, in reverse order, ahead of its backward. The last stash of a forward stays,
+because its backward comes next; if another forward begins instead, it is offloaded, too. Each
+entry is a microbatch of its own, so any number may be in flight.
 
-A decoder's output head is best left out: what it saves is large, and needed at once. See
+A decoder's output head should be left out: it saves much, and backward needs that at once. See
 :func:`get_lora_act_offloading_ctx_manager`.
 """
 
@@ -57,10 +57,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         use_streams: Copies run beside compute. Otherwise compute waits for every copy, and nothing
             is prefetched, whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
-        max_fwd_stash_size: How many tensors gather on the device before they leave together, when
-            the next operator saves one.
-        config: Which tiers, and how much of them; ``device_limit_bytes`` limits the device.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        max_fwd_stash_size: Number of tensors that gather on the device before they are offloaded
+            together, when the next operator saves one.
+        config: Tiers, and limits on them; ``device_limit_bytes`` limits the device.
+        backend: Device to work on; the accelerator if present, else the CPU.
 
     Raises:
         ValueError: A size is too small or no integer, or a flag neither True nor False.
@@ -106,7 +106,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         )
         self._warn_if_nothing_leaves(config)
         self.use_pin_memory, self.use_streams = use_pin_memory, use_streams
-        self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # the latter is TRL's
+        self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # TRL's name for it
         self.max_fwd_stash_size = max_fwd_stash_size
         self._knows_model = False
         self._here = _OfThread()
@@ -115,7 +115,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     has_warned_of_copies = False
 
     def _warn_if_nothing_leaves(self, config: OffloadConfig) -> None:
-        """Warn once in a process: this may be a comparison, or an accelerator that is not seen."""
+        """Warn once in a process: the user compares, or an accelerator was not recognized."""
         backend = self.stash.backend
         is_of_use = not backend.is_host or "disk" in config.tiers
         if not is_of_use and not OffloadActivations.has_warned_of_copies:
@@ -141,7 +141,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         while self._here.entered and self._here.entered[-1].scope.is_over:
             self._leave()
         entered = Entered(HookScope())
-        self._here.entered.append(entered)  # first, or an interrupt would have it forgotten
+        self._here.entered.append(entered)  # first, or an interrupt would lose it
         try:
             self._enter(entered)
         except BaseException:
@@ -154,7 +154,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             if is_in_region():
                 warn_of_region(type(self).__name__)
             return
-        if top_pack() is None:  # else it may begin inside of a module that is left out
+        if top_pack() is None:  # else it may begin inside an excluded module
             forget_excluded()
         self.stash.begin()
         if not self._knows_model:
@@ -181,13 +181,13 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         entered = self._here.entered[-1]
         if entered.met is not None:
             entered.met.end()
-        entered.scope.leave(failure)  # last: behind an interrupt, nothing else says that it is over
+        entered.scope.leave(failure)  # last: after an interrupt, nothing else shows that it ended
         self._here.entered.pop()
 
     def keep_module(self, model: Module) -> None:
-        """Leave parameters and buffers where they are, whichever view of them is saved.
+        """Keep parameters and buffers on the device, also if a view of them is saved.
 
-        Without it a hook on every module's forward finds the buffers, which takes some time.
+        Without this, a hook on every module's forward finds the buffers, which takes some time.
         """
         check_kind("model", model, Module, "an nn.Module")
         self._knows_model = True
@@ -199,8 +199,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return self.stash.statistics()
 
     def _keep_buffers(self, module: Module) -> None:
-        """Keep buffers on the device: they change without a trace, also during a copy. A compiled
-        module hides those inside it, so all of its buffers are kept at once.
+        """Keep buffers on the device: they change without a trace, even during a copy. A compiled
+        module hides the modules inside, so all of its buffers are kept at once.
         """
         is_compiled = "_orig_mod" in module._modules
         for buffer in module.buffers() if is_compiled else module._buffers.values():
@@ -210,7 +210,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
 @dataclass
 class Entered:
-    """Hooks that one ``with`` has put in place: for saved tensors, and for modules that run."""
+    """Hooks that a ``with`` has put in place: for saved tensors, and for running modules."""
 
     scope: HookScope
     met: MetModules | None = None
@@ -232,9 +232,9 @@ def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Pac
 
 
 class NoOpManager(saved_tensors_hooks, ContextDecorator):
-    """Context whose saved tensors stay on the device, also inside :class:`OffloadActivations`.
+    """Context whose saved tensors stay on the device, even inside :class:`OffloadActivations`.
 
-    A checkpoint around it keeps what is saved inside, too.
+    A checkpoint around the context also keeps the tensors saved inside.
     """
 
     def __init__(self) -> None:

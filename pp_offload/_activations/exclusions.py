@@ -1,7 +1,7 @@
 """Modules whose saved tensors stay on the device, such as a model's output head.
 
-Their forward sets a mark, and the pack hook of a context asks for it. Saved-tensor hooks in its
-place would take tensors away from a checkpoint around the module.
+Their forward sets a mark, which the pack hook of a context reads. Saved-tensor hooks of their own
+would take tensors away from a checkpoint around the module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pp_offload._common.checks import check_kind
 
 
 class _Running(threading.local):
-    """Left-out modules whose forward runs on this thread, innermost last, by id."""
+    """Ids of excluded modules whose forward runs on this thread, innermost last."""
 
     def __init__(self) -> None:
         self.modules: list[int] = []
@@ -27,7 +27,7 @@ _running = _Running()
 def exclude(module: Module) -> None:
     """Keep tensors that ``module`` saves in its forward on the device, from now on.
 
-    Checkpoints and groups do not ask for the mark. In a compiled region it does nothing.
+    Checkpoints and groups ignore the mark. In a compiled region it has no effect.
     """
     check_kind("module", module, Module, "an nn.Module")
     if _enter not in module._forward_pre_hooks.values():
@@ -36,12 +36,12 @@ def exclude(module: Module) -> None:
 
 
 def is_excluded() -> bool:
-    """Whether the forward of a left-out module runs on this thread."""
+    """Whether the forward of an excluded module runs on this thread."""
     return bool(_running.modules)
 
 
 def forget_excluded() -> None:
-    """Forget marks that an interrupted forward has left, because a forward begins."""
+    """Remove marks of interrupted forwards, because a new forward begins."""
     _running.modules.clear()
 
 
@@ -51,7 +51,7 @@ def _enter(module: Module, _: object) -> None:
 
 
 def _leave(module: Module, *_: object) -> None:
-    """Remove the mark, and marks of modules inside that never ended. There is none if another
+    """Remove the mark, and marks of modules inside that never ended. There is no mark if another
     hook raised before :func:`_enter` ran.
     """
     running = _running.modules

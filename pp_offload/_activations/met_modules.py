@@ -1,4 +1,4 @@
-"""Modules whose forwards begin, for contexts that were not given the model.
+"""Observes modules whose forward begins, for contexts that were not given the model.
 
 NOTE [ One hook, in one place ]
     A compiler traces the hooks of all modules with each forward, and its code is for the places
@@ -18,7 +18,7 @@ from torch.nn import Module
 from pp_offload._common.torch_private import forward_pre_hooks
 
 _PLACE = -1
-"""PyTorch counts from zero."""
+"""Place of the hook; PyTorch counts from zero."""
 
 _seeing: dict[MetModules, Callable[[Module], None]] = {}
 _lock = threading.Lock()
@@ -46,5 +46,5 @@ class MetModules:
 
 def _meet(module: Module, _: object) -> None:
     if not torch.compiler.is_compiling():
-        for see in list(_seeing.values()):  # other threads begin and end
+        for see in list(_seeing.values()):  # a copy: other threads begin and end
             see(module)

@@ -1,4 +1,4 @@
-"""Offload of a model's activations, but those of its output head, which backward needs at once.
+"""Offload of a model's activations except its output head's, which backward needs at once.
 
 with get_lora_act_offloading_ctx_manager(model):
     loss = model(**batch).loss
@@ -25,12 +25,12 @@ HEADS = (
 ).split()
 """Names of output heads, or of the last modules of models; the first that exists is taken.
 
-The last four are those of classifiers and value models. Where a model has both a norm and a
+The last four are names in classifiers and value models. If a model has both a norm and a
 ``head`` at its top, name the head.
 """
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_model")
-"""Attributes of wrappers with the wrapped model: parallel, compiled, checkpoint, value model."""
+"""Attributes that hold the wrapped model: parallel, compiled, checkpoint, value model."""
 
 
 def get_act_offloading_ctx_manager(
@@ -71,15 +71,15 @@ def get_lora_act_offloading_ctx_manager(
     config: OffloadConfig | None = None,
     backend: Backend | None = None,
 ) -> OffloadActivations:
-    """Make a context for the forward of ``model``, which may be wrapped, for instance by PEFT.
+    """Make a context for the forward of ``model``, which may be wrapped, for example by PEFT.
 
     Args:
-        model: Its parameters and buffers stay on the device, and what its output head saves.
+        model: Its parameters and buffers, and tensors that its head saves, stay on the device.
         use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size, config, backend: See
             :class:`OffloadActivations`.
         warn_if_no_head: Warn if no output head is found.
-        head: The output head, or its name in the model; found by :data:`HEADS` when None, or as
-            the model says by its ``get_output_embeddings``.
+        head: The output head, or its name in the model; None searches :data:`HEADS`, then asks the
+            model's ``get_output_embeddings``.
 
     Raises:
         ValueError: ``head`` names no module of the model, or a number or flag cannot be right.
@@ -112,13 +112,13 @@ def get_lora_act_offloading_ctx_manager(
             stacklevel=2,
         )
     for name, module in model.named_modules():
-        if "liger" in name.lower():  # such as a fused loss, which needs what it saves at once
+        if "liger" in name.lower():  # such as a fused loss: backward needs what it saves
             exclude(module)
     return offload
 
 
 def unwrapped(model: Module) -> Module:
-    """Return the model inside wrappers, PEFT's among them."""
+    """Return the model inside wrappers, including PEFT's."""
     while (inner := _inside(model)) is not None:
         model = inner
     return model
@@ -126,7 +126,7 @@ def unwrapped(model: Module) -> Module:
 
 def _inside(model: Module) -> Module | None:
     inside = [getattr(model, name, None) for name in WRAPPERS]
-    # Models that take adapters themselves have the configuration, but no base to get.
+    # Models that take adapters themselves have the configuration, but no base model.
     base = getattr(model, "get_base_model", None)
     if callable(base) and hasattr(model, "peft_config"):
         inside.append(base())

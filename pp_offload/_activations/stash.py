@@ -1,11 +1,11 @@
-"""Stash of saved tensors of forwards without marked groups: they gather, and leave together.
+"""Stash of saved tensors of forwards without marked groups: gathered, then offloaded together.
 
-Saved tensors join the open group. It leaves in :meth:`ActivationStash.send`, or when it has
-``max_tensors``. Groups come back in reverse order, ahead of their backward.
+Saved tensors join the open group. :meth:`ActivationStash.send` offloads it, as does reaching
+``max_tensors``. Groups are reloaded in reverse order, ahead of their backward.
 
     stash.begin()                # the forward of a microbatch
     packed = stash.pack(tensor)  # as a pack hook
-    stash.send()                 # what gathered leaves
+    stash.send()                 # offloads the gathered tensors
     packed.unpack()
 """
 
@@ -39,7 +39,7 @@ logger = logger_of(__name__)
 
 
 MANY_TENSORS = 64
-"""More than an operator saves that is no compiled model; compiled layers save fewer as well."""
+"""More tensors than an operator saves, except a compiled model; compiled layers save fewer."""
 
 OPTIONS = OffloadConfig()
 """Options of plans in which only a limit keeps groups on the device."""
@@ -52,20 +52,20 @@ class _Forward(threading.local):
         self.chunk: Chunk | None = None
         self.open: Group | None = None
         self.number = -1
-        """Sequence number of the node that saved last."""
+        """Sequence number of the autograd node that saved last."""
 
 
 class ActivationStash:
     """Stash that gathers saved tensors, and offloads them together.
 
     Args:
-        name: Of its groups, for messages.
-        config: Which tiers, and how much of them.
-        min_offload_size: Smaller tensors stay on the device. In bytes.
-        max_tensors: So many leave together without a :meth:`send`; None for no limit.
+        name: Name of its groups, for messages.
+        config: Tiers, and limits on them.
+        min_offload_size: In bytes. Smaller tensors stay on the device.
+        max_tensors: Number that is offloaded together without a :meth:`send`; None for no limit.
         use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
         has_limit: Whether groups stay while ``config.device_limit_bytes`` has room for them.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        backend: Device to work on; the accelerator if present, else the CPU.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ActivationStash:
         self._offloader.engine.go_on_as(old.engine)
 
     def begin(self) -> None:
-        """Begin the forward of a microbatch, and offload what the last one has gathered."""
+        """Begin the forward of a microbatch, and offload the tensors that the last one gathered."""
         if self._owner != current():
             self._start_in_child()
         self._offloader.renew_if_torn()
@@ -116,8 +116,8 @@ class ActivationStash:
                 self._step.forget_finished()
             else:
                 self._end_step()
-            # Between two forwards an optimizer may have changed what both save, and fused ones
-            # count no change.
+            # Between two forwards an optimizer may have changed tensors that both save, and fused
+            # optimizers count no change.
             self._offloader.engine.begin_step()
         self._offloader.settle()
         self._offloader.engine.check_freed()
@@ -125,9 +125,9 @@ class ActivationStash:
         self._forward.chunk = Chunk(0, self._offloader)
 
     def _end_step(self) -> None:
-        """End the step if all its backwards are over, and plan what stays in the next step."""
+        """End the step if all its backwards are over, and plan which groups stay in the next."""
         step, is_watching = self._step, self._room.is_watching
-        # A forward of another thread may have begun, and have saved nothing yet.
+        # A forward on another thread may have begun, and saved nothing yet.
         is_over = is_watching and step.is_complete() and not step.awaited_elsewhere()
         shapes = step.shapes() if is_over else None
         if shapes is None:
@@ -141,7 +141,7 @@ class ActivationStash:
             old, plan = self._offloader.plan, self._step.make_plan(OPTIONS, self._room.stay)
             has_settled = plan.stay == old.stay
             at_places = frozenset(key for key in plan.kept if key.place in plan.stay)
-            self._offloader.plan = replace(plan, kept=at_places)  # for a margin there is no room
+            self._offloader.plan = replace(plan, kept=at_places)  # a margin does not fit
         self._step.clear()
         self._room.begin_step(self._limit)
         if has_settled and self._room.is_settled and not self._has_logged:
@@ -150,7 +150,7 @@ class ActivationStash:
             log_gain(Gain(StepTime(), StepTime(), groups, self._room.figures))
 
     def _warn_of_elsewhere(self) -> None:
-        """Warn once if nothing ever left because tensors are on another device."""
+        """Warn once if nothing was ever offloaded because tensors are on another device."""
         offloader = self._offloader
         problem = offloader.engine.eligibility.elsewhere_said()
         if problem and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
@@ -159,10 +159,10 @@ class ActivationStash:
 
     @property
     def is_over(self) -> bool:
-        """Whether no forward has begun, or a backward of it has, or its graph is gone.
+        """Whether no forward has begun, or a backward of it has, or its graph is freed.
 
-        Without this, a chunk would grow for ever, and a forward would share copies of tensors that
-        an optimizer has changed since. Groups whose tensors all stay are in no backward.
+        Otherwise a chunk would grow forever, and a forward would share copies of tensors that an
+        optimizer has changed since. Groups whose tensors all stay take part in no backward.
         """
         chunk = self._forward.chunk
         if chunk is None or any(group.is_used for group in chunk.groups):
@@ -196,22 +196,22 @@ class ActivationStash:
         if self.max_tensors is not None and self._is_another_operator():
             self.send_if_full()
         group = self._forward.open
-        if group is None or group.is_used:  # by a backward inside the forward: it stays there
+        if group is None or group.is_used:  # by a backward inside the forward: it stays
             group = self._forward.open = chunk.start(self.name)
         return chunk.pack(group, tensor)
 
     def _is_another_operator(self) -> bool:
         """Whether another operator saves now than at the last call.
 
-        An operator runs after it has saved, and may write what it saved and count no change, as
-        rrelu does with its noise. So nothing leaves before the next one saves.
+        An operator runs after it has saved, and may write its saved tensor without counting a
+        change, as rrelu does with its noise. So nothing is offloaded before another operator saves.
         """
         before, self._forward.number = self._forward.number, sequence_number()
         return before != self._forward.number
 
     def send_if_full(self) -> None:
-        """Offload the gathered tensors, if they are as many as leave together. Operators that saved
-        them must have run.
+        """Offload the gathered tensors if ``max_tensors`` are there. Operators that saved them must
+        have run.
         """
         group = self._forward.open
         if group is not None and self.max_tensors is not None:
