@@ -1,4 +1,4 @@
-"""Offload of all activations of a model on one device, without groups to mark.
+"""Offload of all activations of a model on a device, without marked groups.
 
 with OffloadActivations():
     loss = model(x).sum()

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model's layers, full or selective, with offload of what it keeps.
+"""Activation checkpointing of a model's layers, full or selective, with offload of kept tensors.
 
     ActivationCheckpointing.apply_activation_checkpointing_(
         ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING,
@@ -7,7 +7,7 @@
         ac_fun_params=FullACParams(offload_inputs=True),
     )
 
-    recompute_layers(model, ["layers.0", "layers.4"])  # these alone, and all that is in them
+    recompute_layers(model, ["layers.0", "layers.4"])  # recompute these layers as a whole
 
     block = checkpoint_wrapper(block, offload_inputs=True)  # one module
     y = checkpoint(function, x, offload_inputs=True)  # one call
@@ -56,7 +56,7 @@ class ActivationCheckpointing:
     """
 
     SAVE_DICT = SAVE_DICT
-    """The usual operators to keep outputs of, by name."""
+    """Usual operators whose outputs are kept, by name."""
 
     @staticmethod
     def apply_activation_checkpointing_(
@@ -70,21 +70,21 @@ class ActivationCheckpointing:
         """Wrap the layers of ``model``.
 
         Args:
-            ac_variant: How much is checkpointed: one of ours, its value, or Modalities' own member.
+            ac_variant: How to checkpoint: a variant of ours, its value, or Modalities' member.
             layers_fqn: Name in the model of the ModuleDict, ModuleList or Sequential of layers.
             model: Its forward begins a microbatch; any number may be in flight.
             ac_fun_params: :class:`FullACParams`, :class:`SelectiveLayerACParams` or
-                :class:`SelectiveOpACParams`, as the variant wants; or a mapping of such options,
+                :class:`SelectiveOpACParams`, to match the variant; or a mapping of such options,
                 or any object with such attributes.
-            backend: Device to work on; the accelerator where there is one, else the CPU.
+            backend: Device to work on; the accelerator if present, else the CPU.
 
         Returns:
-            The object that runs these layers. It has ``counts`` of what was done so far, and, where
-            anything is offloaded, ``stash.statistics()``.
+            The object that runs these layers. It has ``counts`` of its work so far, and, with
+            offload, ``stash.statistics()``.
 
         Raises:
             ValueError: The variant, the parameters or the layers cannot be right, or the layers are
-                checkpointed already. The model is as before.
+                checkpointed already. The model is unchanged.
             TypeError: ``model`` is no module, ``layers_fqn`` no name, or ``backend`` no backend.
         """
         params = params_for(ac_variant, ac_fun_params)
@@ -119,7 +119,7 @@ def apply_activation_checkpointing_fsdp1_inplace(
         model: A ``FullyShardedDataParallel``; for FSDP2 use :class:`ActivationCheckpointing`.
         activation_checkpointing_modules: Names of classes, such as ``GPT2Block``.
         ac_fun_params: :class:`FullACParams` or :class:`SelectiveOpACParams`; the former when None.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        backend: Device to work on; the accelerator if present, else the CPU.
 
     Returns:
         The object that runs these modules; see :class:`ActivationCheckpointing`.

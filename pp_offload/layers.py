@@ -1,15 +1,15 @@
-"""Offload of parameters of any model's layers; the device has the layer that computes.
+"""Offload of parameters of any model's layers; the device holds the layer that computes.
 
     offloaded = offload_layers(model, "model.layers", frozen_only=True)
-    loss = model(**batch).loss                 # each layer is there while it computes
+    loss = model(**batch).loss                 # each layer is loaded when it computes
     loss.backward()                            # and again in backward
-    optimizer.step()                           # on the host, for what waits there
-    print(offloaded)                           # bytes on the host, and the most on the device
+    optimizer.step()                           # on the host, for offloaded parameters
+    print(offloaded)                           # bytes on the host, and the peak on the device
     offloaded.close()
 
-The model keeps its class, its names, and its parameters as objects. The next layer comes while one
-computes; which it is, the last forward tells. Gradients come to the host, where the optimizer is.
-With ``frozen_only``, the base under adapters waits, and all about the adapters is on the device.
+The model keeps its class, its names, and its parameters as objects. While a layer computes, the
+next is prefetched, in the order of the last forward. Gradients go to the host, to the optimizer.
+With ``frozen_only``, the base under adapters waits, and all of the adapters is on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pp_offload.modules import matching
 from pp_offload.offload_model import OffloadModel
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
-"""Under this name a checkpoint wrapper has its layer."""
+"""Attribute under which a checkpoint wrapper holds its layer."""
 
 
 def offload_layers(
@@ -48,24 +48,24 @@ def offload_layers(
     """Keep parameters of a model's layers on the host, and load each layer when it computes.
 
     Args:
-        model: Changed in place. What is not in the layers, and buffers, is moved to the device.
+        model: Changed in place. All that is not in the layers, and buffers, move to the device.
         layers: Name of an :class:`torch.nn.ModuleList` or :class:`torch.nn.Sequential` whose
             children are the layers, or several; ``*`` stands for one part between dots.
-        frozen_only: Only what does not require grad now waits on the host.
-        num_resident: How many layers are on the device at a time, at most. With 1, a layer is
-            loaded when it is needed; with 2, the next one is prefetched meanwhile.
-        device: Where the model computes. By default where its parameters are, or the accelerator if
-            they are on the host and there is one.
-        backend: Of the device; made when None.
-        config: How much host memory, and how much may be in flight.
+        frozen_only: Only parameters that do not require grad now wait on the host.
+        num_resident: Most layers on the device at a time. With 1, a layer is loaded when it is
+            needed; with 2, the next layer is prefetched meanwhile.
+        device: Device that computes; by default the device of the parameters or, if they are on the
+            host, the accelerator if present.
+        backend: Backend of the device; made when None.
+        config: Limits on host memory, and on bytes in flight.
 
     Returns:
-        A handle with figures, which undoes it; also a context manager.
+        A handle with figures, which undoes the offload; also a context manager.
 
     Raises:
-        ValueError: There is no such list of layers; nothing in them could wait on the host;
+        ValueError: No such list of layers exists; nothing in them could wait on the host;
             ``num_resident`` is no integer of at least 1; parameters are no dense tensors with data,
-            or share memory; RNNs, TorchScript or hooks that compute weights have them; the model
+            or share memory, or belong to RNNs, TorchScript or hooks that compute weights; the model
             is a ``DistributedDataParallel``.
         TypeError: An argument is of another kind.
         OffloadError: Layers wait on the host already.
@@ -84,21 +84,21 @@ def offload_layers(
     check_waiting(model, named, waiting)
     ids = set(map(id, waiting.values()))
     cache = SliceCache(PlainCopies(backend, config), min(num_resident, len(named)))
-    # A forward begins in the outermost of the model and the modules that have the lists.
+    # A forward begins in the outermost of the model and the modules that hold the lists.
     owners = [model.get_submodule(name.rpartition(".")[0]) for name in containers]
     around = {id(module): module for module in (model, *owners)}.values()
     return install(model, named, lambda parameter: id(parameter) in ids, around, cache)
 
 
 def lists_of_layers(model: Module) -> list[str]:
-    """Return the names of the lists that most likely have the layers of a model.
+    """Return the names of the lists that most likely hold the layers of a model.
 
-    Those are the outermost :class:`torch.nn.ModuleList` of at least two layers, all of one class
+    These are the outermost :class:`torch.nn.ModuleList` of at least two layers, all of one class
     and with parameters: ``model.layers``, ``transformer.h``, or the blocks of an encoder and of a
     decoder.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No such list exists.
     """
     names: list[str] = []
     for name, module in model.named_modules():
@@ -161,7 +161,7 @@ def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Modul
 
 
 def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
-    """Return layers by name, each once, without the wrapper of a checkpoint."""
+    """Return layers by name, without duplicates and without checkpoint wrappers."""
     layers: dict[str, Module] = {}
     for name, container in containers.items():
         for child, layer in container.named_children():

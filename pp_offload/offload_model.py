@@ -1,4 +1,4 @@
-"""Model whose parameters stay on the host; the device has the slice that computes, and the next.
+"""Model whose parameters stay on the host; the device holds the current slice and the next.
 
     model = OffloadModel(nn.Sequential(*layers), torch.device("cuda"), num_slices=8)
     optimizer = torch.optim.AdamW(model.parameters())  # on the host
@@ -7,8 +7,8 @@
 
 The next slice is copied to the device while the current one computes, in forward and, in reverse,
 in backward. Autograd saves references to parameters instead of tensors. Gradients of a parameter
-that microbatches or layers of a slice share are summed on the device, those of several slices or
-forwards on the host; where there are both, the plain model's last bit may differ.
+that microbatches or layers of a slice share are summed on the device, gradients from several
+slices or forwards on the host; where both happen, the plain model's last bit may differ.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class OffloadModel(CacheFigures, nn.Module):
     themselves.
 
     Args:
-        model: A plain :class:`torch.nn.Sequential`, whose layers take one object each, and which is
-            cut into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, each of which
-            is a slice: it takes what the one before returns, the elements of a tuple as arguments.
-            So the model may have been cut by another tool.
-        device: Device that computes. Inputs have to be there.
+        model: A plain :class:`torch.nn.Sequential`, whose layers take one object each, to be cut
+            into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, each of which is
+            a slice: it takes the output of the one before, with a tuple's elements as arguments,
+            so another tool may cut the model.
+        device: Device that computes. Inputs must be on it.
         offload_device: Device of parameters and gradients: the host.
         num_slices: Number of slices that the layers are cut into; about two of them are on the
-            device at a time. A list has as many slices as modules, whatever is given here.
-        checkpoint_activation: Run each slice again in backward, instead of keeping what it saves;
-            its inputs wait on the host.
-        num_microbatches: Parts of the batch that go through a slice one after another, while it is
-            there: those of ``torch.chunk``, so that the last may be smaller, and there are fewer
-            where the batch is too small for so many.
+            device at a time. A list has as many slices as modules, and ignores this.
+        checkpoint_activation: Run each slice again in backward, instead of keeping the tensors
+            that it saves; its inputs wait on the host.
+        num_microbatches: Parts of the batch that go through a slice one after another, while the
+            slice is loaded, as of ``torch.chunk``: the last may be smaller, and a small batch has
+            fewer parts.
         backend: Backend of ``device``; made when None.
-        config: Bounds on bytes in flight, and the tiers of what a checkpoint keeps.
+        config: Limits on bytes in flight, and the tiers of tensors that a checkpoint keeps.
 
     Raises:
         ValueError: The model, its modules or parameters, a number or a device cannot be used.
@@ -116,11 +116,11 @@ class OffloadModel(CacheFigures, nn.Module):
         """Compute all layers, and return the output of the last one.
 
         Args:
-            inputs: What the first layer takes. With microbatches, tensors are cut along the first
-                dimension, wherever they stand; what has none goes to each microbatch.
+            inputs: Arguments of the first layer. With microbatches, tensors are cut along the first
+                dimension, also in containers; other values go to each microbatch.
 
         Raises:
-            ValueError: The batch cannot be cut, or the outputs cannot be put together.
+            ValueError: The batch cannot be cut, or the outputs cannot be joined.
             OffloadError: Parameters were moved, layers were added or deleted, a layer wrote its
                 parameters, or another thread is in a forward of this model.
         """
@@ -141,7 +141,7 @@ class OffloadModel(CacheFigures, nn.Module):
             values = split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
                 outputs = self._through(run, layers, slices[index + 1 :], values)
-                # The elements of a tuple are arguments of the next, where slices are modules.
+                # If slices are modules, a tuple's elements are arguments of the next slice.
                 values = [
                     output if self._is_list and isinstance(output, tuple) else (output,)
                     for output in outputs
@@ -158,7 +158,7 @@ class OffloadModel(CacheFigures, nn.Module):
         later_slices: Sequence[SliceLayers],
         inputs: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
-        """Compute all microbatches of one slice, while the next slice is prefetched."""
+        """Compute all microbatches of a slice, while the next slice is prefetched."""
         following = (later.places.slice() for later in later_slices if later.places.parameters())
         slice_ = run.load(layers.places, list(islice(following, 1)))
         outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
@@ -172,7 +172,7 @@ class OffloadModel(CacheFigures, nn.Module):
         return self._recompute(partial(_compute_all, slice_, layers), *inputs)
 
     def _slice_layers(self) -> list[SliceLayers]:
-        """Make slices of the current layers; an OffloadError if their number has changed."""
+        """Make slices of the current layers; raise an OffloadError if their number has changed."""
         layers = _layers_of(self)
         if len(layers) != (num := self._slices[-1].stop):
             raise OffloadError(
@@ -192,7 +192,7 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _container(model: object) -> nn.Sequential | nn.ModuleList:
-    """Return the module that has the layers; a ModuleList for a list, whose modules are slices."""
+    """Return the module with the layers; for a list, a ModuleList, whose modules are slices."""
     if isinstance(model, list | tuple) and all(isinstance(module, nn.Module) for module in model):
         slices = nn.ModuleList(model)
         slices.training = all(module.training for module in model)
@@ -252,5 +252,5 @@ def _check_numbers(
 
 
 def _compute_all(slice_: OnDevice, layers: SliceLayers, *inputs: Any) -> Any:
-    """Compute a slice under a checkpoint, which computes the slice again in backward."""
+    """Compute a slice under a checkpoint, which recomputes it in backward."""
     return slice_.compute(partial(layers, *inputs), saves=False)
