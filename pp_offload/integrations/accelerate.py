@@ -10,8 +10,8 @@
             optimizer.zero_grad()
     offload.close()
 
-The accelerator says which microbatch is the last of a step; groups learn from steps. Under
-``no_grad`` nothing is offloaded. Nothing of accelerate is imported here.
+The accelerator tells which microbatch is the last of a step; groups learn from steps. Under
+``no_grad`` nothing is offloaded. This module imports nothing of accelerate.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pp_offload.modules import Patterns
 class ActivationOffload:
     """Context for each training forward of a model, which offloads tensors saved for backward.
 
-    ``statistics()`` has the bytes that were moved and are in use, and ``figures()`` those since its
-    last call, for ``accelerator.log``. ``close()`` takes groups off the model.
+    ``statistics()`` returns bytes moved and in use, and ``figures()`` bytes moved since its last
+    call, for ``accelerator.log``. ``close()`` removes groups from the model.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
@@ -45,8 +45,8 @@ class ActivationOffload:
             :func:`pp_offload.get_lora_act_offloading_ctx_manager`, such as ``head``.
 
     Raises:
-        ValueError: A pattern matches nothing, or an option is unknown, cannot be right, or goes
-            with no groups.
+        ValueError: A pattern matches nothing, or an option is unknown, invalid, or given together
+            with groups.
         TypeError: ``accelerator`` is no accelerator, ``model`` no module, ``groups`` no mapping, or
             ``config`` no :class:`OffloadConfig`.
     """

@@ -6,9 +6,9 @@
     loss.backward()
     offload.close()
 
-Either all activations are offloaded, or groups by name. The loop says which microbatches are of the
-same step of the optimizer, because groups learn from steps. Forwards outside, such as those of an
-evaluation, offload nothing.
+Either all activations are offloaded, or groups by name. The loop marks which microbatches belong to
+the same step of the optimizer, because groups learn from steps. Other forwards, such as those of
+an evaluation, offload nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pp_offload.modules import Patterns, offload_modules
 
 OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)
 OPTIONS = tuple(name for name in OPTIONS if name not in ("model", "config"))
-"""Options of all activations, besides the model and a config."""
+"""Options for all activations, except the model and a config."""
 
 ForwardOffload = Union["ActivationForwards", "GroupForwards"]
 
@@ -60,10 +60,10 @@ def offload_of(
 def check_choice(
     groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
 ) -> None:
-    """Check options before there is a model.
+    """Check options before the model exists.
 
     Raises:
-        ValueError: An option is unknown, or is for all activations where there are groups.
+        ValueError: An option is unknown, or applies only to all activations, but groups are given.
         TypeError: ``config`` is no :class:`OffloadConfig`.
     """
     if config is not None:
@@ -77,7 +77,7 @@ def check_choice(
 
 
 class ActivationForwards:
-    """Offload of all activations, but for those of the output head."""
+    """Offload of all activations except the output head's."""
 
     def __init__(
         self, model: Module, config: OffloadConfig | None, options: Mapping[str, Any]
@@ -89,15 +89,15 @@ class ActivationForwards:
         self.statistics = self._context.statistics
 
     def forward(self, step: int) -> AbstractContextManager[object]:
-        """Context for the forward of a microbatch."""
+        """Return a context for the forward of a microbatch."""
         return self._context
 
     def close(self) -> None:
-        """Do nothing: the context is in place only while it is entered."""
+        """Do nothing: the context is active only while it is entered."""
 
 
 class GroupForwards:
-    """Offload of groups by name, which does nothing outside of :meth:`forward`."""
+    """Offload of groups by name, inside :meth:`forward` only."""
 
     def __init__(self, model: Module, groups: Patterns, config: OffloadConfig | None) -> None:
         self._handle = offload_modules(model, groups)
@@ -115,7 +115,7 @@ class GroupForwards:
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
-        """Context for the forward of a microbatch; another ``step`` than before begins a step."""
+        """Return a context for the forward of a microbatch; a new ``step`` begins a step."""
         manager = self._manager
         try:
             if step != self._step:
@@ -124,7 +124,7 @@ class GroupForwards:
             manager.begin_chunk(None, None, manager.config.min_offloaded_tensor_size)
             yield
         except BaseException:
-            self._step = None  # or a step that is tried again would be part of this one
+            self._step = None  # otherwise a retried step would be part of this one
             manager.abort()
             raise
         finally:
@@ -133,8 +133,8 @@ class GroupForwards:
     def _begin_step(self) -> None:
         """Begin a step of the manager, or join the step that another model of the loop has begun.
 
-        The manager has one step at a time, which models that are trained in turn share. The model
-        that begins its next step ends the step of all.
+        Models trained in turn share the manager's single step. The model that begins its next step
+        ends the step of all.
         """
         members = _MEMBERS.setdefault(self._manager, WeakSet())
         if not members or self in members:

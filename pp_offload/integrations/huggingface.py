@@ -6,9 +6,9 @@
     trainer.train()
     trainer.activation_offload.statistics()
 
-The trainer computes each loss inside ``compute_loss_context_manager``; there offload begins and
-ends. An evaluation computes its loss there as well, without grad, and offloads nothing. The logs of
-each loss have figures of offload. Nothing of Hugging Face is imported here.
+The trainer computes each loss inside ``compute_loss_context_manager``, where offload begins and
+ends. An evaluation computes its loss there too, without grad, and offloads nothing. Each logged
+training loss has figures of offload. This module imports nothing of Hugging Face.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.trainers import OfModel, TrainerMixin
 
 ONLY = "hidden_states"
-"""Option that offloads only the hidden states that checkpointed layers are given."""
+"""Option that offloads only the hidden states given to checkpointed layers."""
 
 OPTIONS = (*tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:], ONLY)
 """Options of ``activation_offloading``."""
 
 OF_HEADS = ("head", "warn_if_no_head")
-"""Options of the output head, which do not go with hidden states."""
+"""Options of the output head, which exclude hidden states."""
 
 MODES: dict[str, Mapping[str, Any] | bool] = {
     "off": False,
@@ -53,21 +53,21 @@ class ActivationOffloadingMixin(TrainerMixin):
     """Mixin for a ``Trainer``, which offloads the tensors that each training forward saves.
 
     Args:
-        args: The trainer's.
+        args: Arguments of the trainer.
         activation_offloading: Options of
-            :func:`pp_offload.activations.get_lora_act_offloading_ctx_manager`, apart from the
-            model. Where the ``TrainingArguments`` have an ``activation_offloading`` of their own,
-            that one says whether anything is offloaded; options, True or False here override it.
-            TRL's trainers begin an offload of their own where theirs is True: leave that False, and
-            set this one. axolotl's words are understood, here and there: ``"hidden_states"``
-            offloads only what checkpointed layers are given, as the option of that name does;
-            ``"legacy"`` the same without streams; ``"disk"`` all to disk; ``"off"`` nothing.
-        kwargs: The trainer's.
+            :func:`pp_offload.activations.get_lora_act_offloading_ctx_manager`, except the model. If
+            the ``TrainingArguments`` have an ``activation_offloading``, it decides whether anything
+            is offloaded; options, True or False here override it. TRL's trainers begin an offload
+            of their own if theirs is True: leave that False, and set this one. axolotl's words are
+            valid in both places: ``"hidden_states"`` offloads only tensors given to checkpointed
+            layers, like the option of that name; ``"legacy"`` offloads without streams; ``"disk"``
+            offloads all to disk; ``"off"`` nothing.
+        kwargs: Further arguments of the trainer.
 
     Raises:
         TypeError: A trainer is before this one among the bases of a class.
-        ValueError: An option is unknown, or its value cannot be right; or what says whether
-            anything is offloaded is neither True nor False, nor one of :data:`MODES`.
+        ValueError: An option is unknown, or its value is invalid; or the choice whether anything is
+            offloaded is neither True nor False, nor one of :data:`MODES`.
 
     Source: axolotl ``ActivationOffloadingMixin``.
     """
@@ -82,13 +82,13 @@ class ActivationOffloadingMixin(TrainerMixin):
         self._offloading = OfModel("activation_offloading", wanted, OPTIONS, _made, MODES)
         self._has_checked = False
         super().__init__(*args, **kwargs)
-        self.activation_offload  # noqa: B018  an error in the options shows now
+        self.activation_offload  # noqa: B018  reports an error in the options now
 
     @property
     def activation_offload(self) -> OffloadActivations | None:
         """Context of the model, with its ``statistics()``; None if nothing is offloaded.
 
-        A model that ``model_init`` makes anew gets a new one.
+        A model that ``model_init`` makes anew has a new context.
         """
         made = self._offloading.prepare(self.args, self.model)  # type: ignore[attr-defined]
         return None if made is None else made[0]
@@ -121,7 +121,7 @@ class ActivationOffloadingMixin(TrainerMixin):
 
 
 def _made(model: Module, options: dict[str, Any], args: Any) -> tuple[OffloadActivations, Figures]:
-    """Make the context of a model, and its figures for logs."""
+    """Make the context of a model, and figures for logs."""
     options["backend"] = options.get("backend") or default_backend(args.device)
     check_flag(ONLY, options.setdefault(ONLY, False))
     make: Any = OffloadHiddenStates if options.pop(ONLY) else get_lora_act_offloading_ctx_manager

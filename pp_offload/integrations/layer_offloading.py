@@ -6,9 +6,9 @@
     trainer.train()
     trainer.layer_offload.peak_parameter_bytes_on_device
 
-The layers are offloaded when the trainer moves its model to the device, before anything is moved,
-so that the device never has all of them, and stay on the host when it moves the model again. Other
-models, such as a reference model, are left alone. Nothing of Hugging Face is imported here.
+Layers are offloaded when the trainer moves its model to the device, before any move, so the device
+never holds all of them; they stay on the host when the trainer moves the model again. Other models,
+such as a reference model, are left alone. This module imports nothing of Hugging Face.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ class LayerOffloadingMixin(TrainerMixin):
     """Mixin for a ``Trainer``, which keeps parameters of layers on the host.
 
     Args:
-        args: The trainer's.
-        layer_offloading: Options of :func:`pp_offload.offload_layers`, apart from the model, where
+        args: Arguments of the trainer.
+        layer_offloading: Options of :func:`pp_offload.offload_layers`, except the model.
             ``layers`` may be left out, for :func:`pp_offload.layers.lists_of_layers`, and
-            ``frozen_only`` is True unless given: the frozen base waits on the host, and what is
-            trained stays on the device. Where the ``TrainingArguments`` have a ``layer_offloading``
-            of their own, that one says whether anything is offloaded; options, True or False here
-            override it.
-        kwargs: The trainer's.
+            ``frozen_only`` is True unless given: the frozen base waits on the host, and trained
+            parameters stay on the device. If the ``TrainingArguments`` have a ``layer_offloading``,
+            it decides whether anything is offloaded; options, True or False here override it.
+            kwargs: Further arguments of the trainer.
 
     Raises:
         TypeError: A trainer is before this one among the bases of a class.
-        ValueError: An option is unknown, or its value cannot be right; or what says whether
-            anything is offloaded is neither True nor False.
+        ValueError: An option is unknown, or its value is invalid; or the choice whether anything is
+            offloaded is neither True nor False.
 
     Source: axolotl ``LayerOffloadingMixin``.
     """
@@ -67,7 +66,7 @@ class LayerOffloadingMixin(TrainerMixin):
 
     def _move_model_to_device(self, model: Module, device: Any) -> None:
         """Offload the layers, and move the rest as the trainer does."""
-        # A trainer moves its model before it has one; then the first that it moves is the model.
+        # A trainer moves its model before it has one; the first model moved is then the trainer's.
         trained = [getattr(self, "model", None), self._layers.model, model]
         if model is next(each for each in trained if each is not None):
             self._layers.prepare(self.args, model)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@
 
 While the module trains, its ``training_step`` runs in an offload; sanity checks, validation, tests
 and prediction do not. The callback acts after strategies have wrapped and sharded the module. Each
-step of the optimizer logs what it moved through the module's own ``log``.
+step of the optimizer logs the bytes that it moved through the module's own ``log``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ActivationOffload(Callback):
             :func:`pp_offload.get_lora_act_offloading_ctx_manager`, such as ``head``.
 
     Raises:
-        ValueError: An option is unknown, cannot be right, or goes with no groups; when training
-            starts, also of a pattern that matches nothing, or a head that is not there.
+        ValueError: An option is unknown, invalid, or given together with groups; when training
+            starts, also if a pattern matches nothing, or the head does not exist.
         TypeError: ``groups`` is no mapping, or ``config`` no :class:`OffloadConfig`.
     """
 
@@ -73,7 +73,7 @@ class ActivationOffload(Callback):
         self._running = ExitStack()
 
     def statistics(self) -> OffloadStatistics | None:
-        """Bytes moved in the last training, and in use; None before the first training."""
+        """Bytes moved in the last training, and bytes in use; None before the first training."""
         return None if self._offload is None else self._offload.statistics()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -9,8 +9,8 @@ or, where a line may change,
     print(patch)
     patch.undo()
 
-Copies then run beside compute and come back ahead of their use, where they ran on the compute
-stream before. No number changes.
+Copies then run beside compute and are reloaded ahead of their use, instead of running on the
+compute stream. No number changes.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError, SavedTensorModifiedError
 
 TRL = "trl.models.activation_offloading"
-"""Module of TRL's ``activation_offloading=True``."""
+"""Module that implements TRL's ``activation_offloading=True``."""
 
 MAX_TENSORS = 5
-"""Number of saved tensors that leave together; fewer leave where a ``save_on_cpu`` ends."""
+"""Number of saved tensors offloaded together; fewer when a ``save_on_cpu`` ends."""
 
 _active: patch | None = None
 
 
 class patch:  # noqa: N801  called as a function is
-    """Have other libraries' offload of activations done by this package, overlapped with compute.
+    """Route other libraries' offload of activations through this package, overlapped with compute.
 
-    It is in place when it is made, until :meth:`undo`, and is a context manager as well.
+    The patch is active from construction until :meth:`undo`, and is a context manager as well.
 
     It replaces ``save_on_cpu``, which transformers, FSDP plugins of accelerate and
     ``torch.distributed``'s ``offload_wrapper`` call; the context that TRL's
-    ``activation_offloading=True`` makes; and what selective checkpoints do for
-    ``CheckpointPolicy.MUST_CPU_OFFLOAD``, which eager PyTorch recomputes.
+    ``activation_offloading=True`` makes; and the handling of
+    ``CheckpointPolicy.MUST_CPU_OFFLOAD`` in checkpoints, which eager PyTorch recomputes.
 
-    ``save_on_cpu`` is ``torch.autograd.graph.save_on_cpu``, whoever imported it, before or after.
+    ``save_on_cpu`` is replaced in ``torch.autograd.graph`` for all importers, before or after.
     TRL is imported if it is installed. Compiled code keeps PyTorch's own.
 
     Args:
-        config: Which tiers, and how much of them, as of :class:`pp_offload.OffloadActivations`. By
-            default tensors stay on the device while it has room.
+        config: Tiers, and limits on them, as of :class:`pp_offload.OffloadActivations`. By default
+            tensors stay on the device while it has room.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
@@ -127,7 +127,7 @@ class patch:  # noqa: N801  called as a function is
         setattr(owner, name, value)
 
     def _replace_everywhere(self, trl: Any) -> None:
-        """Replace TRL's function where it was imported by name, too."""
+        """Replace TRL's function also where it was imported by name."""
         name = "get_act_offloading_ctx_manager"
         original = getattr(trl, name)
         for module in [*sys.modules.values()]:
@@ -141,7 +141,7 @@ class patch:  # noqa: N801  called as a function is
         return context
 
     def statistics(self) -> OffloadStatistics:
-        """Bytes that ``save_on_cpu`` moved and holds. A context of TRL has its own statistics."""
+        """Bytes that ``save_on_cpu`` moved and holds. TRL's contexts have their own statistics."""
         return self._stash.statistics()
 
     def undo(self) -> None:
@@ -203,19 +203,19 @@ _exit = exact_exit(_exit_scope)
 
 OFFLOADS = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 Calls = dict[int, Any]
-"""Outputs of the calls of an operator in a selective checkpoint, by number; a mark, which is a bare
-object, for a call that the recomputation runs again.
+"""Outputs of an operator's calls in a selective checkpoint, by number; for a call that the
+recomputation runs again, a mark, which is a bare object.
 """
 
 
 class _NotedPolicy:
-    """User's policy for selective checkpoints, whose last answer is noted.
+    """User's policy for selective checkpoints; notes its last answer.
 
-    PyTorch recomputes what a policy offloads. :func:`_dispatch` replaces the mark of such a call by
-    its offloaded outputs. Outputs that an operator writes into get their mark back. So do those of
-    operators that drew random numbers, or operators behind them would draw others.
+    PyTorch recomputes outputs that a policy offloads. :func:`_dispatch` replaces the mark of such a
+    call by its offloaded outputs. Outputs that an operator writes into get their mark back, as do
+    those of operators that drew random numbers, because later operators would draw others.
 
-    Methods of PyTorch's mode are replaced and not the mode, for which operators have rules by its
+    Methods of PyTorch's mode are replaced and not the mode, because operators have rules for its
     class.
     """
 
@@ -237,7 +237,7 @@ class _NotedPolicy:
             self._marks.setdefault(storage, []).append((calls, number, mark))
 
     def recompute_written(self, written: Any) -> None:
-        """Put the marks back of all that shares memory with these arguments."""
+        """Restore the marks of all outputs that share memory with these arguments."""
         for storage in _storages(written):
             for calls, number, mark in self._marks.pop(storage, ()):
                 calls[number] = mark
@@ -281,13 +281,13 @@ def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = 
 
 def _exit_mode(self: _Mode, *error: Any) -> Any:
     result = super(_Mode, self).__exit__(*error)
-    if _active is not None:  # behind the mode, or it would see the engine's own operators
+    if _active is not None:  # outside the mode, which would see the engine's own operators
         _active._stash.send()
     return result
 
 
 def _random_state(args: Any) -> list[Tensor]:
-    """The states of the generators that an operator with these arguments may draw from."""
+    """Return the states of the generators that an operator with these arguments may use."""
     return [torch.get_rng_state(), *get_device_states(*tree_leaves(args))[1]]
 
 
@@ -302,10 +302,10 @@ class _Offloaded:
             self._version = value._version
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-        """The output as it was.
+        """Return the output as it was.
 
         Raises:
-            SavedTensorModifiedError: It was changed in place since.
+            SavedTensorModifiedError: The output was changed in place since.
         """
         if not isinstance(self._value, Packed):
             return self._value

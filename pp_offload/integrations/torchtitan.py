@@ -8,8 +8,8 @@
         return config
 
 A model spec names the function that cuts a model into stages, has them checkpointed, compiled and
-sharded, and makes a schedule of them. ``with_offload`` attaches that schedule, so groups are marked
-on what trains. Parameters may be on the meta device then: every step looks at what they are.
+sharded, and makes their schedule. ``with_offload`` attaches that schedule, so groups are marked on
+the trained modules. Parameters may be on the meta device then: every step reads them anew.
 
 Without a pipeline, ``OffloadAC`` recomputes each block and keeps only the block's inputs, on the
 host: ``config.activation_checkpoint = OffloadAC.Config()``.
@@ -49,7 +49,7 @@ def with_offload(
 
     Args:
         spec: The ``model_spec`` of a ``Trainer.Config``.
-        groups: As of :func:`pp_offload.attach`. Names are those of the whole model: a stage keeps
+        groups: Groups as of :func:`pp_offload.attach`, with names in the whole model: a stage keeps
             them. None if the model marks its groups itself.
         config: Options; those of the current manager when None.
 
@@ -90,9 +90,9 @@ def with_offload(
 
 
 class OffloadAC(FullAC):
-    """Recompute each block in backward, as ``FullAC``; the inputs of a block go to the host.
+    """Recompute each block in backward, as ``FullAC`` does; offload the block's inputs to the host.
 
-    Statistics are those of any block: ``model.layers["0"].recompute.stash.statistics()``.
+    Read statistics at any block: ``model.layers["0"].recompute.stash.statistics()``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -100,10 +100,10 @@ class OffloadAC(FullAC):
         """Options of ``FullAC``, without ``debug``, and of the offload."""
 
         min_offload_size: int = 1024
-        """Bytes below which tensors stay on the device."""
+        """In bytes. Smaller tensors stay on the device."""
 
         offload: Annotated[OffloadConfig, tyro.conf.Suppress] = field(default_factory=OffloadConfig)
-        """Tiers and their limits. Set in a config registry, not on the command line."""
+        """Tiers and limits on them. Set in a config registry, not on the command line."""
 
     def _wrap_block(self, module: Module, *, base_fqn: str | None = None) -> Module:
         if self.config.debug:
@@ -117,8 +117,8 @@ class OffloadAC(FullAC):
             determinism_check=self.config.determinism_check,
         )
         block.register_forward_pre_hook(_refuse_capture)
-        # torchtitan compiles what is in the place of the block, as one graph. A checkpoint that
-        # offloads cannot be in a graph, so it calls a compiled block.
+        # torchtitan compiles the object in the block's place as one graph. An offloading
+        # checkpoint cannot be in a graph, so it calls a compiled block.
         block.compile = module.compile  # type: ignore[method-assign]
         return block
 

@@ -1,8 +1,8 @@
-"""Common parts of the mixins for a ``Trainer`` of Hugging Face, of which nothing is imported here.
+"""Common parts of the mixins for Hugging Face's ``Trainer``; nothing of it is imported here.
 
 class MyMixin(TrainerMixin): ...                          # before the trainer among bases
 offload = OfModel("my_offloading", wanted, OPTIONS, make)
-offload.prepare(trainer.args, trainer.model)              # None where nothing is offloaded
+offload.prepare(trainer.args, trainer.model)              # None if nothing is offloaded
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Made = TypeVar("Made")
 
 
 class TrainerMixin:
-    """Base of mixins, which have to come before the trainer among the bases of a class."""
+    """Base of mixins, which must come before the trainer among the bases of a class."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -35,7 +35,7 @@ class TrainerMixin:
 
 
 class OfModel(Generic[Made]):
-    """Offload of the model that a trainer has now, as its user and its arguments choose.
+    """Offload of a trainer's current model, as its user and its arguments choose.
 
     Args:
         name: Name of the choice, which the trainer's arguments may have as well.
@@ -65,11 +65,11 @@ class OfModel(Generic[Made]):
             self._options_of(name, wanted)
 
     def prepare(self, args: Any, model: Module | None) -> Made | None:
-        """Return the offload of a model, and make it unless that was done.
+        """Return the offload of a model; make it for a new model.
 
         Raises:
-            ValueError: The choice is neither True nor False nor a word nor, unless it is that of
-                the trainer's arguments, options; or an option is unknown.
+            ValueError: The choice is neither True nor False nor a word nor, unless it is in the
+                trainer's arguments, a mapping of options; or an option is unknown.
         """
         name, chosen = self._name, self._wanted
         if chosen is None:
