@@ -1,4 +1,4 @@
-"""Options of the engine, in one frozen record that is checked as a whole.
+"""Options of the engine, in a frozen record that is checked as a whole.
 
 OffloadConfig(host_budget_bytes=64 * 2**30)
 OffloadConfig.from_dict({"host_budget_bytes": "64GiB"})
@@ -32,13 +32,13 @@ TIERS = ["host", "disk"]
 """Names of all tiers. :func:`add_tier_name` adds another."""
 
 CHOICES = {"split_backward": ("reload", "keep"), "rematerialize": ("cheap", "none")}
-"""Values of the options that are one of two words."""
+"""Values of the options that take a word."""
 
 AUTO = "auto"
 """Value of an option that the engine chooses."""
 
 WHAT_STAYS = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
-"""Options that say which groups stay, where neither a plan nor a limit does."""
+"""Options that decide which groups stay, unless a plan or a limit does."""
 
 ENV_PREFIX = "PP_OFFLOAD_"
 """Prefix of the variables that :meth:`OffloadConfig.from_env` reads."""
@@ -93,8 +93,8 @@ class OffloadConfig:
             None means no limit: all groups are offloaded, as on a CPU.
 
             A plan, an ``activation_offload_fraction`` below 1 and
-            ``delta_offload_bytes_across_pp_ranks`` say themselves what stays. With one of them
-            there is no limit, and this option must be ``"auto"`` or None.
+            ``delta_offload_bytes_across_pp_ranks`` decide themselves which groups stay. With one of
+            them there is no limit, and this option must be ``"auto"`` or None.
 
             The engine keeps the limit by offloading groups. It never refuses memory: if the device
             needs more although all groups are offloaded, one warning says how much.
@@ -145,7 +145,7 @@ class OffloadConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Make options of a file's content.
+        """Make options from a file's content.
 
         Args:
             options: Options by name. Bytes may be sizes (``"8GiB"``), tuples may be lists, and any
@@ -160,7 +160,7 @@ class OffloadConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Make options of environment variables: ``PP_OFFLOAD_`` and the name in capitals.
+        """Make options from environment variables: ``PP_OFFLOAD_`` and the name in capitals.
 
         ``PP_OFFLOAD_TIERS=host,disk``, ``PP_OFFLOAD_PREFETCH_BYTES=2GiB``, ``PP_OFFLOAD_VERIFY=1``.
         The variables have no effect unless this is called.
@@ -169,7 +169,7 @@ class OffloadConfig:
             environ: Variables by name; those of the process when None.
 
         Raises:
-            ConfigError: The error lists every violation, and variables that are no option.
+            ConfigError: The error lists every violation, and unknown variables.
         """
         texts = {
             name.removeprefix(ENV_PREFIX).lower(): text
@@ -182,7 +182,7 @@ class OffloadConfig:
             raise type(failure)(f"in variables {ENV_PREFIX}...: {failure}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Make plain values that JSON can hold; :meth:`from_dict` makes an equal record of them."""
+        """Return plain values for JSON; :meth:`from_dict` makes an equal record of them."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["tiers"] = list(self.tiers)
         values["plan"] = self.plan.to_dict() if isinstance(self.plan, OffloadPlan) else self.plan
@@ -196,7 +196,7 @@ class OffloadConfig:
 
     @property
     def limit(self) -> int | str | None:
-        """Limit on device bytes; None where other options say what stays."""
+        """Limit on device bytes; None if other options decide which groups stay."""
         says_what_stays = self.plan is not None or self._says_what_stays()
         return None if says_what_stays else self.device_limit_bytes
 
@@ -276,7 +276,7 @@ def _unit(name: str) -> str:
 
 
 def _converted(name: object, value: Any) -> Any:
-    """Convert a value of a file or a variable. A wrong value stays, and the record refuses it."""
+    """Convert a value of a file or a variable. The record refuses a wrong value later."""
     if isinstance(value, list):
         return tuple(value)
     if name == "plan" and isinstance(value, Mapping):

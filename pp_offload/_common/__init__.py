@@ -1,1 +1,1 @@
-"""Checks of arguments, processes, threads and other things that every folder needs."""
+"""Checks of arguments, processes, threads and other helpers for every folder."""

@@ -1,8 +1,8 @@
-"""Checks of arguments, with the same words wherever a user gives one.
+"""Checks of arguments, with the same words for every public function.
 
-Each message says what was found, what was expected and, where it is not plain, what to do. A wrong
-number or flag is a ``ValueError``, an object of another class a ``TypeError``. Checks come before
-anything is changed.
+Each message says what was found, what was expected and, unless it is plain, what to do. A wrong
+number or flag is a ``ValueError``, an object of another class a ``TypeError``. Check before
+changing anything.
 
     check_count("num_slices", num_slices, least=1)
     check_kind("model", model, Module, "an nn.Module")
@@ -191,10 +191,10 @@ def near(name: object, names: Sequence[str]) -> str:
 
 
 def check_known(options: Iterable[object], names: Sequence[str], of: str = "") -> None:
-    """Check names of options; ``of`` has these options, for the message.
+    """Check names of options; the message names their owner ``of``.
 
     Raises:
-        ValueError: There is no such option; the message proposes near names.
+        ValueError: An option does not exist; the message proposes near names.
     """
     if unknown := [f"{name!r}{near(name, names)}" for name in options if name not in names]:
         whose = f"{of} has " if of else ""

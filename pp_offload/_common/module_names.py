@@ -1,9 +1,9 @@
-"""Modules of a model that a pattern of names matches, whatever wraps them.
+"""Modules of a model whose names match a pattern, with or without wrappers.
 
     matching(model, "layers.*.mlp")  # ["layers.0._checkpoint_wrapped_module.mlp", ...]
 
-Checkpoints, compilers and parallel wrappers put a part of their own into the names of modules. A
-pattern may leave out these parts, or have them as in ``named_modules()``.
+Checkpoints, compilers and parallel wrappers add a part to the names of modules. A pattern may omit
+these parts, or contain them as in ``named_modules()``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Collection, Sequence
 from torch.nn import Module
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"})
-"""Names under which wrappers of PyTorch hold the wrapped module."""
+"""Names under which PyTorch's wrappers hold the wrapped module."""
 
 
 def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
-    """Names of the modules that match a pattern.
+    """Return the names of the modules that match a pattern.
 
-    A pattern that leaves out all wrappers' parts matches the wrapper, not the module inside.
+    A pattern without the wrappers' parts matches the wrapper, not the module inside.
     """
     wanted = [pattern.split(".") for pattern in listed(patterns)]
     names = [name for name, _ in model.named_modules() if name]
@@ -28,7 +28,7 @@ def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
 
 
 def listed(patterns: str | Collection[str]) -> list[str]:
-    """Patterns as a list."""
+    """Return patterns as a list."""
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 

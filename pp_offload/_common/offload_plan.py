@@ -1,4 +1,4 @@
-"""Plan of a run: what each rank keeps, offloads and recomputes; and the file of a plan.
+"""Plan of a run: what each rank keeps, offloads and recomputes; and the plan's file.
 
     plan = OffloadPlan.load("plan.json")
     plan.ranks[0].stages[0][3].keeps
@@ -46,13 +46,13 @@ class PlannedGroup:
     name: str
 
     nbytes: int
-    """Bytes that an offload of the group moves. A group with other bytes is not the planned one."""
+    """Bytes that an offload of the group moves. A group with other bytes is not planned."""
 
     keeps: bool
     """True if the group stays on the device."""
 
     def is_it(self, name: str, nbytes: int) -> bool:
-        """Return whether a group at this place of the stage is the planned one."""
+        """Whether a group at this place of the stage is the planned one."""
         return (self.name, self.nbytes) == (name, nbytes)
 
 
@@ -65,7 +65,7 @@ class RankPlan:
 
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of layers that backward recomputes whole, by virtual stage; for
-    :func:`pp_offload.recompute_layers`. These layers have no groups.
+    :func:`pp_offload.recompute_layers`. Recomputed layers have no groups.
     """
 
     peak_bytes: int = 0
@@ -74,7 +74,7 @@ class RankPlan:
     host_peak_bytes: int = 0
 
     seconds: float = 0.0
-    """Time from the begin of the step until compute of the rank has ended."""
+    """Time from the begin of the step until the rank's compute has ended."""
 
     busy_s: float = 0.0
     """Part of ``seconds`` in which compute works."""
@@ -89,26 +89,26 @@ class RankPlan:
     """Time that the copies to the host take."""
 
     on_demand_reloads: int | None = None
-    """Payloads that come only when backward is at their group; None in an older file."""
+    """Payloads reloaded only when backward reaches their group; None in an older file."""
 
     optimizer_bytes: int = 0
     """Part of the peak that is the optimizer's state; 0 without an optimizer."""
 
     max_in_flight_bytes: int | None = None
-    """Option of this name, for this rank; None where the engine is to choose."""
+    """Option ``max_in_flight_bytes`` of this rank; None if the engine chooses."""
 
     prefetch_bytes: int | None = None
-    """Option of this name, for this rank; None where the engine is to choose."""
+    """Option ``prefetch_bytes`` of this rank; None if the engine chooses."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """Bounds on bytes in flight and on bytes ahead; None where the engine is to choose."""
+        """Bounds on bytes in flight and on bytes ahead; None if the engine chooses."""
         if self.max_in_flight_bytes is None or self.prefetch_bytes is None:
             return None
         return self.max_in_flight_bytes, self.prefetch_bytes
 
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
-        """Names of the layers that a virtual stage recomputes."""
+        """Return the names of the layers that a virtual stage recomputes."""
         return self.recomputed[vp_stage] if vp_stage < len(self.recomputed) else ()
 
 
@@ -120,7 +120,7 @@ class OffloadPlan:
     """Model, schedule and device, in words."""
 
     limit_bytes: int
-    """Limit that no device's peak is above."""
+    """Limit on the peak of each device."""
 
     seconds: float
     """Time of a step by this plan."""
@@ -131,8 +131,8 @@ class OffloadPlan:
     ranks: tuple[RankPlan, ...]
 
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Options the plan was made with, by name, which the run needs as well: those of
-    :class:`pp_offload.OffloadConfig` that are not the default, ``num_microbatches`` and
+    """Options the plan was made with, by name, which the run needs, too: fields of
+    :class:`pp_offload.OffloadConfig` that differ from the default, ``num_microbatches`` and
     ``schedule``. Empty in an older file.
     """
 
@@ -156,7 +156,7 @@ class OffloadPlan:
     def recomputed_by_stage(
         self, stages_of: Callable[[int], Sequence[int]]
     ) -> dict[int, tuple[str, ...]]:
-        """Names of the layers that are recomputed, by stage of the pipeline.
+        """Return the names of recomputed layers, by stage of the pipeline.
 
         Args:
             stages_of: Numbers of the stages of a rank, in the order of its virtual stages.
@@ -168,15 +168,15 @@ class OffloadPlan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Make plain values that JSON can hold; :meth:`from_dict` makes an equal plan of them."""
+        """Return plain values for JSON; :meth:`from_dict` makes an equal plan of them."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """Make a plan of what :meth:`to_dict` has given.
+        """Make a plan from the result of :meth:`to_dict`.
 
         Raises:
-            ConfigError: The content is something else.
+            ConfigError: The content is no plan.
         """
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             actual = content.get("format") if isinstance(content, Mapping) else content
@@ -195,7 +195,7 @@ class OffloadPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read the plan of a file.
+        """Read a plan from a file.
 
         Raises:
             ConfigError: The file holds no plan.
@@ -204,7 +204,7 @@ class OffloadPlan:
         with open(path, encoding="utf-8") as file:
             try:
                 return cls.from_dict(json.load(file))
-            except ValueError as failure:  # also of a file that is no text, such as a trace
+            except ValueError as failure:  # also of a binary file, such as a trace
                 how = "" if isinstance(failure, ConfigError) else f"; {HOW}"
                 raise ConfigError(f"{os.fspath(path)} holds no plan: {failure}{how}") from failure
 
@@ -220,7 +220,7 @@ class OffloadPlan:
 
 
 def _plain(record: type, content: Any) -> dict[str, Any]:
-    """Check the fields of a record whose types are in :data:`KINDS`. Older files lack some."""
+    """Check the fields of a record with types in :data:`KINDS`. Older files lack some fields."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"found {said(content)} in place of values by name; {HOW}")
     values = {}

@@ -30,11 +30,11 @@ class Operator:
 
     Attributes:
         label: Name of the overload.
-        is_view: Whether it only makes another view, or turns its argument into one.
+        is_view: Whether it only makes another view, or turns its argument into a view.
         is_allocation: Whether it only allocates memory, without writing it.
-        only_writes: Whether it does not read the tensor that it writes in place, as a copy.
-        takes_rows: Whether it reads only the rows that another tensor names.
-        may_depend_on_data: Whether its result, or the size of it, may depend on values of tensors.
+        only_writes: Whether it writes a tensor in place without reading it, as a copy does.
+        takes_rows: Whether it reads only the rows that another tensor selects.
+        may_depend_on_data: Whether its result, or the result's size, may depend on tensors' values.
     """
 
     def __init__(self, func: Any) -> None:
@@ -59,7 +59,7 @@ class Operator:
                 self._parameters.append((index, argument.name, kind))
 
     def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, str]]:
-        """Arguments whose bytes the operator touches, each with ``read`` or ``write``."""
+        """Return arguments whose bytes the operator touches, each with ``read`` or ``write``."""
         num = len(args)
         return [
             (args[index] if index < num else kwargs.get(name), kind)
@@ -68,4 +68,4 @@ class Operator:
 
 
 operator = cache(Operator)
-"""Facts of an overload, made once: every operation of a program asks for them."""
+"""Return facts of an overload, made once: every operation of a program needs them."""

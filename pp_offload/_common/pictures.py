@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 
 WIDTH_INCHES, DOTS_PER_INCH = 8.0, 150
-"""Width of a page on a code host, and dots enough for a sharp screen."""
+"""Width of a page on a code host, and enough dots for a sharp screen."""
 
-# Colours of Okabe and Ito, and a ninth of Tol, which colour-blind people tell apart.
+# Colours of Okabe and Ito, and a ninth of Tol, which colour-blind people can distinguish.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, YELLOW = "#0072B2", "#D55E00", "#CC79A7", "#F0E442"
 WINE, GREY, FAINT, WHITE = "#882255", "#BBBBBB", "#DDDDDD", "#FFFFFF"
@@ -36,7 +36,7 @@ DEVICE, HOST = BLACK, ORANGE
 LEGEND_ABOVE: dict[str, Any] = dict(
     loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False
 )
-"""Place of a legend above its axes, where nothing is drawn."""
+"""Position of a legend above its axes, where nothing is drawn."""
 
 NEEDS = "a picture needs matplotlib, which is not installed; pip install matplotlib"
 
@@ -65,7 +65,7 @@ def check_format(path: str | os.PathLike[str]) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture, without its date: the same picture is the same file each time.
+    """Write a picture, without its date: an unchanged picture gives the same file.
 
     Raises:
         OSError: The file cannot be written.

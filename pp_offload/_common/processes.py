@@ -1,6 +1,6 @@
-"""The current process. Threads, copies under way and open files do not follow a fork.
+"""The current process. Threads, copies in flight and open files do not follow a fork.
 
-An object that owns such things notes :func:`current`, and calls :func:`check` before each use.
+Owners of such resources note :func:`current`, and call :func:`check` before each use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> int:
-    """Number of this process."""
+    """Return the number of this process."""
     return HERE[0]
 
 
@@ -42,7 +42,7 @@ def _name_rank(record: logging.LogRecord) -> bool:
 
 
 def check(owner: int, what: str) -> None:
-    """Check that this is process ``owner``, which alone can use ``what``.
+    """Check that this is process ``owner``, which alone may use ``what``.
 
     Raises:
         ForkedError: This is another process.

@@ -24,17 +24,17 @@ _TYPED = {
     for unit, nbytes in (UNITS | _LETTERS).items()
     for typed in (unit, unit.lower(), unit.upper())
 }
-"""Units as users type them. ``G`` is GiB, as in schedulers and containers; ``Gb`` would be bits."""
+"""Units as users type them. ``G`` is GiB, as in schedulers and containers; ``Gb`` means bits."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
-    """Return the bytes of a number with or without a unit; None if ``text`` is none.
+    """Return the bytes of a number with or without a unit; None if ``text`` is not a size.
 
     Args:
         text: A number, and possibly a unit.
-        is_rounded: Round a part of a byte down, as of 0.95GiB, in place of None.
+        is_rounded: Round a fraction of a byte down, as of 0.95GiB, instead of returning None.
     """
     match = _SIZE.fullmatch(text)
     unit = _TYPED.get(match[2] or "B") if match else None
@@ -58,12 +58,12 @@ def size_said(nbytes: int, *, is_least: bool = False) -> str:
 
 
 def size_cell(nbytes: int, unit: str = "GiB", digits: int = 2, *, is_least: bool = False) -> str:
-    """Format bytes in the unit of a table's column; with a unit where that would read 0.
+    """Format bytes in the unit of a table's column; if that would read 0, with another unit.
 
     Args:
         nbytes: Number of bytes.
         unit: Unit in the head of the column.
-        digits: Digits behind the point.
+        digits: Digits after the point.
         is_least: Round up, so that a user who types the text has enough.
     """
     if 0 < nbytes < UNITS[unit] / 10**digits:

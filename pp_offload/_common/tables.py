@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows, of which the first is the head. The first column is flush left."""
+    """Format rows; the first is the head. The first column is flush left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for first, *later in rows:

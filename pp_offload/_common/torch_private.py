@@ -2,12 +2,12 @@
 
     from pp_offload._common.torch_private import tree_leaves, use_count
 
-PyTorch promises nothing about a private name. Where the installed torch lacks one, the import of
-this module fails and names it. A test looks for private names that are used elsewhere.
+PyTorch promises nothing about a private name. If the installed torch lacks one, the import of this
+module fails and names it. A test finds private names that are used elsewhere.
 
 NOTE [ Attributes of objects ]
-    Private attributes such as ``tensor._version`` are read many times per saved tensor, so they are
-    read where they are needed. The test of this module lists them, with private operators.
+    Private attributes such as ``tensor._version`` are read many times per saved tensor, so modules
+    read them directly. The test of this module lists them, with private operators.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 F = TypeVar("F", bound=Callable[..., Any])
 
 SEEN = ("2.10.0", "2.13.0", "2.14.1")
-"""Releases of torch in which every name below was looked up; ``docs/versions.md`` says which tests
-were run there.
+"""Releases of torch in which every name below was looked up; ``docs/versions.md`` lists the tests
+run there.
 """
 
 try:
@@ -67,7 +67,7 @@ try:
     forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
     """Forward pre-hooks of all modules, in order."""
 
-    # What ``torch.accelerator`` calls, without its Python: each saved tensor needs these.
+    # Functions behind ``torch.accelerator``, without its Python: each saved tensor needs these.
     accelerator_device: Callable[[], int] = torch._C._accelerator_getDeviceIndex
     accelerator_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
     """Nested statistics; ``torch.accelerator.memory_stats`` takes seven times as long."""
@@ -90,7 +90,7 @@ try:
     """Types of the autograd nodes of torch's own operators, by name."""
 
     graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-    """Number of the backward that runs on this thread; -1 outside."""
+    """Number of the backward that runs on this thread; -1 outside a backward."""
 
     queue_callback = Variable._execution_engine.queue_callback
     """Calls a function when the running backward has ended."""
@@ -125,19 +125,19 @@ def never_compiled(function: F) -> F:
 
     Does what ``torch.compiler.disable`` does, without a wrapper that each call would go through.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where a graph has a call
-    _set_strategy(function.__code__, _SKIP)  # type: ignore[attr-defined]  # and where it is called
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a call inside a graph
+    _set_strategy(function.__code__, _SKIP)  # type: ignore[attr-defined]  # and for a direct call
     return function
 
 
 def is_profiling() -> bool:
-    """Return whether ``torch.profiler`` runs now."""
+    """Whether ``torch.profiler`` runs now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def records_operators() -> bool:
-    """Return whether operators that run now join a graph, as by ``make_fx`` or TorchScript."""
-    # All in C, because every group asks.
+    """Whether operators that run now join a graph, as by ``make_fx`` or TorchScript."""
+    # All in C, because every group calls this.
     if _mode(_RECORDS) is not None or _is_included(DispatchKey.PreDispatch):
         return True
     return _is_tracing()
@@ -149,8 +149,8 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 def end_checkpoints(failure: BaseException | None) -> None:
     """End the checkpoints whose forward raised ``failure``, innermost first.
 
-    Torch 2.13 does so itself. An older checkpoint leaves its hooks on the stack until the traceback
-    is freed; its generator then pops the top of the stack, which may be another's hooks.
+    Torch 2.13 ends them itself. An older checkpoint leaves its hooks on the stack until the
+    traceback is freed; its generator then pops the top, which may hold another's hooks.
     """
     trace = None if failure is None else failure.__traceback__
     frames = [frame for frame, _ in walk_tb(trace) if frame.f_code is _CHECKPOINT]
@@ -175,9 +175,9 @@ def schedule_of_csv(path: str, stages: list[Any], num_microbatches: int, loss_fn
 
 
 def knows_sizes(stage: Any) -> bool:
-    """Have a stage take the sizes of the samples it was given; False if it does so by itself.
+    """Have a stage read the sizes of the samples it was given; False if it does so itself.
 
-    Torch 2.10 does so by itself.
+    Torch 2.10 stages do.
     """
     from torch.distributed.pipelining import _utils
 
@@ -189,14 +189,14 @@ def knows_sizes(stage: Any) -> bool:
 
 
 def default_store() -> Store:
-    """The store that the ranks of the default process group have met in."""
+    """Return the store at which the ranks of the default process group have met."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def prepare_stage(stage: Any, num_microbatches: int) -> None:
-    """Do what a schedule does to a stage in its first step, where all sizes are known.
+    """Prepare a stage as a schedule does in its first step, where all sizes are known.
 
     Args:
         stage: A ``PipelineStage`` that was given samples of its inputs and outputs.

@@ -5,20 +5,20 @@
     piece.result()                  # returns what work returned, or raises what it raised
 
 The threads are daemons, so a process may end while they work. They start when first needed and end
-with their queue. A forked process has none of them and starts its own.
+with their queue. A forked process inherits no threads and starts its own.
 
 NOTE [ Signals and threads ]
     A signal handler may raise between any two lines of the main thread, also inside
     ``threading.Event`` and ``Condition``, which then keep their lock forever. So each waiter has a
-    lock of its own, which is C. Threads whose start was interrupted keep an empty queue, and the
-    next call starts others.
+    lock of its own, which is written in C. Threads whose start was interrupted keep an empty queue,
+    and the next call starts others.
 
 NOTE [ Threads inside torch ]
     Torch gives up the interpreter's lock where it copies or frees a tensor. Python ends a daemon
     that takes this lock again while the process ends, and C++ then aborts the process. So threads
-    enter torch through :func:`inside_torch`, and the exit waits until all have come out and locks
+    enter torch through :func:`inside_torch`, and the exit waits until all have left, and locks
     these doors. A door is reentrant, because a finalizer of the same thread may call torch, too.
-    Elsewhere a thread may be ended anywhere: a thread that is stuck on a disk holds up no exit.
+    Elsewhere a thread may be ended anywhere: a thread stuck on a disk delays no exit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _nothing = nullcontext()
 
 
 def inside_torch() -> AbstractContextManager[object]:
-    """Context for work of a thread that calls torch or releases tensors."""
+    """Return a context for work of a thread that calls torch or releases tensors."""
     return getattr(_here, "door", _nothing)
 
 
@@ -64,12 +64,12 @@ os.register_at_fork(after_in_child=_doors.clear)  # the threads do not follow
 
 
 def is_worker() -> bool:
-    """Return whether the current thread is one of :class:`Workers`."""
+    """Whether the current thread belongs to :class:`Workers`."""
     return hasattr(_here, "door")
 
 
 class Piece:
-    """A piece of work for a thread, which others may wait for."""
+    """A piece of work for a thread; other threads may wait for its end."""
 
     __slots__ = ("__weakref__", "_has_ended", "_owner", "_value", "_waiters", "_work", "failure")
 
@@ -96,7 +96,7 @@ class Piece:
         self._end()
 
     def call_off(self) -> bool:
-        """End the piece without doing the work; returns False if the work has begun."""
+        """End the piece without doing the work; return False if the work has begun."""
         try:
             self._work.pop()
         except IndexError:
@@ -110,7 +110,7 @@ class Piece:
             waiter.release()
 
     def done(self) -> bool:
-        """Return whether the work has ended, well or not."""
+        """Whether the work has ended, successfully or not."""
         return self._has_ended
 
     def wait(self) -> None:
@@ -148,7 +148,7 @@ class Workers:
 
     Args:
         name: Name of the threads.
-        num_threads: Most pieces under way at once. They begin in the order of the queue.
+        num_threads: Most pieces in progress at a time. They begin in the order of the queue.
         keep: An object that the threads refer to until they end.
     """
 
@@ -185,14 +185,14 @@ class Workers:
         return piece
 
     def queue(self, piece: Piece) -> None:
-        """Queue a piece. A caller that is interrupted inside must call the piece off."""
+        """Queue a piece. A caller interrupted inside must call the piece off."""
         _check_not_closed()
         if self._owner != current():
             self._begin()
         self._queue.put(piece)
 
     def shutdown(self) -> None:
-        """Finish what is queued, and end the threads. A second call does nothing."""
+        """Finish the queued work, and end the threads. A second call does nothing."""
         if self._owner == current():
             self._owner = None
             self._queue.put(self._end)
@@ -206,6 +206,6 @@ def _serve(queue: SimpleQueue[Any], end: object, keep: object) -> None:
     while (piece := queue.get()) is not end:
         piece.run()
         with door:
-            del piece  # else it would live until the next piece comes
+            del piece  # otherwise it would live until the next piece
     _doors.remove(door)
     queue.put(end)  # for the next thread
