@@ -12,9 +12,9 @@ A whole pipeline, each rank on such a device:
     step = run_pipeline(order, Modules(stages, example=x, loss_fn=loss_fn), DEVICES["H100"])
 
 NOTE [ Three devices ]
-    The simulated device asks whether an order is missing, the emulated one whether PyTorch's own
-    streams are used right, and this one what it costs. Nothing is computed here, so no value is
-    ever right or wrong.
+    The simulated device finds missing orders, the emulated one finds wrong use of PyTorch's own
+    streams, and this one measures cost. Nothing is computed here, so no value is ever right or
+    wrong.
 """
 
 from __future__ import annotations

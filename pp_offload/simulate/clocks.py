@@ -1,7 +1,7 @@
 """Clocks of the host and of streams. Times are in seconds since the device was made.
 
-Work gets its begin and its end when it is launched, since whatever it waits for was launched before
-and has its times already. So nothing ever runs, and there is no queue of events to come.
+Work receives its begin and end when it is launched, because all work it waits for was launched
+before and has its times. So nothing ever runs, and there is no queue of future events.
 
     host = HostClock(hardware)
     compute, d2h = VirtualStream(host), VirtualStream(host)
@@ -19,7 +19,7 @@ from pp_offload.simulate.hardware import Hardware
 
 
 class HostClock:
-    """Clock of the host, which launches work and goes on. ``now_s`` is its time."""
+    """Clock of the host, which launches work without waiting. ``now_s`` is its time."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.now_s = 0.0
@@ -58,18 +58,18 @@ class VirtualEvent:
     def synchronize(self) -> None:
         self._host.wait_until(self.time_s)
 
-    done, result = query, synchronize  # as of the future of a disk's thread
+    done, result = query, synchronize  # names of the future of a disk's thread
 
 
 class VirtualStream:
     """Stream with a clock, which runs work in order.
 
     Attributes:
-        free_at_s: When all work launched so far has ended.
-        busy_s: How long the stream worked.
-        stalled_s: How long work that the host had launched waited for other streams.
-        listeners: Called for each work, with three times: when nothing but other streams kept it
-            waiting, when it begins, and when it ends.
+        free_at_s: Time at which all work launched so far has ended.
+        busy_s: Time in which the stream worked.
+        stalled_s: Time in which launched work waited for other streams.
+        listeners: Called for each work, with three times: when only other streams delayed it, when
+            it begins, and when it ends.
     """
 
     def __init__(self, host: HostClock) -> None:
@@ -86,7 +86,7 @@ class VirtualStream:
     def launch_until(self, end_s: Callable[[float], float]) -> float:
         """Launch work whose end depends on its begin, and return its end.
 
-        Where the queue of launches is full, the host waits for room first.
+        If the queue of launches is full, the host waits for room first.
         """
         host, queue = self._host, self._queued_ends_s
         host.now_s += host.hardware.launch_s
@@ -105,15 +105,15 @@ class VirtualStream:
         return self.free_at_s
 
     def wait_event(self, event: Any) -> None:
-        """Let nothing launched from now on begin before ``event``."""
+        """Delay all work launched from now on until ``event``."""
         self.wait_until(event.time_s)
 
     def wait_until(self, time_s: float) -> None:
-        """Let nothing launched from now on begin before ``time_s``."""
+        """Delay all work launched from now on until ``time_s``."""
         self._may_begin_s = max(self._may_begin_s, time_s)
 
     def wait_stream(self, other: VirtualStream) -> None:
-        """Let nothing launched from now on begin before all that ``other`` has now."""
+        """Delay all work launched from now on until all work that ``other`` has now ended."""
         self.wait_until(other.ready_at_s)
 
     @property

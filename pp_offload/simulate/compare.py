@@ -23,7 +23,7 @@ from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
 
 WORTH_A_WORD = 0.02
-"""Part by which a step must be longer with offload to be named."""
+"""Least relative increase of a step's time by offload that is reported."""
 
 HEAD = (
     *("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with"),
@@ -38,15 +38,15 @@ for: the rank that it waited for longest."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """Costs of a step without offload and of one with it."""
+    """Costs of a step without offload and of a step with it."""
 
     without: PipelineStep
     with_offload: PipelineStep
     limit_bytes: int | None = None
-    """Limit of the plan that was followed; None without one."""
+    """Limit of the followed plan; None without a plan."""
 
     caution: str = ""
-    """State of an optimizer that the plan counts and the run lacks, or the other way round."""
+    """Warning if only one of plan and run counts the state of an optimizer."""
 
     def table(self, memory_bytes: int) -> str:
         """Format a row for each rank.
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def above_the_limit(self) -> dict[int, int]:
-        """Bytes of each rank above the limit of the plan, if it is above."""
+        """Return the bytes above the plan's limit, for each rank above it."""
         limit_bytes, ranks = self.limit_bytes, enumerate(self.with_offload.ranks)
         if limit_bytes is None:
             return {}
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def worse(self) -> list[str]:
-        """Sentences about a longer step and higher peaks with offload than without."""
+        """Return sentences about a longer step and higher peaks with offload than without."""
         longer = self.with_offload.seconds / self.without.seconds - 1
         ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
         higher = [
@@ -102,7 +102,7 @@ class Comparison:
         return f"{limit}, and no rank is above it."
 
     def figures(self) -> dict[str, Any]:
-        """Plain values, for a file."""
+        """Return plain values for a file."""
         notes = {"limit_bytes": self.limit_bytes, "caution": self.caution or None}
         return {name: value for name, value in notes.items() if value is not None} | {
             name: {
@@ -128,17 +128,17 @@ def compare(
     progress: Callable[[str], Progress | None] | None = None,
     trace: Watcher | None = None,
 ) -> Comparison:
-    """Run a step without offload and one with it.
+    """Run a step without offload and a step with it.
 
     Args:
-        order, work, hardware, peers: As for :func:`run_pipeline`.
-        config: Of the run with offload.
-        progress: Given the name of a run, returns what is called after each of its actions.
+        order, work, hardware, peers: See :func:`run_pipeline`.
+        config: Options of the run with offload.
+        progress: Given the name of a run, returns the callback for each of its actions.
         trace: Records the run with offload.
     """
 
     # The engine derives its plan from a first step, which a run without offload does not need. But
-    # the state of an optimizer is there from the end of the first step on.
+    # the state of an optimizer exists from the end of the first step on.
     num_steps = 2 if isinstance(work, Modules) and work.optimizer is not None else 1
     names = "without offload", "with offload"
     watch = [None if progress is None else progress(name) for name in names]
@@ -186,6 +186,6 @@ def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> t
 
 
 def _figures(rank: RankStep) -> dict[str, Any]:
-    """Make figures of all fields but the bounds, which are options."""
+    """Return all fields but the bounds, which are options."""
     figures = {name: value for name, value in asdict(rank).items() if name != "bounds"}
     return figures | {"waits_most_for": rank.waits_most_for}

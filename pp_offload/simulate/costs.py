@@ -1,4 +1,4 @@
-"""Times of operators: measured, or by the roofline of operations and bytes touched.
+"""Times of operators: measured, or from a roofline of operations and bytes touched.
 
     outputs, seconds = OperatorCosts(hardware).run(func, args, kwargs)
 
@@ -32,7 +32,7 @@ MAX_CALLS = 10_000
 """Bound on calls in the cache, for programs whose sizes never repeat."""
 
 Measured = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
-"""Given an overload, its arguments, those by name and its outputs; seconds, or None."""
+"""Given an overload, its arguments, its named arguments and its outputs; seconds, or None."""
 
 OperatorSeconds = Mapping[OpOverload[..., Any] | OpOverloadPacket[..., Any], float] | Measured
 """A table by operator, or a function."""
@@ -41,7 +41,7 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Result(NamedTuple):
-    """Layouts of the outputs of a call, None for an output that is None; and its time."""
+    """Layouts of a call's outputs, None for an output that is None; and the call's time."""
 
     layouts: tuple[Layout | None, ...]
     is_tuple: bool
@@ -57,12 +57,12 @@ class OperatorCosts:
     """Times of operators.
 
     Args:
-        hardware: Its rates.
-        operator_seconds: Measured times, which replace the roofline for the operators they name.
+        hardware: Rates of the device.
+        operator_seconds: Measured times, which replace the roofline for their operators.
 
     Raises:
         TypeError: ``operator_seconds`` is neither a table of operators nor a function.
-        ValueError: A time in it is no number of at least 0.
+        ValueError: A measured time is no number of at least 0.
     """
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
@@ -78,7 +78,7 @@ class OperatorCosts:
         self._results: dict[Any, Result] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float]:
-        """Run an overload that is no view; return its outputs, and its time with the gap behind it.
+        """Run an overload that is no view; return its outputs, and its time with the gap after it.
 
         See NOTE [ Repeated calls ].
 
@@ -131,14 +131,14 @@ def _time_problem(func: object, value: object) -> str | None:
 
 @cache
 def makes_new_memory(func: Any) -> bool:
-    """Whether an operator changes nothing, and returns nothing that it was given, by its schema."""
+    """Whether an operator, by its schema, changes no argument and returns none."""
     kinds = [kind for _, kind in operator(func).operands([None] * len(func._schema.arguments), {})]
     return "read" in kinds and "write" not in kinds and not operator(func).is_view
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Key of a call, on which outputs and time depend; None if an argument has no key."""
-    numbers: dict[int, int] = {}  # the same tensor twice is not two tensors of the same sizes
+    """Return a key of all that outputs and time depend on; None if an argument has no key."""
+    numbers: dict[int, int] = {}  # the same tensor twice differs from two tensors of the same sizes
 
     def part(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -160,7 +160,7 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _layouts(outputs: Any) -> tuple[Layout | None, ...] | None:
-    """Layouts of outputs; None unless each output fills a storage of its own."""
+    """Return layouts of outputs; None unless each output fills a storage of its own."""
     if not isinstance(outputs, Tensor | tuple):
         return None
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
@@ -180,7 +180,7 @@ def _fills_its_storage(tensor: Any) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has no data and no class of its own, and is not sparse."""
+    """Whether a tensor has no data, no subclass, and is not sparse."""
     is_meta = type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta
     return is_meta and tensor.layout is torch.strided
 
@@ -195,7 +195,7 @@ def _empty(layout: Layout) -> Tensor:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
-    """Floating point operations of matrix products, convolutions and attention; else 0."""
+    """Return floating point operations of matrix products, convolutions and attention; else 0."""
     packet = func._overloadpacket
     count = COUNTED.get(packet)
     if count is not None:
@@ -205,9 +205,9 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 
 def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """Bytes read and written: each tensor counts once, and one changed in place twice.
+    """Return bytes read and written: each tensor counts once, a tensor changed in place twice.
 
-    An expanded tensor is as large as its storage. Of a table, only the rows taken count.
+    An expanded tensor is as large as its storage. Of a table, only the selected rows count.
     """
     read: dict[int, Tensor] = {}
     written: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors_in(outputs)}
@@ -237,8 +237,8 @@ def _storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
 
 
-# Operations that flop_counter counts otherwise: it takes no account of causal masks, of heads that
-# share keys, or of products in groups.
+# Operations that flop_counter counts differently: it ignores causal masks, heads that share
+# keys, and grouped products.
 
 
 def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[..., float]:
@@ -262,7 +262,7 @@ def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[
 
 
 def _grouped(rows: Tensor, columns: Tensor, *rest: Any, **more: Any) -> float:
-    """Count products in groups: each row, or each column, meets the matrix of its group alone."""
+    """Count grouped products: each row, or each column, meets only the matrix of its group."""
     num_matrices = rows.shape[0] if rows.dim() == columns.dim() == 3 else 1
     return 2.0 * num_matrices * rows.shape[-2] * rows.shape[-1] * columns.shape[-1]
 

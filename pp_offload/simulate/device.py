@@ -4,7 +4,7 @@ backend = VirtualBackend(DEVICES["H100"])
 with use_backend(backend):
     loss = model(x)   # on meta
     loss.backward()
-backend.seconds       # until all of it has run
+backend.seconds       # until all work has run
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ aten = torch.ops.aten
 class VirtualBackend(HasLiveStream[VirtualStream]):
     """Backend with tensors on ``meta`` as device tensors, and streams with clocks.
 
-    Host memory is asked from the system and never touched, so it takes addresses and no memory.
+    Host memory is requested from the system and never touched, so it takes only addresses.
 
     Args:
-        hardware: What the device is like.
+        hardware: Figures of the device.
         operator_seconds: Measured times of operators: a table by operator, or a function of the
-            overload, its arguments, those by name and its outputs, which may return None. Other
-            operators take what the rates say.
+            overload, its arguments, its named arguments and its outputs, which may return None.
+            Other operators take times from the rates.
         is_blocking: Whether the host waits for each operator, as with ``CUDA_LAUNCH_BLOCKING=1``.
-            Then memory that was copied is free as soon as it can be, and peaks are lower than with
-            a host that runs ahead.
+            Copied memory is then freed as early as possible, and peaks are lower than with a host
+            that runs ahead.
 
     Raises:
         TypeError: ``hardware`` or ``operator_seconds`` is something else.
-        ValueError: A time in it is below 0.
+        ValueError: A measured time is below 0.
 
     Attributes:
         host: The host's clock.
         compute: The compute stream that is current unless another is entered.
-        link: The link to the host, and what went over it.
+        link: The link to the host, with counts of its bytes.
         disk: The disk of the disk tier.
         memory: Device memory of the tensors seen.
     """
@@ -96,12 +96,12 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     @property
     def offload_s(self) -> float:
-        """Time of the engine's copies to the host so far, without what they waited for."""
+        """Time of the engine's copies to the host so far, without their waits."""
         assert isinstance(self.d2h, VirtualStream)
         return self.d2h.busy_s
 
     def new_stream(self, name: str = "") -> VirtualStream:
-        """Make another stream, ordered with no other. Its name is not used."""
+        """Make another stream, unordered with others. Its name is not used."""
         self._streams.append(VirtualStream(self.host))
         return self._streams[-1]
 
@@ -120,7 +120,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
-        """Take the time of the copies, one behind the other."""
+        """Take the time of the copies, one after the other."""
         assert isinstance(stream, VirtualStream)
         for target, source in zip(targets, sources, strict=True):
             self.memory.name(source, "in flight", only_unnamed=True)
@@ -143,7 +143,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Have operators on ``meta`` take time and memory, by the kernels of an accelerator.
+        """Give operators on ``meta`` time and memory, with the kernels of an accelerator.
 
         Raises:
             RuntimeError: Another virtual device is active.
@@ -164,7 +164,7 @@ class _Clocked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # where operators come as the program wrote them
+        if torch.is_inference_mode_enabled():  # in which operators arrive as the program wrote them
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -202,7 +202,7 @@ class _Clocked(TorchDispatchMode):
         return outputs
 
     def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Take the time of a copy that the program itself makes, as ``x.cpu()`` does.
+        """Take the time of a copy that the program itself makes, as by ``x.cpu()``.
 
         Such a copy runs on the compute stream. The host waits for it, unless it is
         ``non_blocking``.

@@ -1,4 +1,4 @@
-"""Disk with a clock: reads and writes take their time, and nothing is written.
+"""Disk with a clock: reads and writes take time, but nothing is written.
 
 The disk tier of a virtual device uses it in place of a file's threads. A write begins when the copy
 to the host has ended; a read ends before the copy to the device is launched. So the host waits for
@@ -7,7 +7,7 @@ the disk where the real one would, by its own clock.
 NOTE [ One queue ]
     Work that is queued first is served first, writes and reads alike, each at its rate. A real disk
     serves several at a time, each more slowly: bytes over time are the same, and so is the end of
-    the work queued last. A write that is no longer needed is made all the same.
+    the work queued last. A write that is no longer needed is made nevertheless.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pp_offload.simulate.clocks import HostClock, VirtualEvent
 
 
 class DiskClock:
-    """Clock of one disk, which may have several files.
+    """Clock of a disk, which may have several files.
 
     Attributes:
-        free_at_s: When all work so far has ended.
-        busy_s: How long it worked.
+        free_at_s: Time at which all work so far has ended.
+        busy_s: Time in which the disk worked.
     """
 
     def __init__(self, host: HostClock) -> None:
@@ -46,7 +46,7 @@ class DiskClock:
 
 
 class VirtualFile(DiskFile):
-    """A file whose reads and writes take the time of a disk. The file is made and stays empty."""
+    """A file whose reads and writes take the time of a disk. The file exists and stays empty."""
 
     def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
         super().__init__(directory)

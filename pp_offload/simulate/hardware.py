@@ -1,10 +1,10 @@
 """Figures of accelerators: rates of compute, of memory, and of copies to and from the host.
 
     h100 = replace(DEVICES["H100"], matmul_fraction=0.7)
-    mine = Hardware.from_file("out.json")   # as pp-offload doctor --measure has written it
+    mine = Hardware.from_file("out.json")   # written by pp-offload doctor --measure
 
-The rates of :data:`DEVICES` are those of data sheets, for dense bf16. Programs reach a fraction of
-them, and a device has costs that no data sheet names: measure them where the device is at hand.
+The rates of :data:`DEVICES` come from data sheets, for dense bf16. Programs reach a fraction of
+them, and devices have costs missing from data sheets: measure them if the device is available.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAY_BE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Figures of one accelerator and of its link to the host.
+    """Figures of an accelerator and of its link to the host.
 
     Raises:
         ValueError: A rate or a count is not above 0, a time is below, a fraction is above 1, or
@@ -42,51 +42,51 @@ class Hardware:
     """Peak of dense bf16 matrix products, in floating point operations a second."""
 
     memory_bytes_per_s: float
-    """Peak of the device's own memory."""
+    """Peak rate of the device's own memory."""
 
     memory_bytes: int
-    """Size of that memory."""
+    """Size of the device's memory."""
 
     link_bytes_per_s: float
-    """Rate to pinned host memory, while nothing comes from there."""
+    """Rate of copies to pinned host memory, while no copies come from the host."""
 
     h2d_bytes_per_s: float | None = None
-    """Rate from there, while nothing goes to it. None for the rate to the host."""
+    """Rate of copies from the host, while none go there. None for the rate to the host."""
 
     both_links_bytes_per_s: float | None = None
-    """Sum of the rates of both directions at once. None if neither slows the other."""
+    """Sum of the rates in both directions at once. None if neither slows the other."""
 
     host_bytes_per_s: float | None = None
-    """Sum of the rates of all devices of a host, in both directions: that of its memory.
+    """Sum of the rates of all devices of a host, in both directions: the rate of host memory.
     Each device has an equal share of it, whatever the others do. None for no bound.
     """
 
     num_devices_per_host: int = 1
-    """Devices that share it."""
+    """Number of devices that share the host's memory."""
 
     disk_write_bytes_per_s: float = 4 * GB
-    """Rate of the disk that this device has for itself: that of a server's NVMe drive."""
+    """Write rate of the disk that this device has alone; default: a server's NVMe drive."""
 
     disk_read_bytes_per_s: float = 6.5 * GB
-    """The same for reads."""
+    """Read rate of that disk."""
 
     disk_latency_s: float = 100e-6
-    """Time of a write or a read, beside its bytes."""
+    """Time of a write or a read, in addition to its bytes."""
 
     d2h_slowdown: float = 0.0
     """Part of compute's speed that is lost while copies to the host run."""
 
     h2d_slowdown: float = 0.0
-    """The same of copies from the host. Both losses add up."""
+    """Part of compute's speed lost while copies from the host run. Both losses add up."""
 
     matmul_fraction: float = 0.6
     """Part of ``matmul_flops`` that matrix products reach."""
 
     attention_fraction: float | None = None
-    """The same for attention's forward. None for as much as products."""
+    """Part of ``matmul_flops`` that attention's forward reaches. None for ``matmul_fraction``."""
 
     attention_backward_fraction: float | None = None
-    """The same for its backward."""
+    """Part of ``matmul_flops`` that attention's backward reaches. None for the forward's."""
 
     memory_fraction: float = 0.8
     """Part of ``memory_bytes_per_s`` that other operators reach."""
@@ -95,19 +95,19 @@ class Hardware:
     """Time of the host to launch an operator or a copy."""
 
     kernel_gap_s: float = 0.0
-    """Idle time of the device between an operator and the next, if that is launched already."""
+    """Idle time of the device between an operator and the next, if the next is launched already."""
 
     copy_latency_s: float = 10e-6
-    """Time of a copy to or from the host, beside its bytes."""
+    """Time of a copy to or from the host, in addition to its bytes."""
 
     num_queued_launches: int = 1024
-    """Number of launches that the host may be ahead."""
+    """Most launches that the host may be ahead."""
 
     pin_bytes_per_s: float | None = None
-    """Rate at which host memory is pinned, when it is first needed. None if that takes no time."""
+    """Rate at which host memory is pinned on first use. None if pinning takes no time."""
 
     workspace_bytes: int = 0
-    """Device memory that libraries take for themselves, as that of matrix products does."""
+    """Device memory that libraries allocate for themselves, as for matrix products."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -122,11 +122,11 @@ class Hardware:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Hardware:
-        """Read the figures that ``pp-offload doctor --measure`` has written.
+        """Read figures that ``pp-offload doctor --measure`` wrote.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It has no ``hardware`` with the fields of this class, or a value is wrong.
+            ValueError: The file has no ``hardware`` with this class's fields, or a wrong value.
         """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))["hardware"]
@@ -139,12 +139,12 @@ class Hardware:
 
     @property
     def d2h_rate(self) -> float:
-        """Bytes a second of copies to the host while none come from there."""
+        """Bytes a second of copies to the host while none come from the host."""
         return min(self.link_bytes_per_s, self._host_share)
 
     @property
     def h2d_rate(self) -> float:
-        """Bytes a second of copies from the host while none go to it."""
+        """Bytes a second of copies from the host while none go to the host."""
         rate = self.h2d_bytes_per_s
         return min(self.link_bytes_per_s if rate is None else rate, self._host_share)
 
@@ -193,7 +193,7 @@ def _row(name: str, tflops: int, memory_gb_per_s: int, memory_gb: int, link_gb: 
 
 GH200 = replace(
     _row("GH200", 990, 4000, 96, 170),
-    h2d_bytes_per_s=411 * GB,  # NVLink-C2C has 450 GB/s each way; copies were measured by others
+    h2d_bytes_per_s=411 * GB,  # NVLink-C2C has 450 GB/s each way; this is a published measurement
     host_bytes_per_s=512 * GB,  # of the data sheet of Grace's LPDDR5X
 )
 GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_host": 2}
@@ -201,7 +201,7 @@ GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_h
 
 
 class _Devices(dict[str, Hardware]):
-    """Rows by name. Other spellings of a name, such as ``"H100-SXM"``, give its row as well."""
+    """Rows by name. Other spellings of a name, such as ``"H100-SXM"``, give its row, too."""
 
     def __missing__(self, name: str) -> Hardware:
         row = re.sub(r"[-_ ]?SXM\d?$", "", str(name).upper())
@@ -224,7 +224,7 @@ DEVICES: dict[str, Hardware] = _Devices(
         _row("MI300X", 1307, 5300, 192, 50),
     )
 )
-"""Devices. ``"H100-SXM"`` and ``"h100"`` are other spellings of ``"H100"``, and so of all.
+"""Devices. ``"H100-SXM"`` and ``"h100"`` are other spellings of ``"H100"``; others likewise.
 
 Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others.
 """

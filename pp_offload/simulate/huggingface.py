@@ -9,7 +9,7 @@
 For a pipeline, ``stages_of(model, 4)`` cuts it into stages, and ``groups_of`` names their parts.
 
 NOTE [ What depends on data ]
-    The mask decides which tokens see which, and the router which expert takes a token: both are
+    The mask selects visible tokens, and the router an expert for each token: both are
     data, which a virtual device does not have. So attention is causal and takes no mask, and all
     experts are one grouped product, which takes as long as if each had as many tokens as the
     others. Attention that caps its scores, as Gemma2's does, has no such kernel: it is computed
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = "causal_without_mask"
-"""Name under which Transformers knows the attention."""
+"""Name under which Transformers registers the attention."""
 
 EAGER = "eager"
 """Attention with whole matrices of scores."""
@@ -40,11 +40,11 @@ PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 def model_from_config(
     config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
-    """Make a causal language model on ``meta``, to be trained.
+    """Make a trainable causal language model on ``meta``.
 
     Args:
-        config: Of Transformers; it is not changed.
-        dtype: Of parameters and activations.
+        config: Config of Transformers; not changed.
+        dtype: Dtype of parameters and activations.
 
     Raises:
         ImportError: Transformers is not installed.
@@ -79,7 +79,7 @@ class DecoderStage(nn.Module):
         self.rotary = copy.deepcopy(decoder.rotary_emb)
         self.norm = decoder.norm if is_last else None
         self.head = model.lm_head if is_last else None
-        if index > 0:  # the head may share the embedding's weight, which is on another rank
+        if index > 0:  # the head may share the embedding's weight, on another rank
             self.head = copy.deepcopy(self.head)
         self.takes_mask = _caps_scores(model.config)
         self.cap = getattr(model.config, "final_logit_softcapping", None)
@@ -99,20 +99,20 @@ class DecoderStage(nn.Module):
 
 
 def _causal_mask(x: Tensor) -> Tensor:
-    """Make the mask that is added to scores, so that no token sees later ones."""
+    """Make the mask added to scores, so that no token sees later ones."""
     length, least = x.shape[1], torch.finfo(x.dtype).min
     return torch.full((length, length), least, dtype=x.dtype, device=x.device).triu(1)[None, None]
 
 
 def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
-    """Divide a causal language model into stages of a pipeline, as equal as possible.
+    """Divide a causal language model into pipeline stages, as equal as possible.
 
     Args:
-        model: Of Transformers, such as Llama, Qwen2 or Mixtral. Its modules are used as they are.
-        num_stages: At most as many as it has layers.
+        model: Model of Transformers, such as Llama, Qwen2 or Mixtral. Its modules are used.
+        num_stages: Number of stages, at most the number of layers.
 
     Raises:
-        ValueError: It is made otherwise, or has too few layers.
+        ValueError: The model's structure differs from Llama's, or it has too few layers.
     """
     decoder = getattr(model, "model", None)
     missing = [name for name in PARTS if not hasattr(decoder, name)]
@@ -131,6 +131,6 @@ def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
 
 
 def groups_of(stage: DecoderStage) -> dict[str, str]:
-    """Return patterns for :func:`pp_offload.attach`: each part of a layer is a group, but norms."""
+    """Return patterns for :func:`pp_offload.attach`: a group per part of a layer, except norms."""
     names = [name for name, _ in stage.layers[0].named_children() if "norm" not in name]
     return {name: f"layers.*.{name}" for name in names}

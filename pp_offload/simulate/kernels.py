@@ -21,10 +21,10 @@ from torch import Tensor
 aten = torch.ops.aten
 
 MAX_HEAD_WIDTH = 256
-"""The flash kernel takes no wider heads."""
+"""Widest heads of the flash kernel."""
 
 ALIGNMENT_BYTES = 16
-"""The memory-efficient kernel takes heads of so many bytes, or a multiple."""
+"""Heads of the memory-efficient kernel take a multiple of this many bytes."""
 
 
 _entered: list[torch.library.Library] = []
@@ -32,10 +32,10 @@ _entered: list[torch.library.Library] = []
 
 @contextmanager
 def accelerator_kernels() -> Iterator[None]:
-    """Give ``meta`` the kernels of an accelerator inside, on every thread.
+    """Replace kernels of ``meta`` by those of an accelerator inside, on every thread.
 
     Raises:
-        RuntimeError: It has them already.
+        RuntimeError: They are replaced already.
     """
     if _entered:
         raise RuntimeError(
@@ -84,7 +84,7 @@ def _attention(
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> str:
-    """Name of the kernel that CUDA takes for tensors of these sizes and dtypes."""
+    """Return the name of the kernel that CUDA chooses for these sizes and dtypes."""
     if not query.dim() == key.dim() == value.dim() == 4:
         return "math"
     width, value_width = query.shape[-1], value.shape[-1]
@@ -112,6 +112,6 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Run as a layer norm: one pass each way; the input is saved as it is, with statistics."""
+    """Run as a layer norm: one pass each way; the input is saved unchanged, with statistics."""
     outputs = aten.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
     return outputs[0]  # type: ignore[no-any-return]

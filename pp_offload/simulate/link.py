@@ -1,20 +1,20 @@
-"""The link between a device and its host: copies take parts of its rate over stretches of time.
+"""Link between a device and its host: copies take parts of its rate over stretches of time.
 
     link = Link(host)
     d2h.launch_until(lambda begin_s: link.copy(begin_s, nbytes, to_host=True))
     link.bytes_to_host
 
 NOTE [ First come, first served ]
-    A copy gets its end when it is launched, so the rate given to it cannot be taken away. A copy
-    launched later gets the rest: of the rate of its direction, and of that of both. So the link
-    never does more than it can, and never less than it is asked for: bytes over time are exact, and
-    so is the end of copies one after the other. Approximated is which of two has to wait: on a
-    device both would go on at half of the rate, here the first goes on at the whole.
+    A copy receives its end when it is launched, so its rate is never reduced later. A copy
+    launched later receives the rest: of the rate of its direction, and of the rate of both. So the
+    link never exceeds its rate, and never idles while asked: bytes over time are exact, and so is
+    the end of copies one after the other. Only which of two copies waits is approximated: on a
+    device both would run at half the rate, here the first runs at the whole.
 
 NOTE [ Slower compute ]
-    An operator is slowed down by the copies that were launched before it. That is exact for copies
-    that wait for all that compute has when they are launched, as the engine's do. A copy that does
-    not wait slows down none of the operators that were launched before.
+    An operator is slowed down by the copies launched before it. That is exact for copies that wait
+    for all compute launched before them, as the engine's do. A copy without this wait slows down
+    no operator launched before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from pp_offload.simulate.clocks import HostClock
 
 ROUNDING = 1e-9
-"""Part of a used rate that rounding leaves of a link that is used up."""
+"""Part of a fully used rate that rounding leaves over."""
 
 
 class Use(NamedTuple):
@@ -38,12 +38,12 @@ class Use(NamedTuple):
 
 
 class Link:
-    """Link that gives copies their ends, and counts their bytes.
+    """Link that computes ends of copies, and counts their bytes.
 
     Attributes:
-        bytes_to_host: Bytes that left the device so far.
-        bytes_to_device: Bytes that came.
-        are_apart: Whether copies in one direction take nothing from those in the other.
+        bytes_to_host: Bytes copied from the device so far.
+        bytes_to_device: Bytes copied to the device so far.
+        are_apart: Whether copies in one direction do not slow the other direction.
     """
 
     def __init__(self, host: HostClock) -> None:
@@ -76,11 +76,11 @@ class Link:
             now_s = until_s
 
     def seconds(self, nbytes: int, *, to_host: bool) -> float:
-        """Time of a copy that shares its direction with no other copy."""
+        """Time of a copy that is alone in its direction."""
         return self._hardware.copy_latency_s + nbytes / self._rates[to_host]
 
     def compute(self, begin_s: float, seconds: float) -> float:
-        """End of compute's work of ``seconds`` beside copies. See NOTE [ Slower compute ]."""
+        """Return the end of compute's work of ``seconds``. See NOTE [ Slower compute ]."""
         hardware = self._hardware
         if not hardware.copies_slow_compute:
             return begin_s + seconds
@@ -95,7 +95,7 @@ class Link:
             now_s = until_s
 
     def _free(self, uses: list[Use], now_s: float, *, to_host: bool) -> float:
-        """Rate that is free for another copy in this direction."""
+        """Return the rate left for another copy in this direction."""
         running = _running_at(uses, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
@@ -103,7 +103,7 @@ class Link:
         return free if free > ROUNDING * both else 0.0
 
     def _uses_after(self, now_s: float) -> list[Use]:
-        """Uses that end later. Those over for the host are so for all that it launches later."""
+        """Return uses that end later. A use over for the host is over for all later launches."""
         self._uses = [use for use in self._uses if use.end_s > self._host.now_s]
         return [use for use in self._uses if use.end_s > now_s]
 
@@ -113,6 +113,6 @@ def _running_at(uses: list[Use], now_s: float) -> list[Use]:
 
 
 def _next_change_s(uses: list[Use], now_s: float) -> float:
-    """Time at which the next use begins or ends; infinity if none does."""
+    """Return the time at which the next use begins or ends; infinity if none does."""
     times = (time_s for use in uses for time_s in (use.begin_s, use.end_s))
     return min((time_s for time_s in times if time_s > now_s), default=inf)

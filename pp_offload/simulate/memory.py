@@ -1,7 +1,7 @@
 """Count of device memory, by purpose, as the host allocates and frees it.
 
-A caching allocator gives memory back to its stream when the host lets go of the tensor, whatever
-that stream has still to run. So allocated bytes change in the host's order, not by clocks.
+A caching allocator returns memory to its stream when the host drops the tensor, whatever that
+stream has yet to run. So allocated bytes change in the host's order, not by clocks.
 
     memory = DeviceMemory()
     memory.follow(model, optimizer)
@@ -25,7 +25,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._groups.manager import Manager
 
 ROUNDING_BYTES = 512
-"""Device allocators round sizes up to a multiple."""
+"""Multiple to which device allocators round sizes up."""
 
 OTHER = "other"
 CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "reloaded", OTHER)
@@ -82,7 +82,7 @@ class DeviceMemory:
         return peak
 
     def see(self, storage: UntypedStorage) -> Allocation:
-        """Count a storage on the device, unless it is counted already with the same size."""
+        """Count a storage on the device, unless it is counted with the same size."""
         self._free_gone()
         key, nbytes = storage._cdata, -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
         allocation = self._alive.get(key)
@@ -95,7 +95,7 @@ class DeviceMemory:
         return allocation
 
     def dies(self, allocation: Allocation) -> None:
-        """Free the memory of a storage that was let go, when bytes are next asked for."""
+        """Free the memory of a dead storage, when bytes are next read."""
         self._gone.append(allocation)
 
     def _add(self, category: str, nbytes: int) -> None:
@@ -113,10 +113,10 @@ class DeviceMemory:
                 del self._alive[allocation.key]
 
     def name(self, tensor: Tensor, category: str, *, only_unnamed: bool = False) -> None:
-        """Say what the memory of a tensor on the device is for, until it is free.
+        """Name the purpose of a device tensor's memory, until it is freed.
 
         Raises:
-            ValueError: There is no such category.
+            ValueError: No such category exists.
         """
         if category not in CATEGORIES:
             raise ValueError(
@@ -133,7 +133,7 @@ class DeviceMemory:
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Name a model's parameters and buffers, its gradients, and its optimizer's state.
 
-        Gradients are named when they are complete; the optimizer's state, after each of its steps.
+        Gradients are named when they are complete; the optimizer's state, after each step.
         """
         for tensor in (*model.parameters(), *model.buffers()):
             self.name(tensor, "parameters")
@@ -148,7 +148,7 @@ class DeviceMemory:
         optimizer.register_step_post_hook(self._name_state)
 
     def follow_groups(self, manager: Manager) -> None:
-        """Name what groups keep on the device, of a manager whose options do not change."""
+        """Name memory that groups keep on the device; the manager's options must not change."""
         manager.offloader.observers.add(_KeptNames(self))
 
     def _name_gradient(self, parameter: Tensor) -> None:
@@ -163,7 +163,7 @@ class DeviceMemory:
 
 
 class _KeptNames(Observer):
-    """Observer that names what a group keeps on the device."""
+    """Observer that names memory that a group keeps on the device."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory

@@ -2,7 +2,7 @@
 
 messages = Messages(order, PeerLink(bytes_per_s=400e9))
 messages.sends(message, backend, nbytes)        # when the work that makes it has been launched
-messages.is_there(message)                      # whether it has a time
+messages.is_there(message)                      # True once it has a time
 waited_s = messages.receive(message, backend)   # compute waits for it
 """
 
@@ -20,17 +20,17 @@ from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLink:
-    """Rates of messages between ranks, for each pair and direction by itself.
+    """Rates of messages between ranks, the same for each pair and direction.
 
     Raises:
-        ValueError: The rate is not above 0, or the time below.
+        ValueError: The rate is not above 0, or the latency is below.
     """
 
     bytes_per_s: float = 50 * GB
-    """Rate by a data sheet: 400 Gbit/s of network for each device."""
+    """Rate from a data sheet: 400 Gbit/s of network for each device."""
 
     latency_s: float = 10e-6
-    """Time of a message, beside its bytes."""
+    """Time of a message, in addition to its bytes."""
 
     def __post_init__(self) -> None:
         rate, latency_s = self.bytes_per_s, self.latency_s
@@ -45,18 +45,18 @@ class Message(NamedTuple):
 
     is_gradient: bool
     stage: int
-    """The stage that takes it."""
+    """The stage that receives it."""
 
     microbatch: int
     sender: int
     """The rank that makes it."""
 
     receiver: int
-    """The rank that takes it."""
+    """The rank that receives it."""
 
 
 class Messages:
-    """All messages of a step, on a link between each two ranks."""
+    """All messages of a step, on a link for each pair of ranks."""
 
     def __init__(self, order: PipelineOrder, link: PeerLink) -> None:
         self._rank_of = order.rank_of
@@ -65,11 +65,11 @@ class Messages:
         self._streams: dict[tuple[int, int], VirtualStream] = {}
 
     def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """Message that an action makes for a neighbour; None without a neighbour."""
+        """Return the message that an action makes for a neighbour; None without a neighbour."""
         return self._between(kind, stage, stage + _step(kind), microbatch)
 
     def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """Message that an action takes from a neighbour; None without a neighbour."""
+        """Return the message that an action needs from a neighbour; None without a neighbour."""
         return self._between(kind, stage - _step(kind), stage, microbatch)
 
     def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message | None:
@@ -79,11 +79,11 @@ class Messages:
         return Message(kind in BACKWARDS, taker, microbatch, rank_of[maker], rank_of[taker])
 
     def is_there(self, message: Message) -> bool:
-        """Whether a message was made, and so has its time."""
+        """Whether a message was made, and so has a time."""
         return message in self._arrives_s
 
     def sends(self, message: Message, backend: VirtualBackend, nbytes: int) -> None:
-        """Send a message, behind all that compute has now and earlier messages that way."""
+        """Send a message, after all current work of compute and earlier messages that way."""
         if message.sender == message.receiver:
             self._arrives_s[message] = 0.0
             return
@@ -99,17 +99,17 @@ class Messages:
         """Have compute wait for a message.
 
         Returns:
-            How long compute waits for it and for nothing else.
+            Time in which compute waits for the message and for nothing else.
         """
         arrives_s = self._arrives_s.pop(message)
         if message.sender == message.receiver:
             return 0.0
         compute, others_s = backend.compute, backend.compute.ready_at_s
         compute.wait_until(arrives_s)
-        compute.launch(0.0)  # or the work behind it would count as stalled
+        compute.launch(0.0)  # otherwise the work after it would count as stalled
         return max(0.0, arrives_s - max(others_s, backend.host.now_s))
 
 
 def _step(kind: str) -> int:
-    """Stages from the one that an action is of to the one that it makes a message for."""
+    """Return the step from an action's stage to the stage that its message goes to."""
     return 1 if kind == "FORWARD" else -(kind in BACKWARDS)

@@ -28,7 +28,7 @@ from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
 
 Progress = Callable[[int, int], None]
-"""Called with how many actions are over, and of how many."""
+"""Called with the number of finished actions, and the number of all."""
 
 
 class Watcher(Protocol):
@@ -52,16 +52,16 @@ def run_pipeline(
 ) -> PipelineStep:
     """Run some steps, and return the cost of the last one.
 
-    All ranks begin a step at the same time, when all have ended the one before.
+    All ranks begin a step at the same time, when all have ended the step before.
 
     Args:
         order: The actions of each rank.
         work: Runs the actions.
-        hardware: What each rank's device is like.
-        config: Options of each rank's engine; None for no offload. Each rank may take
-            ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
+        hardware: Figures of each rank's device.
+        config: Options of each rank's engine; None for no offload. Each rank may use
+            ``host_budget_bytes`` of host memory, or unlimited host memory if that is None.
         peers: The link between ranks; the default is a network.
-        num_steps: The engine derives its plan from the first one.
+        num_steps: Number of steps. The engine derives its plan from the first one.
         progress: Called after each action.
         trace: A :class:`pp_offload.trace.Trace`, which records all ranks into one file.
 
@@ -91,7 +91,7 @@ def run_pipeline(
         num_done = 0
         for _ in range(num_steps):
             gc.collect()
-            with collector_off():  # or a peak would depend on when it runs
+            with collector_off():  # otherwise a peak would depend on its timing
                 for _ in run_step(ranks, lambda rank: use_manager(rank.manager)):
                     num_done += 1
                     if progress is not None:
@@ -109,7 +109,7 @@ def _rank(
     messages: Messages,
     number: int,
 ) -> Iterator[VirtualRank]:
-    """Make a rank with a manager, whose host memory is its own."""
+    """Make a rank with a manager and with host memory of its own."""
     options = config or OffloadConfig()
     if options.host_budget_bytes is None:  # the memory of this machine does not matter
         options = replace(options, host_budget_bytes=UNLIMITED)

@@ -1,4 +1,4 @@
-"""One rank of a virtual pipeline: its actions in order, and what they cost.
+"""A rank of a virtual pipeline: its actions in order, and their cost.
 
     for _ in run_step(ranks):
         ...
@@ -6,8 +6,8 @@
 
 NOTE [ Turns ]
     A rank runs its actions until it needs a message that was not sent yet; then another rank has
-    its turn. Work has its times when it is launched, and a rank depends on others by the times of
-    their messages alone. So the order of turns changes nothing, and all clocks share one time.
+    its turn. Work receives its times when it is launched, and a rank depends on others only through
+    the times of their messages. So the order of turns changes nothing, and all clocks share a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pp_offload.simulate.stages import RankWork
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """Cost of a step on one rank."""
+    """Cost of a step on a rank."""
 
     seconds: float
-    """From the begin of the step, which is that of all ranks, until its compute had ended."""
+    """Time from the begin of the step on all ranks until this rank's compute had ended."""
 
     busy_s: float
-    """Time in which its compute worked."""
+    """Time in which the rank's compute worked."""
 
     stalled_s: float
     """Time in which launched work waited for copies."""
@@ -51,16 +51,16 @@ class RankStep:
     """Bytes copied to the host."""
 
     on_demand_reloads: int
-    """Payloads that came only when backward was at their group."""
+    """Payloads reloaded only when backward was at their group."""
 
     offload_s: float
-    """Time of the copies to the host, without what they waited for."""
+    """Time of the copies to the host, without their waits."""
 
     num_in_flight: int
-    """The most forwards whose backward, or its last part, was to come."""
+    """Most forwards at a time whose backward, or its last part, was pending."""
 
     bounds: tuple[int, int]
-    """On bytes in flight, and on bytes ahead, as the engine had them at the end."""
+    """Bounds on bytes in flight, and on bytes ahead, at the end of the step."""
 
     @property
     def waits_most_for(self) -> int | None:
@@ -113,7 +113,7 @@ class VirtualRank:
         self._begin_count()
 
     def begin_step(self, begin_s: float) -> None:
-        """Start again with the first action, at ``begin_s``."""
+        """Start with the first action again, at ``begin_s``."""
         self.backend.host.wait_until(begin_s)
         self._work.begin_step()
         self._next = 0
@@ -136,14 +136,14 @@ class VirtualRank:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the rank has another action, and the message that the action needs."""
+        """Whether the rank has another action, and the message needed by it."""
         if not self.has_more:
             return False
         needed = self._messages.needed_by(*self._actions[self._next])
         return needed is None or self._messages.is_there(needed)
 
     def run_next(self) -> None:
-        """Receive the message of the next action, run the action, and send what it made."""
+        """Receive the message of the next action, run the action, and send its message."""
         action = self._actions[self._next]
         self._next += 1
         needed = self._messages.needed_by(*action)
@@ -174,7 +174,7 @@ class VirtualRank:
         return 0
 
     def ended(self) -> RankStep:
-        """Cost of the step, when all actions are over."""
+        """Return the cost of the step, when all actions are over."""
         compute, statistics = self.backend.compute, self.manager.statistics()
         stalled_s = compute.stalled_s - self._stalled_s
         return RankStep(
@@ -199,7 +199,7 @@ def run_step(
     """Run a step of all ranks; yields after each action. See NOTE [ Turns ].
 
     Args:
-        ranks: In order.
+        ranks: Ranks in order.
         in_use: Context in which the actions of a rank run.
     """
     begin_s = max(rank.backend.seconds for rank in ranks)

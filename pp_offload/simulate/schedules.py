@@ -7,8 +7,8 @@
     num = checked_stages("zbv", None)          # by name: 2 stages for each rank
     order = order_of("zbv", num_ranks=4, stages_per_rank=num, num_microbatches=16)
 
-A schedule of ``torch.distributed.pipelining`` makes the lists of all ranks whichever rank asks, and
-of its stages it only reads how many there are.
+A schedule of ``torch.distributed.pipelining`` makes the lists of all ranks on every rank, and reads
+only the number of its stages.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 SCHEDULE_KINDS = PipelineScheduleSingle, PipelineScheduleMulti
 
 BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
-"""Actions that take a gradient from the next stage, and give one to the stage before."""
+"""Actions that take a gradient from the next stage, and make one for the stage before."""
 
 KINDS = ("FORWARD", *BACKWARDS, "BACKWARD_WEIGHT", "REDUCE_GRAD")
-"""Actions that take time. Messages are sent when they are made, wherever a list has them."""
+"""Actions that take time. Messages are sent when made, wherever a list has them."""
 
 
 class PipelineOrder:
@@ -60,18 +60,18 @@ class PipelineOrder:
     Args:
         schedule: A class of ``torch.distributed.pipelining``, or a CSV file with a line for each
             rank, as ``_PipelineScheduleRuntime._load_csv`` reads.
-        num_ranks: Devices.
-        num_stages: Of all ranks together.
-        num_microbatches: In a step.
+        num_ranks: Number of devices.
+        num_stages: Number of stages of all ranks together.
+        num_microbatches: Number of microbatches in a step.
 
     Attributes:
-        actions: By rank.
-        rank_of: By stage.
+        actions: Actions by rank.
+        rank_of: Rank by stage.
         schedule_name: Name of the schedule's class, or of its file without folders.
 
     Raises:
-        TypeError: ``schedule`` is neither.
-        ValueError: The schedule is not for so many ranks, stages or microbatches.
+        TypeError: ``schedule`` is neither a class nor a path.
+        ValueError: The schedule does not fit these numbers of ranks, stages or microbatches.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class PipelineOrder:
             )
 
     def stages_of(self, rank: int) -> list[int]:
-        """A rank's stages, in order."""
+        """Return a rank's stages, in order."""
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
 
     def shortened(self) -> PipelineOrder:
-        """Shorten the schedule to twice as many microbatches as ranks. Returns this order itself if
+        """Shorten the schedule to twice as many microbatches as ranks. Return this order itself if
         ranks would then hold fewer microbatches at a time.
         """
         num = 2 * self.num_ranks
@@ -133,14 +133,14 @@ class PipelineOrder:
         return shorter if shorter._most_held() == self._most_held() else self
 
     def _most_held(self) -> list[int]:
-        """Count for each rank the most forwards that were without their backward."""
+        """Return for each rank the most forwards whose backward was pending."""
         return [max(accumulate(map(held_more, actions))) for actions in self.actions]
 
     def schedule_of(self, stages: Sequence[Any]) -> Any:
         """Make the schedule over the stages of one rank.
 
         Args:
-            stages: Of ``torch.distributed.pipelining``, or with the same numbers.
+            stages: Stages of ``torch.distributed.pipelining``, or objects with the same numbers.
         """
         how, num = self._schedule, self.num_microbatches
         try:
@@ -168,7 +168,7 @@ class PipelineOrder:
 
 
 def held_more(action: Action) -> int:
-    """Change of the number of forwards of a rank that are without their backward."""
+    """Return the change of a rank's number of forwards whose backward is pending."""
     return (action.kind == "FORWARD") - (action.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
 
 
@@ -177,7 +177,7 @@ def _actions(schedule: Any, rank: int) -> list[Action]:
     actions = [action for action in actions_of(schedule, rank) if action.kind in KINDS]
     if not isinstance(schedule, PipelineScheduleSingle):
         return actions
-    # The list of 1F1B has the last rank count forwards from 1; when it runs, it counts from 0.
+    # The list of 1F1B counts the last rank's forwards from 1; its run counts them from 0.
     numbers = iter(range(len(actions)))
     return [
         action._replace(microbatch=next(numbers)) if action.kind == "FORWARD" else action
@@ -194,10 +194,10 @@ def checked_stages(schedule: str, stages_per_rank: int | None) -> int:
 
     Args:
         schedule: A name of :data:`SCHEDULES`, or the path of a CSV file.
-        stages_per_rank: As given; None for the least that the schedule takes.
+        stages_per_rank: Given number; None for the fewest that the schedule accepts.
 
     Raises:
-        ValueError: There is no such schedule, or it takes another number.
+        ValueError: The schedule does not exist, or does not accept this number.
     """
     if schedule not in SCHEDULES and not Path(schedule).is_file():
         raise ValueError(
@@ -219,7 +219,7 @@ def order_of(
     """Make the order of a schedule by name.
 
     Raises:
-        ValueError: The schedule is not for so many.
+        ValueError: The schedule does not fit these numbers.
     """
     return PipelineOrder(
         SCHEDULES.get(schedule, schedule),

@@ -1,4 +1,4 @@
-"""Work of a pipeline's stages on a virtual device: run modules, or only take their time.
+"""Work of a pipeline's stages on a virtual device: modules that run, or fixed times.
 
 work = Modules(stages, example=tokens, loss_fn=loss_fn)  # on meta, in the order of the pipeline
 work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
@@ -35,17 +35,17 @@ META = torch.device("meta")
 
 
 class RankWork:
-    """Work of one rank, whose manager is in use during each call. This class does nothing."""
+    """Work of a rank, whose manager is in use during each call. This class does nothing."""
 
     def begin_step(self) -> None:
         """Begin a step."""
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """Run a forward, and return the bytes that the next stage is sent."""
+        """Run a forward, and return the bytes sent to the next stage."""
         return 0
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """Run a backward, or its first part; return the bytes that the stage before is sent."""
+        """Run a backward, or its first part; return the bytes sent to the stage before."""
         return 0
 
     def weight(self, stage: int, microbatch: int) -> None:
@@ -65,17 +65,17 @@ class Work(Protocol):
     """Work of all ranks."""
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
-        """Prepare the work, once, with a device whose times do not count."""
+        """Prepare the work, once, on a device whose times do not count."""
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
-        """Make the work of one rank, whose manager is in use."""
+        """Make the work of a rank, whose manager is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Work of stages that only take their time, the same for all; in seconds.
+    """Work of stages with fixed times in seconds, the same for all stages.
 
-    A backward in one part takes that of both.
+    A backward in one part takes the time of both parts.
 
     Raises:
         ValueError: A time is no number of at least 0.
@@ -129,16 +129,16 @@ class Modules:
     """Work of a model's stages on ``meta``, run by PyTorch's own ``PipelineStage``.
 
     Args:
-        stages: In the order of the pipeline. Each takes what the one before returns.
-        example: What the first one takes for a microbatch: a tensor, or several.
-        loss_fn: The loss of what the last one returns for a microbatch.
-        groups: Module name patterns by group name, as for :func:`pp_offload.attach`; None where
-            the modules mark their groups themselves.
-        layers: Pattern of the names of modules that a plan may have recomputed, such as
-            ``"layers.*"``; None where all are to be computed once.
-        optimizer: Makes the optimizer of a rank, of the parameters of its stages that require grad:
-            ``lambda parameters: torch.optim.AdamW(parameters)``. It ends each step of the rank,
-            and its state is there from the end of the first step on. None for none.
+        stages: Stages in the order of the pipeline. Each takes the output of the stage before.
+        example: Input of the first stage for a microbatch: a tensor, or several.
+        loss_fn: Loss of the last stage's output for a microbatch.
+        groups: Module name patterns by group name, as for :func:`pp_offload.attach`; None if the
+            modules mark their groups themselves.
+        layers: Pattern of the names of modules that a plan may recompute, such as
+            ``"layers.*"``; None to recompute nothing.
+        optimizer: Makes the optimizer of a rank, from the parameters of its stages that require
+            grad: ``lambda parameters: torch.optim.AdamW(parameters)``. It ends each step of the
+            rank, and its state exists from the end of the first step on. None for no optimizer.
 
     Raises:
         TypeError: ``stages`` are not modules, or ``optimizer`` cannot be called.
@@ -176,19 +176,19 @@ class Modules:
                 "pattern of names as in named_modules(), with * for one part"
             )
         self.samples = [example if isinstance(example, tuple) else (example,)]
-        """Inputs of each stage, and outputs of the last one; filled in by :meth:`prepare`."""
+        """Inputs of each stage, and outputs of the last stage; filled in by :meth:`prepare`."""
 
     def layers_of(self, stage: int) -> list[str]:
-        """Names of the modules of a stage that a plan may recompute."""
+        """Return the names of the modules of a stage that a plan may recompute."""
         return [] if self.layers is None else matching(self.stages[stage], self.layers)
 
     @contextmanager
     def recomputing(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
-        """Have backward recompute these modules whole inside.
+        """Have backward recompute these modules as a whole inside.
 
         Args:
-            names: Names of modules, by stage. Modules for which :func:`recompute_layers` was
-                called stay as they are.
+            names: Names of modules, by stage. Modules of an earlier :func:`recompute_layers` are
+                not changed.
         """
         with ExitStack() as stack:
             for stage, layers in names.items():
@@ -212,7 +212,7 @@ class Modules:
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
         for stage in order.stages_of(rank):
             module = self.stages[stage]
-            for tensor in (*module.parameters(), *module.buffers()):  # there before they are used
+            for tensor in (*module.parameters(), *module.buffers()):  # allocated before first use
                 backend.memory.see(tensor.untyped_storage())
         return _ModuleWork(self, order, rank, backend)
 
@@ -238,7 +238,7 @@ class _ModuleWork(RankWork):
         self._optimizer = None if work.optimizer is None else _optimizer(work.optimizer, modules)
         if self._optimizer is not None:
             backend.memory.follow_optimizer(self._optimizer)
-        self._attached = attach(schedule, work.groups)  # last: nobody detaches what has failed
+        self._attached = attach(schedule, work.groups)  # last: nothing detaches after a failure
 
     def begin_step(self) -> None:
         self._clear()
@@ -337,7 +337,7 @@ def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> Pipeli
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Provide a process group, which a stage needs to be made. Nothing is sent through it."""
+    """Provide the process group that a stage needs. It sends nothing."""
     if dist.is_initialized():
         yield
         return
