@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command, and exit.
 
     Args:
-        arguments: Those of the process when None.
+        arguments: Arguments; those of the process when None.
     """
     top = parser()
     given = top.parse_args(arguments)

@@ -19,7 +19,7 @@ from pp_offload import __version__
 
 SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev"
 DEVICES = "A100, H100, H200, GH200, B200, GB200, GB300, MI300X"
-"""Names of the package's tables, which take torch to import."""
+"""Names in the package's tables, whose import needs torch."""
 
 RECOMPUTE = "layers may be recomputed where the link has too much to do"
 
@@ -88,7 +88,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--measure": {"type": Path, "help": "measure the device into a file, for --hardware"},
     "--measure-mib": {"type": COUNT, "default": 256, "help": "MiB of each timed copy"},
 }
-"""Arguments of ``add_argument`` by names; each is the same in all commands."""
+"""Options of ``add_argument`` by argument name; each is the same in all commands."""
 
 PIPELINE = (
     *("model", "--hf", "--schedule", "--ranks --pp", "--virtual-stages", "--microbatches"),
@@ -167,7 +167,7 @@ class Parser(ArgumentParser):
 
 
 def parser() -> Parser:
-    """Make the command line's parser. It sets ``command`` to None where no command is given."""
+    """Make the command line's parser. Without a command, ``command`` is None."""
     top = Parser(
         prog="pp-offload",
         usage="pp-offload [OPTIONS] COMMAND ...",
@@ -196,7 +196,7 @@ def parser() -> Parser:
 
 
 def _with_default(options: dict[str, Any]) -> dict[str, Any]:
-    """Make the options of an argument whose help says the default."""
+    """Return the options of an argument, with the default in its help."""
     if "default" not in options or "action" in options:
         return options
     return options | {"help": f"{options['help']} (default: %(default)s)"}

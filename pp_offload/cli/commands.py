@@ -120,7 +120,7 @@ def sweep(given: Namespace) -> int:
 
 
 def config_of(given: Namespace) -> OffloadConfig:
-    """Options of the engine beside a plan."""
+    """Return options of the engine beside a plan."""
     ahead: Any = "auto" if given.gib is None else int(given.gib * GIB)
     with errors_of("--tiers"):
         return OffloadConfig(
@@ -134,7 +134,7 @@ def config_of(given: Namespace) -> OffloadConfig:
 
 @contextmanager
 def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> Iterator[Chooser]:
-    """Make the planner of a pipeline, which shows its progress inside."""
+    """Yield the planner of a pipeline, which shows its progress inside."""
     with progress_line() as progress:
         tapes = _tapes(given, pipeline, config)
         with errors_of("--schedule"):
@@ -157,7 +157,7 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], Callable[..., None]] | None]:
-    """Make a function that makes progress callbacks; None without a terminal."""
+    """Yield a function that makes progress callbacks; None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -174,7 +174,7 @@ def _show(name: str, done: int, total: int | None = None) -> None:
 
 
 def _bytes_of(limit: str) -> int:
-    """Parse a size in bytes. So few bytes that a unit was forgotten are an error."""
+    """Parse a size in bytes. A size too small to lack a unit is an error."""
     nbytes = parse_size(limit, is_rounded=True)
     if nbytes is None:
         units = ", ".join(UNITS)
@@ -188,7 +188,7 @@ def _bytes_of(limit: str) -> int:
 
 
 def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
-    """List the options without which the engine would not follow the plan."""
+    """List the options that the engine needs to follow the plan."""
     beside = "".join(
         f", {name}={tuple(value) if isinstance(value, list) else value!r}"
         for name, value in plan.options.items()

@@ -22,7 +22,7 @@ from pp_offload.backends import default_backend
 from pp_offload.simulate import Hardware
 
 SUSTAINED_S = 1.0
-"""Time of products before they are timed: clocks fall when a device gets hot."""
+"""Time of products before they are timed: clocks fall when a device is hot."""
 
 NUM_ROUNDS, NUM_COPIES, NUM_LAUNCHES = 5, 8, 200
 
@@ -46,7 +46,7 @@ class DeviceSpeed:
         self._matrices = [self._random(self._width, self._width) for _ in range(2)]
 
     def hardware(self) -> Hardware:
-        """Measure all figures but those of disks."""
+        """Measure all figures except those of disks."""
         begin_s = time.perf_counter()
         hosts = [self._backend.allocate_host(self._nbytes) for _ in range(2)]
         pin_s = time.perf_counter() - begin_s
@@ -64,7 +64,7 @@ class DeviceSpeed:
             name=f"measured {name}",
             matmul_flops=2 * self._width**3 / product_s,
             matmul_fraction=1.0,
-            attention_fraction=min(1.0, product_s / forward_s),  # as many operations
+            attention_fraction=min(1.0, product_s / forward_s),  # the same number of operations
             attention_backward_fraction=min(1.0, 2.5 * product_s / backward_s),
             memory_bytes_per_s=2 * self._nbytes / self._seconds(partial(back[0].copy_, out[1])),
             memory_fraction=1.0,
@@ -84,7 +84,7 @@ class DeviceSpeed:
     def copy_rates(self, pairs: Sequence[Pair], num: int = NUM_COPIES) -> list[float]:
         """Measure bytes a second of ``num`` copies of each pair, each pair on its own stream.
 
-        Returns the best of some rounds.
+        Return the best of some rounds.
         """
         return max((self._rates(pairs, num) for _ in range(NUM_ROUNDS)), key=sum)
 
@@ -97,7 +97,7 @@ class DeviceSpeed:
         return [num * a.nbytes / ms * 1e3 for (a, _), ms in zip(pairs, milliseconds, strict=True)]
 
     def _copies(self, pairs: Sequence[Pair], num: int) -> list[Any]:
-        """Launch copies, and return events of their begins and ends."""
+        """Launch copies, and return their begin and end events."""
         spans, streams = [], (self._backend.d2h, self._backend.h2d)
         for (target, source), stream in zip(pairs, streams, strict=False):
             begin = time_of(self._backend, stream)
@@ -137,18 +137,18 @@ class DeviceSpeed:
         return self._median_s(forward), self._median_s(backward)
 
     def _slowdown(self, pair: Pair) -> float:
-        """Measure the part of a product's speed that is lost beside copies."""
+        """Measure the part of a product's speed lost beside copies."""
         if self._is_host:
             return 0.0
         alone, beside = [], []
         for _ in range(NUM_ROUNDS):
             alone.append(self._seconds(self._product, NUM_COPIES))
-            self._copies([pair], NUM_COPIES)  # which take longer than as many products
+            self._copies([pair], NUM_COPIES)  # longer than the same number of products
             beside.append(self._seconds(self._product, NUM_COPIES))
         return max(0.0, 1 - median(alone) / median(beside))
 
     def _launch_s(self) -> tuple[float, float]:
-        """Measure the time of a small operator on the host, and on the device behind it."""
+        """Measure the time of a small operator on the host, and on the device after it."""
         x = self._empty()[:1]
         begin_s = time.perf_counter()
         for _ in range(NUM_LAUNCHES):

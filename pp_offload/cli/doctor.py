@@ -34,7 +34,7 @@ VARIABLES = (
     *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
     *("HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", *budget.LOCAL_RANKS),
 )
-"""Variables that change how memory is allocated, how copies overlap, or the host budget."""
+"""Variables that change memory allocation, the overlap of copies, or the host budget."""
 
 Ask = Callable[[], object]
 
@@ -59,7 +59,7 @@ def doctor(given: Namespace) -> int:
 
 
 def _device(name: str) -> torch.device:
-    """Return a device that is here."""
+    """Return a usable device."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -90,8 +90,8 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
     """Collect facts by topic and name.
 
     Args:
-        directory: Directory whose disk is tried.
-        disk_bytes: Size of the file for that; 0 for none.
+        directory: Directory whose disk is measured.
+        disk_bytes: Size of the file for that; 0 for no measurement.
         root: Directory of ``proc`` and ``sys``.
     """
     share = f"{budget.SHARE:.0%} of what is available / ranks"
@@ -132,7 +132,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
 
 
 def _answer(ask: Ask) -> str:
-    """Return the answer, or why there is none: a report must not fail."""
+    """Return the answer, or the reason for none: a report must not fail."""
     try:
         return str(ask())
     except Exception as failure:
@@ -166,7 +166,7 @@ def _total(meminfo: Path) -> str:
 
 
 def _cgroups(root: Path) -> Iterator[str]:
-    """Find limits of this process by cgroups of versions 2 and 1."""
+    """Yield limits of this process from cgroups of versions 2 and 1."""
     lines = (root / "proc/self/cgroup").read_text().splitlines()
     groups = [line.split(":", 2)[1:] for line in lines]
     members = {name: path for names, path in groups for name in names.split(",")}
@@ -222,7 +222,7 @@ def _speed(directory: Path, nbytes: int) -> str:
 def disk_speed(directory: Path, nbytes: int) -> tuple[float, float]:
     """Measure bytes a second of writes, until fsync has returned, and of reads.
 
-    The file has no name, so it is gone however this ends.
+    The file has no name, so it disappears however this ends.
     """
     piece, num = os.urandom(MIB), max(1, nbytes // MIB)  # random bytes cannot be compressed
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -231,7 +231,7 @@ def disk_speed(directory: Path, nbytes: int) -> tuple[float, float]:
             file.write(piece)
         os.fsync(file.fileno())
         written_s = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # else reads would come from memory
+        if hasattr(os, "posix_fadvise"):  # otherwise reads would come from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         read_begin_s = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Flags of Megatron-LM's own offload engine that come near a plan: ``plan --for megatron``.
+"""Flags of Megatron-LM's own offload engine that approximate a plan: ``plan --for megatron``.
 
-Its engine offloads modules by kind, in all layers of all ranks. Of each chunk it keeps a share of
+Its engine offloads modules by kind, in all layers of all ranks. In each chunk it keeps a share of
 the groups, the last ones, and on rank r in addition r times some bytes of a step.
 """
 
@@ -16,7 +16,7 @@ MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
     *("fused_group_mlp", "gdp_qkv"),
 )
-"""Names that ``--offload-modules`` takes: ``TransformerConfig.offload_modules`` of main."""
+"""Names that ``--offload-modules`` accepts: ``TransformerConfig.offload_modules`` of main."""
 
 NOTE = """\
 Its engine keeps other groups than planned, as many or fewer: leave it room below the limit."""
@@ -26,12 +26,12 @@ def megatron_text(plan: OffloadPlan, in_flight: Sequence[int], min_numel: int) -
     """Format the flags of Megatron-LM for a plan.
 
     Args:
-        plan: Groups that leave are named as Megatron's modules.
+        plan: Plan whose offloaded groups are named as Megatron's modules.
         in_flight: Microbatches that each rank holds at a time.
-        min_numel: Elements of the smallest tensor that leaves.
+        min_numel: Elements of the smallest offloaded tensor.
 
     Raises:
-        ArgumentError: A group that leaves has another name.
+        ArgumentError: An offloaded group has another name.
     """
     leaving = {group.name for rank in plan.ranks for group in _groups(rank) if not group.keeps}
     if strangers := sorted(leaving - set(MODULES)):
@@ -67,13 +67,13 @@ def _groups(rank: RankPlan) -> list[PlannedGroup]:
 
 
 def _share(stage: Sequence[PlannedGroup], names: set[str]) -> float:
-    """Share of a stage's groups that leaves, rounded up: Megatron rounds those that stay down."""
+    """Return the offloaded share of a stage's groups, rounded up: Megatron rounds the rest down."""
     keeps = [group.keeps for group in stage if group.name in names and group.nbytes]
     return ceil(1e4 * keeps.count(False) / len(keeps)) / 1e4 if keeps else 0.0
 
 
 def _delta(plan: OffloadPlan, in_flight: Sequence[int], names: set[str], share: float) -> int:
-    """Bytes that each rank keeps more than the one before, beside what stays by the share."""
+    """Return the bytes that each rank keeps more than the one before, in addition to the share."""
     deltas = []
     for number, (rank, num) in enumerate(zip(plan.ranks, in_flight, strict=True)):
         groups = [group for group in _groups(rank) if group.name in names]

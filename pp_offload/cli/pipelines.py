@@ -1,4 +1,4 @@
-"""The pipeline that options describe: its model, schedule and device.
+"""Pipeline described by options: its model, schedule and device.
 
 pipeline = pipeline_of(given)
 with pipeline.errors():
@@ -66,7 +66,7 @@ class Pipeline:
 
 
 def pipeline_of(given: Namespace) -> Pipeline:
-    """Make the pipeline, which may take a while; check other options before."""
+    """Make the pipeline, which may take long; check other options first."""
     if (given.model is None) == (given.hf is None):
         count = "neither" if given.model is None else "both"
         raise wrong("MODEL", f"found {count} of module:function and --hf, expected one of the two")
@@ -97,7 +97,7 @@ def pipeline_of(given: Namespace) -> Pipeline:
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the device of the table, or of a file."""
+    """Return a device from the table, or from a file."""
     if Path(name).is_file():
         with errors_of("--hardware", OSError):
             return Hardware.from_file(name)
@@ -232,6 +232,6 @@ def _config_of(path: str) -> Any:
     except ArgumentError as failure:
         if os.path.exists(path) or not isinstance(failure.__cause__, OSError):
             raise
-        # Transformers would add that it cannot reach a server, which nobody asks for.
+        # Transformers would add that it cannot reach a server, but no download was asked for.
         problem = f"found no file or directory {path!r}, and no model of that name in the cache"
         raise wrong("--hf", f"{problem} of Transformers, {expected}") from failure

@@ -1,4 +1,4 @@
-"""Output of a command: text or JSON, and errors of an option, which have exit code 2."""
+"""Output of a command: text or JSON, and errors of options, with exit code 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = Path(pp_offload.__file__).parent
 
 
 def wrong(option: str, problem: str) -> ArgumentError:
-    """Make the error of an option, as it is typed; ``main`` prints it without a traceback."""
+    """Make the error of an option as typed; ``main`` prints it without a traceback."""
     return ArgumentError(None, f"Invalid value for {option}: {problem}")
 
 
@@ -25,7 +25,7 @@ def wrong(option: str, problem: str) -> ArgumentError:
 def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
     """Turn errors that this package raises inside into errors of the option.
 
-    Errors of a user's code keep their traceback, but for the kinds in ``more_kinds``.
+    Errors of a user's code keep their traceback, except the kinds in ``more_kinds``.
     """
     kinds: tuple[type[Exception], ...] = (ValueError, TypeError, *more_kinds)
     try:
@@ -39,7 +39,7 @@ def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def any_error_of(option: str, problem: str, how: str) -> Iterator[None]:
-    """Turn any error inside, where no code of the user runs, into an error of the option."""
+    """Turn any error inside, where no user code runs, into an error of the option."""
     try:
         yield
     except Exception as failure:

@@ -1,4 +1,4 @@
-"""Simulated device for tests of the engine and its users; copies run as late as they may.
+"""Simulated device for tests of the engine and its users; copies run as late as permitted.
 
 with use_backend(SimulatedBackend("late")) as manager:
     ...  # a missing wait reads poison, or raises RaceError

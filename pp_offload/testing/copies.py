@@ -1,10 +1,10 @@
 """Queued copies: they keep nothing alive, and a target holds garbage until its copy runs.
 
-On a device a queued copy does not own its tensors either, so what is let go too early must show.
+On a device a queued copy does not own its tensors either, so a tensor freed too early must show.
 
     copy = QueuedCopy(WeakTensor(target), WeakTensor(source), "attn")
     copy.spoil_target()
-    copy.run()  # some time later; raises RaceError if one of the two is gone
+    copy.run()  # some time later; raises RaceError if source or target is gone
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class QueuedCopy:
         """Run the copy.
 
         Raises:
-            RaceError: One of the two was freed meanwhile.
+            RaceError: Source or target was freed meanwhile.
         """
         target, source = self.target.rebuild(), self.source.rebuild()
         if target is None or source is None:

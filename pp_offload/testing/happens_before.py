@@ -1,14 +1,14 @@
 """Race detector: accesses of streams to bytes, and whether waits order them.
 
 Every stream carries a vector clock; an event is a snapshot of it, and waiting merges the snapshot.
-The host has a clock too: what it has seen finish comes before all it issues later. Two accesses to
-the same bytes, one of them a write and one of them a copy, must be ordered by these clocks. They
-are checked when they are issued, so a run that happened to come out right is an error all the same.
+The host has a clock too: work that it has seen finish comes before all work it issues later. Two
+accesses to the same bytes, of which one writes and one is a copy, must be ordered by these clocks.
+They are checked when they are issued, so a run that was right by luck is an error all the same.
 
     history = detector.see(tensor.untyped_storage(), stream.clock, is_host=False)
     detector.access(stream.clock, history, tensor, "read", "attn")  # raises RaceError
 
-Conflicts between two compute operations are not our business and are not reported.
+Conflicts between two compute operations are out of scope and not reported.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from pp_offload.errors import RaceError
 
 
 class VectorClock(dict[str, int]):
-    """Progress of each stream as far as known; a missing stream has made none.
+    """Known progress of each stream; a missing stream has made none.
 
-    Loops go over a copy: an engine that is collected meanwhile waits, and a clock learns.
+    Loops use a copy: an engine collected meanwhile waits, and a clock advances.
     """
 
     def merge(self, other: VectorClock) -> None:
-        """Add all that ``other`` knows."""
+        """Add all progress that ``other`` knows."""
         for name, tick in dict(other).items():
             if self.get(name, 0) < tick:
                 self[name] = tick
 
     def merged(self, other: VectorClock) -> VectorClock:
-        """Make a clock that knows what both clocks know."""
+        """Return a clock with the progress known to both clocks."""
         result = VectorClock(self)
         result.merge(other)
         return result
 
     def covers(self, other: VectorClock) -> bool:
-        """Whether this clock knows everything that ``other`` knows."""
+        """Whether this clock knows all progress that ``other`` knows."""
         return all(self.get(name, 0) >= tick for name, tick in dict(other).items())
 
 
@@ -68,8 +68,8 @@ WHOLE = Extent(0, 2**63)
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """Smallest byte range that holds all elements; gaps between strides are included."""
-    if tensor.is_nested:  # has no size to ask for
+    """Return the smallest byte range that holds all elements, with the gaps between strides."""
+    if tensor.is_nested:  # it has no size
         return WHOLE
     start = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.numel() == 0:
@@ -81,25 +81,25 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 class Access(NamedTuple):
-    """Use of some bytes by one stream."""
+    """Use of some bytes by a stream."""
 
     kind: str
     """``read``, ``write`` or ``free``."""
 
     stream: str
-    """The stream it runs on."""
+    """The stream that runs it."""
 
     tick: int
-    """Own time of the stream."""
+    """The stream's own time."""
 
     extent: Extent
     """The bytes."""
 
     label: str
-    """The group of a copy, the operator of a computation."""
+    """The group of a copy, or the operator of a computation."""
 
     is_copy: bool
-    """Whether a copy stream does it."""
+    """Whether a copy stream runs it."""
 
     def conflicts(self, other: Access) -> bool:
         """Whether the two accesses must be ordered."""
@@ -124,7 +124,7 @@ class Access(NamedTuple):
 
 
 class StreamClock:
-    """Vector clock of one stream, and its name."""
+    """Vector clock of a stream, and the stream's name."""
 
     def __init__(self, name: str, *, is_copy: bool) -> None:
         self.name = name
@@ -132,35 +132,35 @@ class StreamClock:
         self.past = VectorClock({name: 1})
 
     def advance(self, host: VectorClock) -> None:
-        """Begin a piece of work, which the host issues now."""
+        """Begin a piece of work that the host issues now."""
         self.past.merge(host)
         self.past[self.name] += 1
 
     def access(self, kind: str, extent: Extent, label: str) -> Access:
-        """Make an access by the piece of work that was begun last."""
+        """Return an access by the piece of work begun last."""
         return Access(kind, self.name, self.past[self.name], extent, label, self.is_copy)
 
 
 @dataclass
 class StorageHistory:
-    """Accesses to one storage that later ones can still race with."""
+    """Accesses to a storage that can still race with later accesses."""
 
     owner: StreamClock
     """The compute stream that was current when the storage was first seen."""
 
     is_host: bool
-    """Whether it is host memory. The host frees that, which does not know what streams waited for;
-    device memory is freed by :attr:`owner`.
+    """Whether it is host memory. The host frees host memory without knowing what streams waited
+    for; :attr:`owner` frees device memory.
     """
 
     accesses: list[Access] = field(default_factory=list)
-    """Oldest first."""
+    """Accesses, oldest first."""
 
     nbytes: int = 0
     """Size of the storage when it was first seen."""
 
     reference: weakref.ref[UntypedStorage] | None = None
-    """Kept for its callback."""
+    """Weak reference, kept for its callback."""
 
     def first_race(self, access: Access, past: VectorClock) -> Access | None:
         """Return an earlier access that conflicts with ``access`` and is not in ``past``."""
@@ -179,8 +179,8 @@ class RaceDetector:
     """Histories of all storages seen and alive, and the host's clock.
 
     Attributes:
-        device_bytes: What the device storages seen and alive take together.
-        device_bytes_peak: The most that was at a time.
+        device_bytes: Bytes of all living device storages seen.
+        device_bytes_peak: Most of these bytes at a time.
     """
 
     def __init__(self) -> None:
@@ -193,17 +193,17 @@ class RaceDetector:
         self._fault: RaceError | None = None
 
     def thread_clock(self) -> VectorClock:
-        """Clock of what this thread has waited for and the host has not. Only a tier's thread has
-        one: garbage collected there frees memory of an engine.
+        """Clock of events that this thread has waited for and the host has not. Only a tier's
+        thread has one: garbage collected there frees memory of an engine.
         """
         clock: VectorClock = vars(self._here).setdefault("clock", VectorClock())
         return clock
 
     def see(self, storage: UntypedStorage, owner: StreamClock, *, is_host: bool) -> StorageHistory:
-        """Return the history of a storage, which begins now if it has none.
+        """Return the history of a storage; begin one if it has none.
 
         Device memory counts as just written by ``owner``, which computed or allocated it. A storage
-        on bytes of another one that is host memory is host memory, too.
+        on bytes of host memory is host memory, too.
         """
         key = storage._cdata
         history = self._histories.get(key)
@@ -229,17 +229,17 @@ class RaceDetector:
     def access(
         self, clock: StreamClock, history: StorageHistory, tensor: Tensor, kind: str, label: str
     ) -> None:
-        """Check the access to a tensor by the work that ``clock`` began last.
+        """Check an access to a tensor by the latest work of ``clock``.
 
         Args:
-            clock: Of the stream that does it.
-            history: Of the tensor's storage.
-            tensor: Says which bytes of it.
+            clock: Clock of the accessing stream.
+            history: History of the tensor's storage.
+            tensor: Tensor whose bytes are accessed.
             kind: ``read`` or ``write``.
             label: The operator, or the group of a copy.
 
         Raises:
-            RaceError: Nothing orders it after an earlier conflicting access.
+            RaceError: Nothing orders the access after an earlier conflicting one.
         """
         access = clock.access(kind, extent_of(tensor), label)
         if access.extent.start == access.extent.stop:
@@ -256,7 +256,7 @@ class RaceDetector:
             if fault is not None:
                 raise fault
         finally:
-            del fault  # else it would hold this frame, and through it all that called
+            del fault  # otherwise it would keep this frame and all its callers
 
     def _freed(self, key: int, _reference: object) -> None:
         """Check the free of a storage. This callback cannot raise, so a race is raised later."""
@@ -275,7 +275,7 @@ class RaceDetector:
 
 
 def _bytes_of(storage: UntypedStorage) -> range:
-    """Addresses of a storage's bytes; empty for the storage of a fake tensor."""
+    """Return addresses of a storage's bytes; empty for the storage of a fake tensor."""
     try:
         begin = storage.data_ptr()
     except RuntimeError:

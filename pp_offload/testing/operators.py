@@ -1,7 +1,7 @@
 """Watch of the tensors that compute operators read and write, for the race detector.
 
 A dispatch mode sees every operator below autograd, in forward and backward alike. The operator's
-schema says which arguments it writes. Views are not looked at: they touch no byte.
+schema says which arguments it writes. Views are ignored: they touch no byte.
 
     with Watch(timeline, backend.current_stream):
         ...  # raises RaceError at the first unordered access
@@ -22,11 +22,11 @@ from pp_offload.testing.streams import SimulatedStream, Timeline
 
 
 class Watch(TorchDispatchMode):
-    """Check of every operator that runs inside, and at the end of all frees.
+    """Check of every operator that runs inside, and of all frees at the end.
 
     Args:
-        timeline: Its detector is told of each access.
-        live: The compute stream an operator runs on, asked each time.
+        timeline: Timeline whose detector checks each access.
+        live: Returns the compute stream of an operator, called for each.
     """
 
     def __init__(self, timeline: Timeline, live: Callable[[], SimulatedStream]) -> None:
@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):
     ) -> None:
         self._timeline.enter()
         detector, clock = self._timeline.detector, self._live().clock
-        touched = [  # all were made before this operator, of which the clock does not know yet
+        touched = [  # all made before this operator, which the clock does not know yet
             (detector.see(storage, clock, is_host=False), tensor, kind)
             for value, kind in schema.operands(args, kwargs)
             for tensor, storage in _with_bytes(value)
@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
             detector.access(clock, history, tensor, kind, schema.label)
 
     def _see_outputs(self, outputs: Any) -> None:
-        """Note which stream made which storage."""
+        """Note which stream made each storage."""
         clock = self._live().clock
         for _, storage in _with_bytes(outputs):
             self._timeline.detector.see(storage, clock, is_host=False)
@@ -87,7 +87,7 @@ def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:
 
 
 def _host_storage(tensor: Tensor) -> UntypedStorage | None:
-    """Storage of an ordinary CPU tensor; None for sparse, meta and fake tensors."""
+    """Return the storage of an ordinary CPU tensor; None for sparse, meta and fake tensors."""
     if tensor.layout is not torch.strided:
         return None
     try:

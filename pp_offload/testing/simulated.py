@@ -36,10 +36,10 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     Args:
         order: When queued copies run: ``late``, ``eager`` or ``random``.
-        seed: Which legal order ``random`` takes; the same seed, the same order.
+        seed: Seed of the order ``random``; the same seed gives the same order.
 
     Raises:
-        ValueError: ``order`` is none of the three, or ``seed`` no integer.
+        ValueError: ``order`` is none of these, or ``seed`` is no integer.
     """
 
     def __init__(self, order: str = "late", seed: int = 0) -> None:
@@ -87,9 +87,9 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Raise :class:`CaptureError` inside for what CUDA forbids while a graph is captured.
+        """Raise :class:`CaptureError` inside for all that CUDA forbids while it captures a graph.
 
-        Work runs as it does outside: only the rules are simulated, not replay.
+        Work runs as outside: only the rules are simulated, not replay.
         """
         self.synchronize()
         self._timeline.begin_capture(self._current)
@@ -100,7 +100,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
             self._timeline.end_capture()
 
     def new_stream(self, name: str) -> SimulatedStream:
-        """Make another compute stream, ordered with no other.
+        """Make another compute stream, unordered with others.
 
         Raises:
             ValueError: The name is taken.
@@ -108,7 +108,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         return self._timeline.add_stream(name, is_copy=False)
 
     def allocated(self) -> Allocated:
-        """Current bytes and peak of :attr:`device_bytes`."""
+        """Return current bytes and peak of :attr:`device_bytes`."""
         detector = self._timeline.detector
         return Allocated(detector.device_bytes, detector.device_bytes_peak)
 
@@ -148,7 +148,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         return buffer
 
     def activate(self) -> AbstractContextManager[object]:
-        """Watch every compute operation; :meth:`check` at the end."""
+        """Watch every compute operation; run :meth:`check` at the end."""
         return Watch(self._timeline, self.current_stream)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Streams of a simulated device, and the order in which their copies run.
 
-A compute stream is the host itself: its work has run by the time anybody asks. A copy stream has a
+A compute stream is the host itself: its work has run before any query. A copy stream has a
 queue of copies and of events it waits for. The timeline decides when the head of a queue runs:
-only when something waits for it (``late``), at once (``eager``), or when chance says (``random``).
+only when something waits for it (``late``), at once (``eager``), or at random (``random``).
 
     timeline = Timeline("late", seed=0)
     d2h = timeline.add_stream("d2h", is_copy=True)
@@ -41,7 +41,7 @@ class SimulatedEvent:
         return self.stream.num_done >= self.position
 
     def query(self) -> bool:
-        """Whether the point is reached; if so, the host has waited for it.
+        """Return whether the point is reached; if so, the host has waited for it.
 
         In the order ``late`` an event of a compute stream is seen only by synchronizing.
         """
@@ -65,8 +65,8 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """Run everything before this point, and have the host wait for it.
 
-        When a thread of a tier waits, the host does not learn of it: the program has yet to ask.
-        But what that thread frees then is over.
+        If a thread of a tier waits, the host does not learn of it: the program has yet to ask.
+        But memory that this thread frees then is no longer in use.
         """
         timeline = self.stream.timeline
         if is_worker():
@@ -116,7 +116,7 @@ class SimulatedStream:
                 self.timeline.work_queued(self)
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """Order all later work of this stream after all work that ``other`` has now."""
+        """Order all later work of this stream after all current work of ``other``."""
         self.wait_event(other.record_event())
 
     def record_event(self) -> SimulatedEvent:
@@ -135,7 +135,7 @@ class SimulatedStream:
         self.record_event().synchronize()
 
     def blocker(self) -> SimulatedEvent | None:
-        """Event that the head of the queue waits for, if it is not reached; else None."""
+        """Return the event that the head of the queue waits for; None if it is reached."""
         head = self.queue[0]
         return head if isinstance(head, SimulatedEvent) and not head.is_reached() else None
 
@@ -152,13 +152,13 @@ class Timeline:
 
     Args:
         order: ``late``, ``eager`` or ``random``.
-        seed: Which legal order ``random`` takes; the same seed, the same order.
+        seed: Seed of the order ``random``; the same seed gives the same order.
 
     Attributes:
-        lock: Held while queues change: one thread computes, but those of a tier wait for events.
+        lock: Held while queues change: one thread computes, but tiers' threads wait for events.
 
     Raises:
-        ValueError: ``order`` is none of the three.
+        ValueError: ``order`` is none of these.
     """
 
     def __init__(self, order: str, seed: int) -> None:
@@ -177,10 +177,10 @@ class Timeline:
         self.capture = stream.capture = self._num_captures
 
     def join_capture(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        """Take ``stream`` into the capture of an event that it waits for.
+        """Add ``stream`` to the capture of an event that it waits for.
 
         Raises:
-            CaptureError: Not both are in one capture.
+            CaptureError: Both are not in one capture.
         """
         if event.capture == stream.capture:
             return
@@ -216,7 +216,7 @@ class Timeline:
             stream.capture = 0
 
     def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
-        """Make a stream, ordered with no other.
+        """Make a stream, unordered with others.
 
         Raises:
             ValueError: The name is taken.
@@ -275,10 +275,10 @@ class Timeline:
                 stream.last_event().finish()
 
     def queued_copies(self) -> list[QueuedCopy]:
-        """Copies that have not run yet."""
+        """Return copies that have not run yet."""
         queued: list[QueuedCopy] = []
         for stream in self.streams.values():
-            # A copy of it, for an engine that is collected here runs what is queued.
+            # A copy of the queue, because an engine collected here runs queued work.
             queued += [work for work in tuple(stream.queue) if isinstance(work, QueuedCopy)]
         return queued
 
