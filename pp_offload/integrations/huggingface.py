@@ -60,7 +60,7 @@ class ActivationOffloadingMixin(TrainerMixin):
             is offloaded; options, True or False here override it. TRL's trainers begin an offload
             of their own if theirs is True: leave that False, and set this one. axolotl's words are
             valid in both places: ``"hidden_states"`` offloads only tensors given to checkpointed
-            layers, like the option of that name; ``"legacy"`` offloads without streams; ``"disk"``
+            layers, like the option of that name; ``"legacy"`` does so without streams; ``"disk"``
             offloads all to disk; ``"off"`` nothing.
         kwargs: Further arguments of the trainer.
 
