@@ -1,1 +1,1 @@
-"""What was saved, where its bytes are, what waits for what, and what comes back next."""
+"""Saved tensors, batches, the order of their copies, and reloads ahead of backward."""

@@ -1,13 +1,13 @@
-"""The bytes of one group off the device: one place on the host, one event each way.
+"""A batch: the payloads of one group off the device, in one host place, one event each way.
 
     leaving      ``leaving`` keeps the device memory until the copy to the host has run
     away         only ``place`` has the bytes; on disk alone, ``write``, until a thread reads them
     coming back  ``back.device[i]`` is memory for payload i, ``back.reloads[i]`` has its event
-    used up      ``back.device[i]`` is None; ``back.given[i]`` refers weakly to what autograd got
+    used up      ``back.device[i]`` is None; ``back.given[i]`` refers weakly to autograd's tensor
 
-Autograd owns a batch, through the saved tensors in it, and its memory returns when the last of them
-goes. Autograd frees nodes in C++, where an exception from Python code is lost. So the callbacks of
-weak references are C functions.
+Autograd owns a batch through its saved tensors, and its memory is free when the last of them is
+freed. Autograd frees nodes in C++, where an exception from Python code is lost. So the callbacks
+of weak references are C functions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Spec = tuple[torch.Size, torch.dtype]
 
 
 class Reload:
-    """How payloads became available together, and for which stream: by a copy, or taken back.
+    """A reload of payloads, by a copy or taken back, for one compute stream.
 
     Attributes:
-        stream: The compute stream that their memory was allocated on, and that may use it.
-        event: Behind the copy; None where there is none, or an exception came while it was queued.
-        is_there: Whether that stream has waited for it.
+        stream: The compute stream that their memory was allocated on; only this stream may use it.
+        event: Recorded behind the copy; None for payloads taken back, or if queueing raised.
+        is_there: Whether ``stream`` has waited for ``event``, or need not.
     """
 
     __slots__ = ("event", "is_there", "stream")
@@ -44,25 +44,24 @@ class Reload:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether an exception came while its copy was queued, which may run all the same."""
+        """Whether an exception came while the copy was queued, which may run all the same."""
         return self.event is None and not self.is_there
 
 
 class Leaving:
-    """What a copy to the host reads, until it has run.
+    """The sources of a copy to the host, kept until it has run.
 
     Args:
-        batch: Whose payloads are copied, behind ``batch.offloaded``.
-        payloads: The Payloads, whose members are on the device still.
+        batch: The batch that is copied; ``batch.offloaded`` is behind the copy.
+        payloads: The Payloads; their members are still on the device.
         stream: The compute stream of the commit, on which sources may be taken back.
 
     Attributes:
-        batch: Weakly: its host memory is free when autograd lets go, with an event for the next
-            owner.
-        watched: Tensors that share the memory of the sources: whoever changes one changes a source.
-        versions: Of each watched tensor when it was saved.
-        indices: The payload that each watched tensor belongs to.
-        addresses: Of the sources; an owner may empty a storage, and fill it again elsewhere.
+        batch: Weak reference: autograd frees its host memory, with an event for the next owner.
+        watched: Tensors that share memory with the sources: a change of one changes a source.
+        versions: Version of each watched tensor when it was saved.
+        indices: Payload index of each watched tensor.
+        addresses: Address of each source; an owner may empty a storage and refill it elsewhere.
     """
 
     __slots__ = "addresses batch indices nbytes offloaded sources stream versions watched".split()
@@ -77,20 +76,20 @@ class Leaving:
         self.indices: list[int] = []
         for index, members in enumerate(payloads.members):
             if index in payloads.gathered:
-                continue  # its source is a copy, which nobody can change
+                continue  # its source is a copy, which the program cannot change
             for member in members:
                 self.watched.append(member.tensor)
                 self.versions.append(member.version)
                 self.indices.append(index)
 
     def watch(self, saved: Any, index: int) -> None:
-        """Watch a saved tensor on the device, whose bytes are a payload's."""
+        """Watch ``saved``, whose bytes on the device are those of payload ``index``."""
         self.watched.append(saved.tensor)
         self.versions.append(saved.version)
         self.indices.append(index)
 
     def changed(self) -> frozenset[int]:
-        """Payloads whose source is not as it was when it was saved."""
+        """Return payloads whose source was changed after it was saved."""
         changed = set()
         if list(map(_version, self.watched)) != self.versions:  # loops in C: thousands may leave
             saved = zip(self.watched, self.versions, self.indices, strict=True)
@@ -115,23 +114,23 @@ class Batch:
         mover: The Mover that orders its copies.
         label: Name of the group, for messages.
         sizes: Bytes of each payload.
-        specs: Shape and dtype of each.
-        uses: How many saved tensors each payload holds.
-        is_gone: A C function, called with ``back`` when the batch goes.
+        specs: Shape and dtype of each payload.
+        uses: Number of saved tensors in each payload.
+        is_gone: A C function, called with ``back`` when the batch is freed.
 
     Attributes:
-        place: Host memory that has the bytes; None once they are on disk alone.
-        passage: Owns that memory, where the bytes only pass through it to the disk.
-        write: The bytes on disk, or on their way there, if they go there.
-        reading: The end of the read that brings them back to host memory; None before the read is
-            queued, when it has failed, and once they are on the device.
-        offloaded: Behind the copy to the host.
-        leaving: What that copy reads; None once it has run.
+        place: Host memory with the bytes; None once only the disk has them.
+        passage: Owner of ``place``, if the bytes only pass through it to the disk.
+        write: The write to the disk, which owns the bytes there; None without one.
+        reading: End of the read back to host memory; None before it is queued, after it failed,
+            and once the payloads are on the device.
+        offloaded: Event behind the copy to the host.
+        leaving: Sources of that copy; None once it has run.
         changed: Payloads that were changed in place before their copy had run.
-        back: What is on the device again.
-        later: Of each payload that several groups use, the uses still to come: by ``id`` of a group
-            that backward has not reached; of its own group by None; of the second part of a
-            backward by ``id`` of its SplitBackward. It says what stays; no tensor depends on it.
+        back: State of the payloads on the device.
+        later: Remaining uses of each payload that several groups use, by user: ``id`` of a group
+            that backward has not reached; None for its own group; ``id`` of the SplitBackward for
+            the second part of a backward. Decides what stays; no tensor depends on it.
     """
 
     __slots__ = (
@@ -162,33 +161,33 @@ class Batch:
         self.back = Back(self, uses, is_gone)
 
     def use_again(self, index: int, num: int, group: int) -> None:
-        """So many more saved tensors hold a payload, of a group with this ``id``."""
+        """Add ``num`` uses of a payload, by saved tensors of the group with this ``id``."""
         back = self.back
         uses = self.later.setdefault(index, {None: back.left[index]})
         uses[group] = uses.get(group, 0) + num  # shared, and needed by a recipe, too
         back.uses[index] += num
         if back.left[index] == 0 and back.device[index] is None:
-            back.num_away += 1  # it was used up, and is to be used again
+            back.num_away += 1  # it was used up, and will be used again
         back.left[index] += num
 
 
 class Back(weakref.ref[Batch]):
-    """What is on the device again of a batch, by payload. It outlives the batch: memory that a copy
+    """The payloads of a batch on the device, by index. It outlives the batch: memory that a copy
     still writes is kept until the copy has run.
 
     Attributes:
-        device: Memory on the device; None before, and when it is used up.
-        reloads: The copy that it came with.
-        versions: Of the memory when it was last given out; -1 before.
-        given: What autograd got, when it was taken out.
-        uses: How often it will be used each time it comes anew.
-        left: How many uses are to come; 0 when it is used up.
-        num_away: Payloads to be used, in any part of backward, that are neither on the device nor
-            on their way.
-        part: Where backward comes in two parts, the payloads that the first has still to use; the
-            others are for the second one. None where there is one part, or the first is over.
-        sizes: In bytes.
-        checksums: Of the payloads when they left, with ``verify``.
+        device: Device memory of each payload; None before its reload, and when it is used up.
+        reloads: The Reload that brought each payload.
+        versions: Version of the memory when it was last given out; -1 before.
+        given: Weak reference to the tensor that autograd got when a payload left ``device``.
+        uses: Uses of each payload in all; counted anew if it comes back after the last.
+        left: Remaining uses of each payload; 0 when it is used up.
+        num_away: Number of payloads with remaining uses, in any part of backward, that are neither
+            on the device nor on the way.
+        part: Payloads that the first part of a split backward has still to use; all others are for
+            the second part. None if backward is not split, or its first part is over.
+        sizes: Bytes of each payload.
+        checksums: Checksum of each payload when it left, with ``verify``.
     """
 
     __slots__ = "checksums device given left num_away part reloads sizes uses versions".split()
@@ -210,15 +209,15 @@ class Back(weakref.ref[Batch]):
         self.checksums: Sequence[int] = ()
 
     def away(self) -> list[int]:
-        """Payloads that this part of backward will use and that are neither on the device nor on
-        their way.
+        """Return payloads that this part of backward will use and that are neither on the device
+        nor on the way.
         """
         uses_left, part = self.left, self.part
         away = [i for i, tensor in enumerate(self.device) if tensor is None and uses_left[i] > 0]
         return away if part is None else [i for i in away if i in part]
 
     def put(self, index: int, tensor: Tensor, reload: Reload) -> None:
-        """A payload is on the device, or on its way; if it was used up, for all its uses anew."""
+        """Set a payload's memory, filled or awaited; a used-up payload gets all uses anew."""
         self.reloads[index], self.versions[index], self.device[index] = reload, -1, tensor
         if self.left[index] > 0:
             self.num_away -= 1
@@ -227,4 +226,4 @@ class Back(weakref.ref[Batch]):
 
 
 Wanted = tuple[Batch, list[int]]
-"""Payloads of a batch that are to come back."""
+"""A batch, and the indices of its payloads to reload."""

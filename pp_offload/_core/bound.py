@@ -1,8 +1,8 @@
-"""A number of bytes that an option gives, or that the engine chooses.
+"""A bound in bytes, which an option sets or the engine chooses.
 
 bound = Bound(config.prefetch_bytes, least=2**18)
-bound.expect(nbytes)        # twice the largest group, until
-bound.choose(700 * 2**20)   # somebody knows better
+bound.expect(nbytes)        # at least twice the largest group, until
+bound.choose(700 * 2**20)   # the engine has measured a better one
 bound.nbytes
 """
 
@@ -11,24 +11,24 @@ from __future__ import annotations
 from pp_offload.config import AUTO
 
 IN_FLIGHT_BYTES = 2**29
-"""How much may be on its way to the host where no option says so."""
+"""Default bound on bytes in flight to the host."""
 
 SMALL_BYTES = 2**18
-"""Below this, tensors of several groups are reloaded as one batch."""
+"""Smaller reloads of several groups are queued as one batch."""
 
 REFILL_BYTES = 2**22
-"""A reload of less costs the host more time than the link, at 50 GB/s."""
+"""A reload of fewer bytes costs the host more time than the link, at 50 GB/s."""
 
 
 class Bound:
-    """Bytes that may be under way, in one direction.
+    """A bound on bytes in flight in one direction.
 
     Args:
-        given: The option: bytes, which stay as they are, or :data:`AUTO`.
-        least: To begin with, where it is :data:`AUTO`.
+        given: The option: a fixed number of bytes, or :data:`AUTO`.
+        least: First bound with :data:`AUTO`.
 
     Attributes:
-        nbytes: The bound as it is now.
+        nbytes: The current bound.
     """
 
     def __init__(self, given: int | str, least: int) -> None:
@@ -36,20 +36,20 @@ class Bound:
         self._is_auto = self._follows_groups = given == AUTO
 
     def expect(self, group_bytes: int) -> None:
-        """Keep it at twice a group of so many bytes at least."""
+        """Raise the bound to at least twice ``group_bytes``, until :meth:`choose` was called."""
         if self._follows_groups:
             self.nbytes = max(self.nbytes, 2 * group_bytes)
 
     def choose(self, nbytes: int) -> None:
-        """From now on it is this, unless it was given."""
+        """Set the bound, unless the option fixed it."""
         if self._is_auto:
             self._follows_groups = False
             self.nbytes = nbytes
 
 
 def refill_below(window_bytes: int) -> int:
-    """With no more than so many bytes unused, a window is filled again.
+    """Return the unused bytes at which a window is refilled.
 
-    At once where they are large, so that copies never pause; and not for each small tensor.
+    Early, so that copies never pause, but not after each small tensor.
     """
     return window_bytes - max(window_bytes // 8, min(window_bytes // 2, REFILL_BYTES))

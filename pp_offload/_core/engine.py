@@ -1,8 +1,8 @@
-"""What the chunks of a manager share, and the way of a group off the device.
+"""The engine, shared by all chunks of a manager: sends groups off the device.
 
-group = engine.open("mlp", min_numel)   # its ``pack`` saves tensors
-payloads = engine.payloads(group)       # what may leave, counted
-engine.send(group, payloads)            # copies queued; or engine.keep(group, payloads)
+group = Group("mlp", engine=engine, min_numel=n)  # pack() saves
+payloads = engine.payloads(group)                 # collected, and counted
+engine.send(group, payloads)                      # queue copies; or engine.keep(group, payloads)
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Engine:
 
     Args:
         backend: The device.
-        tier: Where batches go.
-        order: Knows what backward visits.
+        tier: Host memory for batches, and the disk behind it if any.
+        order: The order in which backward visits groups.
         config: The options; those of the plan are not used here.
-        observers: Observe what it does.
+        observers: Called at each event of the engine.
 
     Attributes:
-        reach: Called when backward is about to use a group for the first time.
-        follow: Called with a stream on which a forward computes: sources may be allocated there.
-        is_enabled: Whether groups leave now.
-        is_torn: Whether an exception came through the engine's own code, so that its books may be
-            wrong. The next step begins with another engine.
+        reach: To be called when backward is about to use a group for the first time.
+        follow: To be called with each stream that computes a forward: it may allocate sources.
+        is_enabled: Whether groups are offloaded now.
+        is_torn: Whether an exception passed through the engine's own code, and its bookkeeping may
+            be wrong. The next step begins with another engine.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine:
         self._has_warned = False
 
     def payloads(self, group: Group) -> Payloads:
-        """What may leave of an open group, which counts it."""
+        """Collect, and count, what an open group may send."""
         payloads, counts = self._collected(group), group.counts
         counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
         if (chosen := payloads.chosen) is not None:
@@ -102,13 +102,13 @@ class Engine:
         return payloads
 
     def tear(self, failure: BaseException) -> None:
-        """An exception comes through the engine's own code. Its own errors leave the books right;
-        any other may have come between two lines that belong together.
+        """Mark the engine as torn, unless ``failure`` is one of its own errors: these leave its
+        bookkeeping right. Any other may have come between two lines that belong together.
         """
         self.is_torn |= not isinstance(failure, OffloadError)
 
     def guarded(self, call: Callable[..., T], *args: Any) -> T:
-        """What ``call`` returns, where none of the engine's own methods is around it."""
+        """Return ``call(*args)``, called from outside the engine's methods; see :meth:`tear`."""
         try:
             return call(*args)
         except BaseException as failure:
@@ -116,8 +116,8 @@ class Engine:
             raise
 
     def begin_step(self) -> None:
-        """Parameters may be others, and fused optimizers count no change of them. What several
-        microbatches have saved stays from now on.
+        """Forget copies of the last step: optimizers change parameters unseen. Storages that
+        several microbatches saved stay from now on.
         """
         for storage in self.shared.repeated():
             self.eligibility.kept.add_storage(storage)
@@ -126,14 +126,14 @@ class Engine:
             self.recipes.forget_copies()
 
     def go_on_as(self, old: Engine) -> None:
-        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
+        """Take over from ``old``: its marked storages, its proofs, and whether it is enabled."""
         self.eligibility.kept, self.is_enabled = old.eligibility.kept, old.is_enabled
         if self.recipes is not None and old.recipes is not None:
             self.recipes.go_on_as(old.recipes)
 
     def end(self) -> None:
-        """No saved tensor needs it. Without a cycle of references it goes when its last user goes,
-        and not where garbage is collected.
+        """Break the reference cycle of an unneeded engine: it is freed with its last user, not by
+        the garbage collector.
         """
         self.window.begin_at(None)
         self.mover.window = None
@@ -141,7 +141,7 @@ class Engine:
     def keep(
         self, group: Group, payloads: Payloads | None = None, *, is_lean: bool = False
     ) -> None:
-        """The group stays on the device; if ``is_lean``, without what recipes compute again."""
+        """Keep the group on the device; if ``is_lean``, without what recipes compute again."""
         chosen = payloads.chosen if payloads else None
         if chosen is not None and is_lean:
             assert payloads is not None and not chosen.reached
@@ -160,16 +160,16 @@ class Engine:
             tell(group, payloads)
 
     def send(self, group: Group, payloads: Payloads) -> None:
-        """Queue the copies of what no other group has sent, and close the group. Without room off
-        the device it stays, with one warning. Not to be called with the lock held: compute may have
-        to wait for earlier copies.
+        """Queue copies of payloads that no other group has sent, and close the group. Without room
+        off the device the group stays, with one warning. To be called without the lock: compute
+        may have to wait for earlier copies.
         """
         mover = self.mover
         if payloads.chosen is not None:
-            payloads.chosen.copy_parameters()  # without memory for it, the books are still right
+            payloads.chosen.copy_parameters()  # before any bookkeeping: it may run out of memory
         try:
             while (busy := self._try_to_send(group, payloads)) is not None:
-                with suppress(OffloadError):  # a failed read raises for who asks for its tensor
+                with suppress(OffloadError):  # a failed read raises where its tensor is unpacked
                     busy.synchronize()
             if mover.in_flight.queue:
                 mover.keep_bounded(group.counts.copied_bytes)
@@ -180,9 +180,9 @@ class Engine:
             raise
 
     def _try_to_send(self, group: Group, payloads: Payloads) -> Event | None:
-        """Send and close the group; or, and nothing has changed, what has to end first."""
+        """Send and close the group, or change nothing and return the event to wait for."""
         with self.mover.lock:
-            # Not in a capture: a launch computes anew what was copied before.
+            # Not in a capture: a launch recomputes storages that were copied before it.
             may_share = self.shared.copies and not self.mover.backend.is_capturing
             shared = self.shared.share(payloads) if may_share else {}
             own = payloads.without(shared.keys()) if shared else payloads
@@ -198,8 +198,8 @@ class Engine:
                     self._let_go(group, own, batch)
             if shared:
                 self._borrow(group, payloads, shared)
-            group.engine = self  # it may have started in another epoch
-            self.mover.window = self.window  # which may have ended since this thread asked for it
+            group.engine = self  # the group may have started in another epoch
+            self.mover.window = self.window  # end() may have cleared it on another thread
             is_kept = batch is None and not shared
             if payloads.chosen is not None and (batch is not None or not own.tensors):
                 is_kept = is_kept and not payloads.chosen.recipes
@@ -213,7 +213,7 @@ class Engine:
         return None
 
     def _let_go(self, group: Group, own: Payloads, batch: Batch) -> None:
-        """The batch has the bytes of these payloads from now on."""
+        """Hand the payloads to ``batch``, and drop the tensors on the device."""
         if not self.mover.backend.is_capturing:
             self.shared.add(own, batch)
         group.batch = weakref.ref(batch)
@@ -224,7 +224,7 @@ class Engine:
                 saved.tensor = saved.wrapper = None
 
     def _give_up(self, group: Group, chosen: Chosen) -> None:
-        """What recipes compute again is needed no more, and what they need a while longer."""
+        """Drop tensors that recipes compute again; keep the recipes' inputs longer."""
         group.counts.again_bytes = group.counts.recipe_bytes
         self.mover.counts.bytes_computed_again += group.counts.recipe_bytes
         for recipe, members, _ in chosen.recipes:
@@ -238,7 +238,7 @@ class Engine:
 
     @staticmethod
     def _borrow(group: Group, payloads: Payloads, shared: Mapping[int, tuple[Batch, int]]) -> None:
-        """The bytes of some payloads left with batches of other groups."""
+        """Use copies in batches of other groups for the payloads in ``shared``."""
         group.borrowed = [(weakref.ref(batch), index) for batch, index in shared.values()]
         for position, (batch, index) in shared.items():
             batch.use_again(index, len(payloads.members[position]), id(group))
@@ -250,7 +250,7 @@ class Engine:
                 saved.tensor = saved.wrapper = None
 
     def offload(self, tensor: Tensor) -> Saved:
-        """Offload one tensor by itself; it lives off the device as long as what is returned."""
+        """Offload one tensor by itself, for as long as the returned Saved lives."""
         group = Group("tensor", engine=self)
         saved = Saved(tensor, group)
         group.streams.append(self.current_stream())
@@ -259,7 +259,7 @@ class Engine:
         return saved
 
     def check_freed(self) -> list[str]:
-        """With ``verify=True``: what groups committed since the last call did not free."""
+        """Return, with ``verify=True``, messages on offloaded storages that were not freed."""
         if self.mover.verifier is None:
             return []
         self.guarded(self.mover.synchronize)
@@ -268,8 +268,8 @@ class Engine:
     def _warn(self, group: Group, failure: MemoryError) -> None:
         logger.log(
             logging.DEBUG if self._has_warned else logging.WARNING,
-            "group '%s' stays on the device: its %d bytes find no room off it (%s); other groups "
-            "may follow, without another warning",
+            "group '%s' stays on the device: no room elsewhere for its %d bytes (%s); further "
+            "groups may stay without a warning",
             *(group.name, group.counts.nbytes, str(failure)),
         )
         self._has_warned = True

@@ -27,7 +27,7 @@ from pp_offload.errors import GroupStateError
 
 
 class GroupState(enum.Enum):
-    """Where a group is in its life."""
+    """State of a group."""
 
     OPEN = "open"
     OFFLOADED = "offloaded"
@@ -35,16 +35,16 @@ class GroupState(enum.Enum):
 
 
 class Counts:
-    """What a group has to move, and what it moved.
+    """Sizes of a group, and of what it moved.
 
     Attributes:
-        num_tensors: Payloads that may leave, whether or not the plan lets them, and recipes.
-        nbytes: Bytes of those payloads.
-        copied_bytes: Bytes that it copied itself: fewer, if another group had copied some of them.
-        narrowed_bytes: Those of ``nbytes`` that tensors were made of without a loss, in place of
-            the tensors: a cast, or what was repeated.
-        recipe_bytes: Bytes of the storages that recipes give.
-        again_bytes: The same, if they are computed again.
+        num_tensors: Number of recipes, and of payloads that may leave, whatever the plan.
+        nbytes: Bytes of the payloads that may leave.
+        copied_bytes: Bytes that the group copied itself, without those another group had copied.
+        narrowed_bytes: Bytes within ``nbytes`` of sources that are copied in place of tensors
+            made of them without a loss: by a cast, or by repetition.
+        recipe_bytes: Bytes of the storages that recipes compute.
+        again_bytes: ``recipe_bytes`` if backward computes them again, else 0.
     """
 
     num_tensors = nbytes = copied_bytes = narrowed_bytes = recipe_bytes = again_bytes = 0
@@ -54,22 +54,22 @@ class Group:
     """Tensors saved between a start and its commit.
 
     Args:
-        name: The user's name for it, such as ``mlp_norm``.
-        engine: The Engine that offloads it, even if the next step has another one.
-        min_numel: Smaller tensors stay on the device. In elements.
+        name: The user's name for the group, such as ``mlp_norm``.
+        engine: The Engine that offloads the group, even if the next step has another engine.
+        min_numel: Elements; smaller tensors stay on the device.
 
     Attributes:
-        key: Its place in the step, if it has one.
+        key: Place of the group in the step; None without one.
         is_used: Whether backward has asked for one of its tensors.
-        has_failed: Whether an exception came out of its forward, as far as a context around it saw.
-        saved_refs: What autograd saved, weakly, in order, while the group is open.
-        streams: The compute streams that saved it.
-        batch: Its own, weakly, once it has left.
-        borrowed: Payloads of other groups' batches that hold tensors of this one, too.
-        counts: What it has to move, once it is committed, and what it moved.
+        has_failed: Whether an exception came out of its forward, as its context saw.
+        saved_refs: Weak references to what autograd saved, in order, while the group is open.
+        streams: Compute streams on which tensors were saved.
+        batch: Weak reference to the group's own batch, once it has left.
+        borrowed: Payloads of other groups' batches that hold tensors of this group, too.
+        counts: Sizes, set by the commit.
     """
 
-    # Most groups have none, and a group is made during a forward.
+    # Defaults of the class: most groups keep them, and groups are made during a forward.
     borrowed: Sequence[tuple[weakref.ref[Batch], int]] = ()
     key: GroupKey | None = None
     has_failed = False
@@ -88,12 +88,12 @@ class Group:
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
-        """The pack hook: save ``tensor`` here; of a wrapper, the tensors inside it."""
+        """Save ``tensor`` in this group, as a pack hook; of a wrapper, save its inner tensors."""
         engine = self.engine
         if self.state is not GroupState.OPEN or not engine.is_enabled:
             return Resident(tensor)
         kind = type(tensor)
-        if kind is Tensor and tensor.numel() < self._min_numel:  # most that stay, so without a call
+        if kind is Tensor and tensor.numel() < self._min_numel:  # usual, so without a call
             if engine.eligibility.largest_small is not None:
                 engine.eligibility.note_small(self.name, tensor)
             return Resident(tensor)
@@ -114,7 +114,7 @@ class Group:
 
     @property
     def is_alive(self) -> bool:
-        """Whether autograd holds something that it saved here and that left or may leave."""
+        """Whether autograd holds a saved tensor of this group that left or may leave."""
         refs = [self.batch, *[ref for ref, _ in self.borrowed]]
         return any([ref is not None and ref() is not None for ref in [*refs, *self.saved_refs]])
 
@@ -129,10 +129,10 @@ class Group:
         self.saved_refs = []
 
     def drop(self) -> None:
-        """Forget what was saved while it was open, as when the step was aborted."""
+        """Forget the saved tensors of the open group, as when the step was aborted."""
         for ref in self.saved_refs:
             if (saved := ref()) is not None:
-                saved.maker = None  # or it would keep a part of the graph
+                saved.maker = None  # the maker would keep a part of the graph alive
         self.saved_refs.clear()
 
     @property
@@ -146,11 +146,11 @@ class Group:
         return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)
 
     def on_use(self) -> None:
-        """Backward is about to use one of its tensors for the first time."""
+        """Tell the engine that backward is about to use the group for the first time."""
         self.engine.guarded(self.engine.reach, self)
 
     def note_use(self) -> None:
-        """Backward has reached the group: its uses are not later ones any more."""
+        """Mark the group as reached by backward: its uses count no longer as later ones."""
         self.is_used = True
         batch = None if self.batch is None else self.batch()
         if batch is not None and batch.later:
@@ -160,10 +160,10 @@ class Group:
             if (lender := ref()) is not None:
                 lender.later[index].pop(id(self), None)
 
-    # What is to come back
+    # Reloads
 
     def wanted(self) -> list[Wanted]:
-        """Payloads that its backward will ask for and that are not on the device, by batch."""
+        """Return payloads, by batch, that its backward will use and that are not on the device."""
         wanted = []
         batch = None if self.batch is None else self.batch()
         if batch is not None and batch.back.num_away and (indices := batch.back.away()):
@@ -176,7 +176,7 @@ class Group:
         return wanted
 
     def uses(self) -> list[Wanted]:
-        """Payloads that its backward has still to ask for, by batch."""
+        """Return payloads, by batch, that its backward has still to use."""
         batch = None if self.batch is None else self.batch()
         uses = []
         if batch is not None:

@@ -6,36 +6,36 @@ from typing import NamedTuple
 
 
 class ChunkKey(NamedTuple):
-    """Which chunk of a step, the same in every step."""
+    """A chunk of a step, named alike in every step."""
 
     vp_stage: int
     """Virtual pipeline stage."""
 
     microbatch: int
-    """Its number in the step, from 0."""
+    """Number of the microbatch in the step, from 0."""
 
 
 class WeightPassKey(NamedTuple):
-    """The second part of a chunk's backward, where it comes in two."""
+    """The second part of a chunk's split backward."""
 
     chunk: ChunkKey
 
 
 class Place(NamedTuple):
-    """Where a group is in the forward of a stage, the same for all microbatches."""
+    """Position of a group in the forward of a stage, the same for all microbatches."""
 
     vp_stage: int
     position: int
 
 
 class GroupKey(NamedTuple):
-    """Which group of a step, the same in every step."""
+    """A group of a step, named alike in every step."""
 
     chunk: ChunkKey
     position: int
-    """Its position in the chunk's forward, from 0."""
+    """Position of the group in the chunk's forward, from 0."""
 
     @property
     def place(self) -> Place:
-        """The same without the microbatch."""
+        """This key without the microbatch."""
         return Place(self.chunk.vp_stage, self.position)
