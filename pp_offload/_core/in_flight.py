@@ -1,7 +1,7 @@
 """Device memory that a copy may still use, or that backward has still to use.
 
     InFlight  sources of copies to the host, until these have run
-    Arrived   what came back, and what was dropped before its copy had run
+    Arrived   reloaded payloads, and memory dropped before the copy into it had run
 
 See NOTE [ Keep-alive ] of ``mover.py``.
 """
@@ -25,9 +25,9 @@ class InFlight:
     """Sources of copies to the host, in the order in which the copies run.
 
     Attributes:
-        queue: What the copies read.
-        nbytes: Bytes of that, which ``bound`` limits.
-        then: What is done when some sources were let go, in order.
+        queue: Sources of each copy, the oldest first.
+        nbytes: Bytes of the queued sources, which ``bound`` limits.
+        then: Actions to run when certain sources were let go, in order.
         streams: The compute streams of the device.
     """
 
@@ -69,20 +69,20 @@ class InFlight:
             action()
 
     def is_over(self, last_bytes: int) -> bool:
-        """Whether more is in flight than the bound allows, beside the group committed last."""
+        """Whether more is in flight than the bound and, unless that is 0, than the last group."""
         bound = self.bound.nbytes
         return self.nbytes > (max(bound, last_bytes) if bound else 0)
 
 
 class Arrived:
-    """What came back to the device, and is not used up.
+    """Payloads on the device again that are not used up.
 
     Attributes:
-        unused_bytes: Device bytes that autograd has still to ask for.
-        backs: Of each living batch, whether or not anything is back.
-        gone: Those whose batches are gone.
-        abandoned: Memory that nobody wants, until the copy into it has run. Behind a reload that an
-            exception cut off, which has no event, as long as the engine, whose epoch is over.
+        unused_bytes: Device bytes reloaded that autograd has not asked for yet.
+        backs: The Back of each living batch, whether or not any payload is on the device.
+        gone: The Back of each batch that was freed since :meth:`let_go`.
+        abandoned: Unwanted memory, kept until the copy into it has run; kept as long as the engine
+            if an exception left that copy without an event.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Arrived:
         return any([back() is not None for back in self.backs])
 
     def put_away(self, back: Back, index: int) -> None:
-        """A payload leaves the device; its memory stays until a copy into it has run."""
+        """Drop a payload from the device; its memory stays until a copy into it has run."""
         tensor, reload = back.device[index], back.reloads[index]
         if tensor is not None:
             assert reload is not None
@@ -108,8 +108,8 @@ class Arrived:
     def expect_uses(
         self, back: Back, uses: Sequence[int], part: frozenset[int] | None = None
     ) -> None:
-        """What is left of a backward will use each payload so often, and its first part only those
-        of ``part``. What will not be used is put away. The lock is held.
+        """Set the remaining uses of each payload, and the ``part`` that the first part of backward
+        uses. Payloads without uses are dropped. The lock is held.
         """
         back.part = part
         for index, num in enumerate(uses):
@@ -120,13 +120,13 @@ class Arrived:
         back.num_away = sum([tensor is None and num > 0 for tensor, num in payloads])
 
     def give_up(self, back: Back, live: Stream) -> None:
-        """Drop what came for another stream than the live one: that one may use it no more."""
+        """Drop payloads that came for another stream: ``live`` may not use their memory."""
         for index, reload in enumerate(back.reloads):
             if reload is not None and reload.stream != live:
                 self.put_away(back, index)
 
     def let_go(self) -> None:
-        """Batches are gone: abandon what came back of them and was never used."""
+        """Abandon payloads that came back and were never used, of batches that were freed."""
         while self.gone:
             back = self.gone.popleft()
             self.backs.discard(back)
@@ -146,8 +146,8 @@ class Arrived:
 class ComputeStreams(list[Stream]):
     """Compute streams of a device on which sources may have been allocated.
 
-    All engines of a device share one: what one of them saw a forward compute, another may copy.
-    There are few: PyTorch hands out the streams of a pool in turn.
+    All engines of a device share one list: one engine may copy what a forward computed on a
+    stream that another engine saw. The list is short: PyTorch reuses the streams of a pool.
     """
 
     def follow(self, stream: Stream) -> None:
@@ -155,13 +155,13 @@ class ComputeStreams(list[Stream]):
             self.append(stream)
 
     def wait(self, event: Event) -> None:
-        """Have each of them wait. Blocks the thread where the device is the host."""
+        """Make each stream wait for ``event``. Blocks the thread where the device is the host."""
         for stream in list(self):
             stream.wait_event(event)
 
     @classmethod
     def of(cls, backend: Backend) -> ComputeStreams:
-        """Those of the backend's device; of the backend, where that is ``cpu`` or ``meta``."""
+        """Return the list of the backend's device; on ``cpu`` and ``meta``, of the backend."""
         if backend.device.type in ("cpu", "meta"):
             return _OF_BACKENDS.setdefault(backend, cls())
         return _OF_DEVICES.setdefault(backend.device, cls())

@@ -1,4 +1,4 @@
-"""What waits for what: the only class that queues copies of activations, and has streams wait.
+"""The order of copies: queues copies of activations, and makes streams wait for them.
 
     offload  d2h waits for compute and for the last use of the host memory; copy; ``offloaded``
     reload   allocate on compute; h2d waits for compute and ``offloaded``; copy; ``reload.event``
@@ -8,24 +8,24 @@ NOTE [ Keep-alive ]
     The sources of a copy stay referenced until its event has passed. They are let go without a wait
     once it has, or after a wait of compute when more bytes are in flight than the bound allows.
     Their memory returns to the stream it was allocated on, which may be any stream that computed,
-    so all of them wait. With ``record_stream``, when memory is free again would differ from run to
-    run. What came back and was never used is kept in the same way.
+    so all of them wait. With ``record_stream``, the time at which memory is free again would differ
+    from run to run. Reloaded memory that is never used is kept in the same way.
 
 NOTE [ One lock ]
     Any number of backwards may run beside forwards. One lock guards the bookkeeping. It is never
-    held during a wait: on a host device a wait of compute blocks the thread. What is waited for is
-    held by a local variable, so that another thread may change the batch meanwhile. Only checksums,
-    with ``verify``, wait for the device with it.
+    held during a wait: on a host device a wait of compute blocks the thread. A local variable holds
+    the awaited object, since another thread may change the batch meanwhile. Only checksums, with
+    ``verify``, wait for the device while the lock is held.
 
 NOTE [ Side streams ]
     A tensor may be saved on a stream that is not current at the commit. So d2h waits for every
     stream on which the group saved something, and a gather on the live stream is ordered with
-    them, before and after: memory that it reads goes back to its own stream.
+    them, before and after: the memory that it reads returns to the stream that allocated it.
 
 NOTE [ Captures ]
-    While a graph is captured no event may be asked, and only events of the same capture waited for:
-    see ``backends/captures.py``. So what is queued then goes to streams that know it. Device memory
-    of one capture is not used outside of it. Host memory that a graph copies to or from is its own,
+    While a graph is captured no event may be queried, and only events of the same capture awaited:
+    see ``backends/captures.py``. So copies go to streams that know the capture. Device memory of
+    one capture is not used outside of it. A graph owns the host memory that it copies to or from,
     for it may be launched at any time: such a place is never free again.
 """
 
@@ -74,21 +74,21 @@ class Counts:
 
 
 class Mover:
-    """Queues copies in order; nobody else makes a stream wait.
+    """Queues copies of activations and makes streams wait for them.
 
     Args:
         backend: The device.
-        tier: Where batches go.
+        tier: Host memory for batches, and the disk behind it if any.
         max_in_flight_bytes: See :class:`OffloadConfig`.
-        observers: Observe copies and waits.
+        observers: Called at copies and waits.
 
     Attributes:
         lock: See NOTE [ One lock ].
-        in_flight: Copies to the host that are not known to be over, in order.
-        arrived: What came back.
-        counts: What was moved.
-        window: The Window: says what stays for further uses, and brings what comes next.
-        verifier: Compares what comes back with what left; None without ``verify``.
+        in_flight: Copies to the host that may still run, in order.
+        arrived: Payloads on the device again.
+        counts: Bytes and payloads moved.
+        window: The Window: decides what stays for further uses, and reloads ahead.
+        verifier: Compares reloaded with offloaded bytes; None without ``verify``.
         in_graphs: Host memory of captured copies.
     """
 
@@ -155,7 +155,7 @@ class Mover:
         place.last_use = event
         if batch.passage is not None:
             self.tier.write(batch)
-        arrived.backs.add(batch.back)  # a weak reference calls nobody unless it lives itself
+        arrived.backs.add(batch.back)  # a weak reference must live for its callback to run
         self.counts.bytes_offloaded += sum(sizes)
         if not event.query():
             batch.leaving = leaving = Leaving(batch, payloads, live)
@@ -163,11 +163,11 @@ class Mover:
         return batch
 
     def keep_bounded(self, last_bytes: int) -> None:
-        """Have compute wait for copies to the host until no more is in flight than may be, beside
-        the group committed last: its sources had to be there until now, so a wait for it would
-        lower no peak. Not to be called with the lock held: NOTE [ One lock ].
+        """Make compute wait for copies to the host until no more is in flight than may be, beside
+        the group committed last: its sources were needed until now, so a wait for it would lower
+        no peak. To be called without the lock: NOTE [ One lock ].
         """
-        # The queue is asked as well: an interrupt may have left its bytes counted, and it empty.
+        # The queue, too: an interrupt may have left it empty, with its bytes still counted.
         while self.in_flight.queue and self.in_flight.is_over(last_bytes):
             self.poll()
             if self.in_flight.is_over(last_bytes):
@@ -183,15 +183,15 @@ class Mover:
             side.wait_event(live.record_event())
 
     def wait_up_to(self, last: Event) -> None:
-        """Have compute wait for the copies to the host up to these. As :meth:`keep_bounded`."""
+        """Make compute wait for copies to the host up to ``last``. As :meth:`keep_bounded`."""
         while any(leaving.offloaded is last for leaving in tuple(self.in_flight.queue)):
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        """Have compute wait for the oldest copy to the host, and let its sources go."""
+        """Make compute wait for the oldest copy to the host, and let its sources go."""
         queue = self.in_flight.queue
         with self.lock:
-            # Not what is leaving: its sources could not be emptied while somebody has them here.
+            # The event alone: a reference to the Leaving would keep its sources alive.
             event = queue[0].offloaded if queue else None
         if event is None:
             return
@@ -225,15 +225,15 @@ class Mover:
                 self.tier.poll()
 
     def _captured(self, stream: Stream) -> Stream:
-        """The stream, as part of the capture that goes on, if any: NOTE [ Captures ]."""
+        """Return the stream as part of the running capture, if any: NOTE [ Captures ]."""
         return captured(self.backend, stream)[0] if self.backend.is_capturing else stream
 
     def _keep_for_graph(self, place: HostBytes) -> None:
-        """See NOTE [ Captures ]."""
+        """Never free ``place`` again: NOTE [ Captures ]."""
         place.is_in_graph = True
         self.in_graphs.add(place)
 
-    # Back to it
+    # Back to the device
 
     def reload(self, wanted: Sequence[Wanted]) -> None:
         """Queue copies of payloads in host memory to the device, behind one event. Never waits; the
@@ -254,7 +254,7 @@ class Mover:
                 hosts = [hosts[index] for index in indices]
             selected.append((batch, indices))
             begun.append(list(map(partial(torch.empty_like, device=device), hosts)))
-        # All memory is there: without it, each payload would be where it was.
+        # All memory is allocated. Without it, each payload would be where it was.
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -269,7 +269,7 @@ class Mover:
                 sources += hosts
                 continue
             for index, target in zip(indices, tensors, strict=True):
-                if back.device[index] is None:  # not wanted twice, as by a group that borrows it
+                if back.device[index] is None:  # else it was listed twice, by its borrower
                     back.put(index, target, reload)
                     targets.append(target)
                     sources.append(hosts[index])
@@ -289,27 +289,27 @@ class Mover:
         h2d.wait_event(live.record_event())  # former users of the memory of the targets are done
         for batch, _ in wanted:
             h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
-            if batch.reading is not None:  # a thread has waited for these, not h2d
+            if batch.reading is not None:  # a thread has waited for these events, not h2d
                 for event in batch.place.waits_for:
                     h2d.wait_event(event)
         event = self._copy(self.backend.h2d, h2d.record_event, targets, sources, wanted)
         reload.event = event
         for batch, _ in wanted:
             batch.place.last_use = event
-        for batch, _ in wanted:  # some twice, as by a group that borrows of it
+        for batch, _ in wanted:  # some are listed twice, also by a borrower
             if batch.reading is not None and not batch.back.away():
                 batch.place = batch.passage = batch.reading = None  # the disk has the bytes
 
     def read(self, batch: Batch, *, force: bool = False) -> Event | None:
-        """Have a thread read what the disk alone has, unless one does. The lock is held.
+        """Queue a read of bytes that only the disk has, unless one runs. The lock is held.
 
         Args:
-            batch: Without a ``place``.
-            force: Go over the budget for host memory where no thread's work makes room.
+            batch: A batch without a ``place``.
+            force: Exceed the budget for host memory where no thread's work makes room.
 
         Returns:
-            What has to end first: the read, or what makes room for it. None without room, unless
-            forced.
+            The event to wait for: the read, or the work that makes room for it. None without room,
+            unless forced.
         """
         self.tier.check_capture("reading from")
         if batch.reading is None:
@@ -324,16 +324,16 @@ class Mover:
         return batch.reading
 
     def deliver(self, batch: Batch, index: int) -> Tensor:
-        """A payload on the device, ready for the live compute stream. It is copied now if nobody
-        did before, or if it came for another stream: that one could use the memory again while this
+        """Return a payload on the device, ready for the live compute stream. It is copied now if no
+        copy is queued, or if it came for another stream: that one could reuse the memory while this
         one still reads it.
 
         Raises:
-            SavedTensorModifiedError: It was changed in place before it was copied.
+            SavedTensorModifiedError: The payload was changed in place before it was copied.
         """
         live, back = self.current_stream(), batch.back
         if self.tier.reads:
-            self.poll()  # or what was read ahead would wait for its copy until it is asked for
+            self.poll()  # else payloads read ahead are copied only when they are asked for
         tensor = None
         with self.lock:
             reload = back.reloads[index]
@@ -355,21 +355,21 @@ class Mover:
         return tensor
 
     def seen(self, batch: Batch, index: int) -> Tensor:
-        """A payload in host memory, for who compares it: the host waits, and no use is counted. In
-        memory of its own, of which views are made.
+        """Copy a payload from host memory to new device memory, to compare it. The host waits; no
+        use is counted.
         """
         self.synchronize()
         host: Tensor = batch.place.tensors[index]
         return host.to(self.backend.device, copy=True)
 
     def _use(self, batch: Batch, index: int) -> Tensor | None:
-        """Count a use of a payload that is there; None if it is not, or not as it came."""
+        """Count a use of a payload and return it; None if it is absent or changed."""
         back = batch.back
         tensor = back.device[index]
         if tensor is None:
             return self._again(back, index)
         before, version = back.versions[index], tensor._version
-        if before not in (-1, version):  # a backward that got it has changed it in place
+        if before not in (-1, version):  # a backward has changed it in place
             self.arrived.put_away(back, index)
             return None
         back.versions[index] = version
@@ -385,7 +385,7 @@ class Mover:
 
     @staticmethod
     def _again(back: Back, index: int) -> Tensor | None:
-        """What autograd got before, while that lives and nobody has changed it."""
+        """Return the tensor that autograd got before, if it still lives and is unchanged."""
         given = back.given[index]
         tensor = None if given is None else given()
         if tensor is None or tensor._version != back.versions[index]:
@@ -394,7 +394,7 @@ class Mover:
         return tensor
 
     def _bring(self, batch: Batch, index: int, live: Stream) -> Tensor:
-        """The payload: its source, if the copy has still to run; else reloaded, or waited for."""
+        """Return the payload: its source if not yet copied, else reloaded or awaited."""
         is_asked = False
         while True:
             busy = None
@@ -427,7 +427,7 @@ class Mover:
                 except TierError:
                     if is_asked:
                         raise
-                    # What was read ahead, perhaps long ago, is read once more.
+                    # The read was queued ahead, perhaps long ago: read once more.
                 continue
             assert reload is not None
             event = reload.event
@@ -441,18 +441,18 @@ class Mover:
                         return tensor
 
     def _reload_now(self, batch: Batch, index: int, live: Stream) -> None:
-        """Queue the reload of a payload for the live stream, with all of its batch that is to come
-        and is not on the device.
+        """Queue the reload of a payload for the live stream; where backward is at its batch,
+        together with the batch's other missing payloads that the window has room for.
         """
         self.arrived.give_up(batch.back, live)
         indices: list[int] = []
-        if batch.write is not None or self.window.is_at(batch):  # what was read comes all at once
+        if batch.write is not None or self.window.is_at(batch):  # a read brings all at once
             indices = self.window.fitting(batch, batch.back.away())
         if index not in indices:
             indices = [index]
         try:
             self.reload([(batch, indices)])
-        except torch.OutOfMemoryError:  # the others wait until they are asked for
+        except torch.OutOfMemoryError:  # the others are reloaded when asked for
             indices = [index]
             self.reload([(batch, indices)])
         self.counts.on_demand_reloads += len(indices)
@@ -465,7 +465,7 @@ class Mover:
         sources: list[Tensor],
         moved: Moved,
     ) -> Event:
-        """Queue copies on ``stream``, and ``record`` what is behind them."""
+        """Queue copies on ``stream``, and return the event that ``record`` puts behind them."""
         if self.observers.copied:
             return timed_copy(self.observers, self.backend, stream, record, targets, sources, moved)
         self.backend.copy(stream, targets, sources, moved[0][0].label)
@@ -478,14 +478,14 @@ class Mover:
             wait(event)
 
     def take_back(self, batch: Batch, asked: int = -1) -> bool:
-        """Use the sources themselves, whose copy to the host has still to run: of payloads that
-        have uses to come, and of the one that is asked for. The lock is held. Returns whether there
-        are any, and the live stream may use them.
+        """Use sources whose copy to the host has still to run in place of reloads: of payloads with
+        remaining uses, and of payload ``asked``. The lock is held. Returns whether there are
+        sources that the live stream may use.
         """
         leaving, back, live = batch.leaving, batch.back, self._captured(self.current_stream())
         if leaving is None:
             return False
-        batch.changed |= leaving.changed()  # on another stream, too
+        batch.changed |= leaving.changed()  # checked for any stream
         if leaving.stream != live:
             return False
         self.arrived.give_up(back, live)
@@ -501,29 +501,29 @@ class Mover:
         return True
 
     def join(self) -> None:
-        """Have compute wait for all copies queued so far, as the end of a capture wants."""
+        """Make compute wait for all copies queued so far, as the end of a capture requires."""
         live = self.current_stream()
         for side in (self.backend.d2h, self.backend.h2d):
-            side.wait_event(live.record_event())  # which makes it part of the capture, if any
+            side.wait_event(live.record_event())  # joins the side stream to a capture, if any
             live.wait_event(side.record_event())
         self.backend.joined()
 
     def __del__(self) -> None:
-        """Wait for copies that may still use memory which goes with the engine. Not for all that is
-        on their streams: garbage may be collected in the middle of a call of another engine on this
-        very thread, which has yet to queue its part on the same stream.
+        """Wait for copies that may still use memory of the engine. Not for all work on their
+        streams: garbage may be collected in the middle of a call of another engine on this very
+        thread, which has yet to queue its part on the same stream.
         """
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
                 self.current_stream()  # raises in a forked process, whose copies never end
                 events = [leaving.offloaded for leaving in self.in_flight.queue]
-                for pool in self.tier.pools:  # each way, for the memory knows its last use
+                for pool in self.tier.pools:  # in both directions: the memory notes its last use
                     events += pool.copies()
                 for event in events:
                     event.synchronize()
 
     def synchronize(self) -> None:
-        """Block the host until all copies have run; not in a capture, where nobody can wait."""
+        """Block the host until all copies have run; impossible in a capture."""
         if not self.backend.is_capturing:
             self.backend.synchronize()
         self.poll()
@@ -547,7 +547,7 @@ def _after_fork() -> None:
     forked = partial(_raise_forked, os.getppid(), os.getpid())
     for mover in _MOVERS:
         mover.lock = threading.RLock()  # a thread that does not exist here may hold the old one
-        mover.current_stream = forked  # what every copy and every use begins with
+        mover.current_stream = forked  # called first by every copy and every use
 
 
 def _raise_forked(parent: int, child: int) -> Stream:

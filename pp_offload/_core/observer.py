@@ -1,4 +1,4 @@
-"""Observers of an engine: traces, the choice of bounds, and what plans are made from.
+"""Observers of an engine, for traces, the choice of bounds, and plans.
 
     class Peak(Observer):
         def reached(self, group):
@@ -9,9 +9,9 @@
 A method that no observer overrides is not called.
 
 NOTE [ Where observers are called ]
-    On the thread that acted, after it did. Where a method says "Under the lock", the engine's lock
-    is held: an observer may neither wait nor call the engine there. What an observer raises goes to
-    the program, as if the engine had raised it.
+    On the acting thread, after the action. Where a method says "Under the lock", the engine's lock
+    is held: an observer may neither wait nor call the engine there. An observer's exception goes
+    to the program, as if the engine had raised it.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from pp_offload._core.saved import Saved
 from pp_offload.backends import Event, TimedEvent
 
 Moved = Sequence[tuple[Batch, Sequence[int]]]
-"""Payloads by batch."""
+"""Batches, each with the indices of some payloads."""
 
 
 class Lap(NamedTuple):
-    """When copies that were queued together ran, or a wait."""
+    """Begin and end of copies that were queued together, or of a wait."""
 
     begin: TimedEvent
     end: TimedEvent
     nbytes: int
-    """Of the copies; 0 for a wait."""
+    """Bytes of the copies; 0 for a wait."""
 
 
 class Observer:
     """Does nothing. Override what you want to observe."""
 
     def opened(self, group: Group) -> None:
-        """What autograd saves from now on joins the group. Under the lock."""
+        """Called when a group opens, before autograd saves into it. Under the lock."""
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
-        """A group was committed: its batch left, or it stays on the device; its state says which.
+        """Called after a commit: the batch left, or the group stays; its state says which.
 
-        ``payloads`` are what it saved; members whose bytes left have a batch. None where a program
+        ``payloads`` are the group's; members whose bytes left have a batch. None where a program
         records operators, and nothing was collected.
         """
 
     def reached(self, group: Group) -> None:
-        """Backward is about to use the first tensor of the group. Under the lock."""
+        """Called before backward uses the first tensor of the group. Under the lock."""
 
     def used(self, saved: Saved, payload: Tensor) -> None:
-        """Autograd is about to get a tensor that left, in order with the live compute stream. Only
-        for groups that were closed while an observer overrode this.
+        """Called before autograd gets a tensor that left, in order with the live compute stream,
+        for groups that were closed while an observer overrode this method.
         """
 
     def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
-        """Copies of payloads are queued, to the host or to the device. Under the lock.
+        """Called when copies of payloads are queued, to the host or to the device. Under the lock.
 
         Args:
-            lap: When they run; None in a capture, where nothing runs.
-            moved: Which payloads. An observer that keeps a batch keeps its bytes.
-            event: Behind them.
-            to_host: Else to the device.
+            lap: Begin and end of the copies; None in a capture, where nothing runs.
+            moved: The payloads. An observer that keeps a batch keeps its bytes.
+            event: Recorded behind the copies.
+            to_host: True for copies to the host, False for copies to the device.
         """
 
     def waited(self, lap: Lap | None, event: Event) -> None:
-        """The live compute stream waits for ``event``, behind copies; no ``lap`` in a capture."""
+        """Called when the live compute stream waits for copies; ``lap`` is None in a capture."""
 
 
 @dataclass(slots=True)
 class Observers:
-    """What to call at each event, as in ``for call in observers.reached: call(group)``."""
+    """Callbacks of each event, as in ``for call in observers.reached: call(group)``."""
 
     opened: tuple[Callable[[Group], None], ...] = ()
     closed: tuple[Callable[[Group, Payloads | None], None], ...] = ()
@@ -103,8 +103,8 @@ class Observers:
             setattr(self, event.name, tuple(rest))
 
     def follow_uses(self, payloads: Payloads) -> None:
-        """Have :meth:`Observer.used` called for what has just left. The lock is held, without which
-        nobody gets it back.
+        """Have :meth:`Observer.used` called for payloads that have just left. The lock is held, so
+        that no thread unpacks them before.
         """
         reached = payloads.chosen.reached if payloads.chosen else []
         for members in (*payloads.members, reached):
@@ -113,14 +113,14 @@ class Observers:
 
 
 class Followed(NamedTuple):
-    """Has observers called where a saved tensor is made of its payload."""
+    """Calls observers, then makes a saved tensor of its payload."""
 
     observers: Observers
     saved: weakref.ref[Saved]
-    """Weakly: a cycle would keep its bytes until garbage is collected."""
+    """Weak: a cycle would keep the bytes of the tensor until garbage is collected."""
 
     unobserved: Callable[[Tensor], Tensor] | None
-    """What makes it."""
+    """Makes the tensor; None where it is the payload."""
 
     def __call__(self, payload: Tensor) -> Tensor:
         saved = self.saved()
