@@ -1,4 +1,4 @@
-"""Which operators are cheap enough to run again, and how to call each by what its node tells.
+"""Operators cheap enough to run again, and how to call each with what its node saved.
 
 A *term* says how to compute a tensor: a :class:`Call` of a function on terms, a saved tensor, or a
 constant. :func:`call_of` makes one of a node in autograd's graph.
@@ -25,41 +25,41 @@ class _Unknown:
 
 
 UNKNOWN: Any = _Unknown()
-"""In place of a term, where there is none: what it needs was not saved, so the tensor is copied."""
+"""Stands for a term whose input was not saved: the tensor is copied."""
 
 
 class Call(NamedTuple):
-    """A tensor that ``function`` computes of ``args``: terms and constants."""
+    """A tensor that ``function`` computes from ``args``: terms and constants."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
     dtype: torch.dtype | None = None
-    """What it gives, where an operator in place would have given another."""
+    """Dtype of the result; an operator in place would have given another."""
 
     def with_leaves(self, leaf: Callable[[Any], Any]) -> Call:
-        """The same of ``leaf(part)`` in place of each part that is no call."""
+        """Return this call with ``leaf(part)`` in place of each part that is no call."""
         parts = [a.with_leaves(leaf) if type(a) is Call else leaf(a) for a in self.args]
         return self._replace(args=tuple(parts))
 
 
 class Guess(NamedTuple):
-    """The ``eps`` of a norm, whose node does not tell it."""
+    """The ``eps`` of a norm, which its node does not save."""
 
     weight: Any
-    """Of the norm: where it was this number once, it always is."""
+    """Weight of the norm: an ``eps`` that was right once for a weight always is."""
 
 
 class Number(NamedTuple):
-    """An input that is a number of the program, which no kernel chooses its way by."""
+    """A number that the program passed; kernels are not chosen by it."""
 
     value: Any
 
 
 EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)
-"""What a guess is tried with, in this order; None for the function's own."""
+"""Values tried for a guess, in this order; None for the function's own."""
 
 ALL: tuple[str, ...] = ()
-"""As many inputs as the node has, none of which it saves."""
+"""Stands for all inputs of a node, none of which it saves."""
 
 EPS_NAME = "eps"
 OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
@@ -67,22 +67,22 @@ OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
 
 
 PARAMETER = "parameter"
-"""Of an input that its node does not save: of a norm, as nobody changes it within a forward."""
+"""An unsaved input that is a norm's parameter: unchanged within a forward."""
 
 OPTIONAL = ("_raw_saved_weight", "_raw_saved_bias")
 """Inputs that may be None."""
 
 
 class Operator(NamedTuple):
-    """How to call what a node stands for.
+    """How to call the operator of a node.
 
     Attributes:
         function: Called with the inputs, then with the attributes.
-        inputs: For each the name under which the node saves it; empty where it does not.
-        attributes: Names of what else it saves; ``shape``, ``dtype`` and ``index`` are those of its
+        inputs: For each input, the name under which the node saves it; empty where it does not.
+        attributes: Names of other saved values; ``shape``, ``dtype`` and ``index`` are those of the
             output. ``eps``, a :class:`Guess`, comes first of all.
-        is_view: Whether it computes nothing.
-        saves_output: Whether the node saves what it gives.
+        is_view: Whether the operator only makes a view, and computes nothing.
+        saves_output: Whether the node saves its output.
     """
 
     function: Callable[..., Tensor]
@@ -110,7 +110,7 @@ def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 _NAMED = {
-    # Those that save their input
+    # Operators that save their input
     "Gelu": Operator(lambda x, kind: F.gelu(x, approximate=kind), ("self",), ("approximate",)),
     "Silu": Operator(F.silu, ("self",)),
     "Mul": Operator(torch.mul, ("self", "other")),
@@ -130,7 +130,7 @@ _NAMED = {
         ("group", "eps_"),
     ),
     "NativeDropout": Operator(_dropped, ("", "result1"), ("p",)),
-    # Those whose input others may have saved
+    # Operators whose input another operator may have saved
     "Relu": Operator(torch.relu),
     "Sigmoid": Operator(torch.sigmoid),
     "Tanh": Operator(torch.tanh),
@@ -190,17 +190,17 @@ OPERATORS = {
     for name, operator in _NAMED.items()
     if (node := NODES.get(f"{name}Backward0")) is not None
 }
-"""By type of node; only those that torch makes for its own operators."""
+"""Operators by type of node; only nodes that torch makes for its own operators."""
 
 
 class Made:
-    """In place of the node of an operator that saves its own output, which must not refer to it.
+    """Replaces the node of an operator that saves its own output: that must not refer to the node.
 
     Attributes:
         kind: The type of the node.
-        next_functions: As of the node.
-        shape: Of the output.
-        dtype: Likewise.
+        next_functions: Edges of the node.
+        shape: Shape of the output.
+        dtype: Dtype of the output.
     """
 
     def __init__(self, node: Any, output: Tensor) -> None:
@@ -212,23 +212,23 @@ class Made:
 
 
 CHEAP = frozenset([*OPERATORS, Made])
-"""Types of what may have a recipe."""
+"""Types of nodes, or of their replacements, that may have a recipe."""
 
 
 def operator_of(node: Any) -> Operator | None:
-    """The operator that a node, or what stands for it, is of."""
+    """Return the operator of a node or of a :class:`Made`; None for one that is not cheap."""
     kind = type(node)
     return OPERATORS.get(node.kind if kind is Made else kind)
 
 
 def call_of(node: Any, index: int, walk: Any) -> Any:
-    """How to compute an output of a node; :data:`UNKNOWN` if it is no cheap operator, or an input
-    is not known.
+    """Return the term of a node's output; :data:`UNKNOWN` if the node is of no cheap operator, or
+    an input has no term.
 
     Args:
-        node: Of autograd's graph, or a :class:`Made`.
-        index: Which output.
-        walk: A Walk, which gives the terms of inputs.
+        node: A node of autograd's graph, or a :class:`Made`.
+        index: Number of the output.
+        walk: The Walk that gives the terms of inputs.
     """
     operator = operator_of(node)
     if operator is None:
@@ -251,9 +251,7 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
 
 
 def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
-    """What is left of ``output`` by these nodes, the last of which was first; as they are views,
-    this computes nothing.
-    """
+    """Apply these view nodes to ``output``, the last node first; views compute nothing."""
     for node, index in reversed(views):
         operator = operator_of(node)
         assert operator is not None
@@ -280,7 +278,7 @@ def _output(node: Any, index: int) -> Any:
 
 
 def _signed(value: Any) -> Any:
-    """Torch tells -1 as 2 ** 64 - 1."""
+    """Return ``value`` with its sign: torch gives -1 as 2 ** 64 - 1."""
     if isinstance(value, tuple):
         return tuple(map(_signed, value))
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value

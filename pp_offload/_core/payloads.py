@@ -1,10 +1,10 @@
-"""From saved tensors to payloads: what of a group is copied, each storage once.
+"""Payloads: what of a group's saved tensors is copied, each storage once.
 
 Saved tensors are sorted by storage. A storage moves whole, and every view is made of it again, if
 one view covers it, or if several views reach from its first byte to its last and together cover at
 least half of it: q, k and v, three views of one projection, move as one payload. Otherwise each
-view is gathered, since the bytes beside it belong to others, who may change them at any time. So
-are bytes between views that count changes apart, as the parts of ``unsafe_chunk`` do.
+view is gathered, since the bytes beside it belong to other tensors, which may change at any time.
+So may bytes between views that count changes apart, as the parts of ``unsafe_chunk`` do.
 
     payloads = collect(by_storage(group.saved_refs))  # copies nothing
     payloads.gather()           # views that are gathered become contiguous, on the compute stream
@@ -32,17 +32,17 @@ class Payloads:
     """The payloads of a group, by column.
 
     Attributes:
-        tensors: What is copied: whole storages, and views to be gathered.
-        members: The saved tensors that each payload holds.
-        sizes: Bytes of each.
-        storages: The storage of each that is all of one; None where it is a view, or has gaps that
-            belong to nobody.
-        views: Which of them are gathered.
-        gathered: Those that became copies of their own by that.
-        beside_bytes: What the group holds besides if it stays: the rest of the storages of those,
-            and what is computed again.
-        parts: Those that are parts of saved tensors, for recipes.
-        chosen: What is not copied, but computed again; None without that.
+        tensors: Whole storages, and views to be gathered, that are copied.
+        members: Saved tensors in each payload.
+        sizes: Bytes of each payload.
+        storages: Storage of each payload that fills one; None for a view, or if some bytes of the
+            storage belong to no saved tensor.
+        views: Indices of views to gather.
+        gathered: Indices of views that gather() copied.
+        beside_bytes: Bytes that the group holds beside payloads if it stays: the rest of storages
+            of gathered views, and storages that could be computed again.
+        parts: Indices of payloads that are parts of saved tensors, for recipes.
+        chosen: Recipes in place of copies; None without any.
     """
 
     __slots__ = "beside_bytes chosen gathered members parts sizes storages tensors views".split()
@@ -74,7 +74,7 @@ class Payloads:
                     self.gathered.append(index)
 
     def stay_apart(self) -> None:
-        """Have what needs parts of saved tensors need these no more."""
+        """Copy each part that recipes need, so that the saved tensor it is from can be freed."""
         with torch.no_grad():
             for index in self.parts:
                 part = self.tensors[index].contiguous()
@@ -98,8 +98,8 @@ ByStorage = dict[int, tuple[UntypedStorage, list[Saved]]]
 
 
 def by_storage(refs: Iterable[weakref.ref[Saved]]) -> ByStorage:
-    """Of saved tensors those that autograd still holds and that are on the device as they were
-    saved. What was saved last is last, for backward asks for that first.
+    """Return, by storage, saved tensors that autograd still holds and that are on the device
+    unchanged. The storage saved last comes last, for backward asks for it first.
     """
     by_storage: ByStorage = {}
     for ref in refs:
@@ -112,7 +112,7 @@ def by_storage(refs: Iterable[weakref.ref[Saved]]) -> ByStorage:
         key = storage._cdata
         members = by_storage.pop(key)[1] if key in by_storage else []
         members.append(saved)
-        by_storage[key] = storage, members  # the last one now
+        by_storage[key] = storage, members  # moved to the end
     return by_storage
 
 
@@ -130,7 +130,7 @@ def collect(by_storage: ByStorage) -> Payloads:
         is_whole = nbytes == num_bytes and tensor.is_contiguous()
         is_alone = len(members) == 1 or all([saved.tensor is tensor for saved in members])
         if is_whole and is_alone and (1 not in tensor.shape or has_new_strides(tensor)):
-            payloads.tensors.append(tensor)  # nearly always, so without a call
+            payloads.tensors.append(tensor)  # usual, so without a call
             payloads.members.append(members)
             payloads.sizes.append(nbytes)
             payloads.storages.append(storage)
@@ -172,7 +172,7 @@ def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage
 def _whole(
     by_geometry: dict[Geometry, list[Saved]], first: Tensor, storage: UntypedStorage
 ) -> Tensor | None:
-    """The bytes of a storage that moves whole; None where its views are gathered."""
+    """Return the bytes of a storage that moves whole; None where its views are gathered."""
     begin = min(g.offset * g.dtype.itemsize for g in by_geometry)
     end = max((g.offset + g.span_numel) * g.dtype.itemsize for g in by_geometry)
     if begin or end != storage.nbytes():

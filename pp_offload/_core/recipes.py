@@ -1,28 +1,28 @@
-"""Saved tensors that are computed again from others that are saved, in place of being copied.
+"""Recipes: compute saved tensors again from other saved tensors, instead of copying them.
 
     saves x, copied          gelu          fc2          saves gelu(x), which a recipe gives
     x ----------------------> | -----> y ----> |
                                        y = gelu(x), computed again where backward asks for it
 
-An operator that is cheap beside a copy of its output may run again: see ``operators.py``. In a pack
-hook ``tensor.grad_fn`` is the node that made the tensor, and the node tells what our pack hook
-returned for its inputs. A recipe holds those as autograd holds saved tensors: a :class:`Saved` of
-its own for each, so they are copied once, are there when they are needed, and are counted.
+An operator that is cheap beside a copy of its output may run again: see ``operators.py``. In a
+pack hook ``tensor.grad_fn`` is the node that made the tensor, and the node has what our pack hook
+returned for its inputs. A recipe holds its inputs as autograd holds saved tensors, by a
+:class:`Saved` of its own for each: they are copied once, reloaded when needed, and counted.
 
 NOTE [ Never another bit ]
-    When a recipe is met for the first time at its place in the model, it is tried while the tensor
-    is still there, and compared bit for bit. One that gave other bits is not tried again. The same
-    is one of the same operators, dtypes, strides and flags: with other sizes or numbers, what ran
-    in the forward runs again, too. A tensor that was ever changed in place has no recipe.
+    A recipe is tried at its first use at a place in the model, while the tensor is still there,
+    and compared bit for bit. A recipe that gave other bits is not tried again. Recipes with
+    the same operators, dtypes, strides and flags are alike: with other sizes or numbers, the same
+    kernels run as in the forward. A tensor that was ever changed in place has no recipe.
 
-    A tensor of zeros proves little. So the output must also lie in memory as the tensor does. What
-    a node does not tell, the ``eps`` of a norm, is tried, and belongs to the weight of that norm;
-    it is known once a sixteenth less and more would have given other bits.
+    A tensor of zeros proves little. So the output must also lie in memory as the tensor does. The
+    ``eps`` of a norm, which a node does not save, is tried, and belongs to the weight of that
+    norm; it is proved once a sixteenth less and a sixteenth more would have given other bits.
 
 NOTE [ Parameters ]
-    FSDP empties the storage of a parameter when a forward is over, and fills it for a backward that
-    may come behind the one which needs the recipe; an optimizer may run in between. So a recipe has
-    a copy of a parameter, made once in a step.
+    FSDP empties the storage of a parameter when a forward is over, and fills it for a backward
+    that may come after the one that needs the recipe; an optimizer may run in between. So a recipe
+    has a copy of a parameter, made once in a step.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from pp_offload._core.tensors import Eligibility, Geometry, flat_bytes, storage_
 from pp_offload._core.verify import check_same, checksum_of
 
 MOST_TRIALS = 30
-"""With tensors that say nothing of an eps, such as zeros, before all is copied at a place."""
+"""Trials at a place with tensors that prove no eps, such as zeros, before all is copied there."""
 
 _TORCH_NODES = frozenset(NODES.values())
 
 
 def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
-    """What made a tensor that an operator saves: the node, if it may run again; which of its
-    outputs the tensor is; and the node's number. None for nodes that are not torch's own, for
-    what they save of themselves, and for a tensor that was changed in place.
+    """Return what made a tensor that an operator saves: the node, if it may run again; the index
+    of the output; and the node's number. None for nodes that are not torch's own, for what they
+    save of themselves, and for a tensor that was changed in place.
 
-    A node that saves its own output must not be held by what it saves, or nobody frees either. So a
-    :class:`Made` is held in the place of those, and nothing for nodes that do not run again.
+    A node that saves its own output must not be held by that output, or neither is freed. So a
+    :class:`Made` replaces such a node, and None a node that does not run again.
     """
     if tensor._version:
-        return None  # the node tells nothing of what it was before
+        return None  # the node does not have the value it was before
     node: Any = tensor.grad_fn
     kind = type(node)
     if kind not in _TORCH_NODES:
@@ -85,14 +85,14 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
 
 
 class Recipe:
-    """Computes what a storage had, for all saved tensors that are views of it.
+    """Computes the bytes of a storage, for all saved tensors that are views of it.
 
     Args:
-        term: How.
-        mover: The Mover that brings what it needs.
-        uses: How many saved tensors it is computed for.
+        term: How to compute them.
+        mover: The Mover that reloads the inputs.
+        uses: Number of saved tensors that need the bytes.
         label: Name of the group, for messages.
-        checksum: Of the storage, with ``verify``.
+        checksum: Checksum of the storage, with ``verify``.
     """
 
     __slots__ = ("_checksum", "_label", "_left", "_mover", "_uses", "given", "term")
@@ -103,11 +103,11 @@ class Recipe:
         self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
         self._uses = self._left = uses
         self.given: tuple[Any, int, Any] | None = None
-        """What it gave last, weakly behind the last use; its version then; and for which stream."""
+        """Last tensor (weak reference after the last use), its version then, and its stream."""
 
     def give(self) -> Tensor:
-        """The tensor, for the live compute stream. Computed once for all its uses, unless that
-        stream changes. Two threads may both compute it: that costs time.
+        """Return the tensor for the current compute stream. It is computed once for all uses, and
+        again if that stream changes. Two threads may compute it twice: that only costs time.
         """
         live, given = self._mover.current_stream(), self.given
         tensor: Any = None
@@ -118,7 +118,7 @@ class Recipe:
                 if tensor is not None:
                     tensor._fix_weakref()  # torch may hold it without Python
             if tensor is not None and tensor._version != given[1]:
-                tensor = None  # a backward that got it has changed it in place
+                tensor = None  # a backward has changed it in place
         if tensor is None:
             tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
             self._left = self._uses
@@ -132,12 +132,12 @@ class Recipe:
 
 
 class Chosen(NamedTuple):
-    """What a group does not copy.
+    """What a group computes again, and does not copy.
 
     Attributes:
-        recipes: In its place, the saved tensors of each, and the storage that they are views of.
+        recipes: Each recipe, the saved tensors it gives, and the storage that they are views of.
         reached: Inputs that left with other groups.
-        copy_parameters: To be called when the group is about to leave: see NOTE [ Parameters ].
+        copy_parameters: To be called before the group leaves: see NOTE [ Parameters ].
     """
 
     recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]
@@ -149,14 +149,14 @@ class Recipes:
     """Finds recipes.
 
     Args:
-        mover: Of the engine.
-        eligibility: Likewise; knows which storages, of parameters and others, never move.
+        mover: Mover of the engine.
+        eligibility: Eligibility of the engine, with the storages that never move.
 
     Attributes:
-        copies: Of parameters, in this step.
+        copies: Copies of parameters made in this step.
         is_planned: Whether a plan may choose which groups stay.
-        may_reach: Whether recipes may need what earlier groups saved. Not where some of it may be
-            on a disk, from which it would come back too late.
+        may_reach: Whether recipes may need what earlier groups saved. False with a disk: from
+            there it could come back too late.
     """
 
     def __init__(self, mover: Any, eligibility: Eligibility) -> None:
@@ -168,7 +168,7 @@ class Recipes:
         self.copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
 
     def go_on_as(self, old: Recipes) -> None:
-        """What was proved stays so in another epoch."""
+        """Take over the proofs of an earlier epoch."""
         self._proofs, self._of_weights = old._proofs, old._of_weights
         self.is_planned = old.is_planned
 
@@ -177,7 +177,7 @@ class Recipes:
         self.copies.clear()
 
     def choose(self, group: Any, saved: ByStorage) -> Chosen | None:
-        """Take out of what a group saved all that recipes give; the inputs of these join it."""
+        """Remove what recipes give from ``saved``, and add the recipes' inputs to it."""
         mover = self.mover
         for _, (first, *_) in saved.values():
             if first.maker and type(first.maker[0]) in CHEAP:
@@ -203,7 +203,7 @@ class Recipes:
             recipe.term = recipe.term.with_leaves(self._copied)
 
     def proved(self, term: Any, walk: Walk, members: list[Saved], place: Any) -> Any:
-        """The term, if it gives the same bits; see NOTE [ Never another bit ]."""
+        """Return the term if it gives the same bits, else UNKNOWN: NOTE [ Never another bit ]."""
         if term is UNKNOWN:
             return UNKNOWN
         guesses, is_deterministic = walk.guesses, torch.are_deterministic_algorithms_enabled()
@@ -225,7 +225,7 @@ class Recipes:
         return _with_eps(term, proof) if guesses else term
 
     def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
-        """The eps, or None without one; :data:`UNKNOWN` if this tensor does not say."""
+        """Return the eps (None without one), _REFUSED, or UNKNOWN if the tensor proves none."""
         tensor = member.here
         with disable_current_modes() if tensor.is_meta else nullcontext():
             try:
@@ -246,7 +246,7 @@ class Recipes:
         return _REFUSED
 
     def _gives(self, term: Call, tensor: Tensor, walk: Walk) -> bool:
-        """Whether the term computes the storage of the tensor, as the tensor lies in it."""
+        """Whether the term computes the storage of the tensor, in the same layout."""
         try:
             output = _run(term, self._value_in_forward, tensor.device.type)
             if output.dtype != tensor.dtype or output.storage_offset():
@@ -258,13 +258,13 @@ class Recipes:
                     return False
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ZeroDivisionError):  # it wants other inputs
+        except (RuntimeError, ZeroDivisionError):  # the operator refuses these inputs
             return False
-        # A virtual device has no data to compare. It trusts the operators, in no time.
+        # A meta device has no data to compare: the operators are trusted, in no time.
         return tensor.is_meta or torch.equal(_whole(output), _whole(tensor))
 
     def _value_in_forward(self, leaf: Saved | Resident | Narrow) -> Tensor:
-        """What a saved tensor is, while forward goes on."""
+        """Return the value of a saved tensor while forward goes on."""
         if isinstance(leaf, Narrow):
             return leaf.view.contiguous().view(leaf.dtype)
         if leaf.tensor is not None:
@@ -280,7 +280,7 @@ class Recipes:
         return payload if restore is None else restore(payload)
 
     def _copied(self, resident: Any) -> Any:
-        """A copy of a parameter, or what was given; see NOTE [ Parameters ]."""
+        """Return a copy of a parameter, or ``resident`` itself; see NOTE [ Parameters ]."""
         if type(resident) is not Resident:
             return resident
         tensor = resident.tensor
@@ -289,10 +289,10 @@ class Recipes:
             return resident
         key = storage._cdata, Geometry.of(tensor), tensor._version
         of, copy = self.copies.get(key, (None, resident))
-        if of is None or of() is not storage:  # the address may be another one's by now
+        if of is None or of() is not storage:  # another storage may have the address by now
             with torch.no_grad():
                 copy = Resident(tensor.detach().clone())
-            if self._has_steps:  # else nobody says when parameters are others
+            if self._has_steps:  # else no call tells when parameters change
                 self.copies[key] = weakref.ref(storage), copy
         return copy
 
@@ -301,7 +301,7 @@ _REFUSED = object()
 
 
 def _unpacked(leaf: Saved | Resident) -> Tensor:
-    """What a recipe needs. Its owner may have emptied its storage, which counts no change."""
+    """Return an input of a recipe. Its owner may have emptied it, which counts no change."""
     tensor = leaf.unpack()
     if tensor.nbytes and not tensor.untyped_storage().nbytes():
         raise modified(tensor, leaf.version, leaf.group.name if type(leaf) is Saved else None)
@@ -320,7 +320,7 @@ def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
 
 
 def _run(term: Call, value_of: Callable[[Any], Tensor], device: str) -> Tensor:
-    """What the term gives as the operators ran, whatever is on around a backward."""
+    """Return the term's value as in the forward, whatever modes are on around a backward."""
     if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False), torch.no_grad():
             return computed(term, value_of)  # type: ignore[no-any-return]

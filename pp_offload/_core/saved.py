@@ -1,8 +1,8 @@
-"""What a pack hook returns: a saved tensor, from when autograd saves it until it lets go.
+"""Results of pack hooks: saved tensors, from when autograd saves them until it lets them go.
 
     Resident  stays on the device
     Saved     stays with its group, or leaves with the group's batch
-    Wrapped   a tensor made of others, each of them saved by itself
+    Wrapped   a tensor made of other tensors, each saved by itself
 
 NOTE [ Version check ]
     Autograd does not compare versions of tensors that were saved through hooks, so a program that
@@ -31,20 +31,20 @@ class Saved:
     """A saved tensor that may leave the device.
 
     Args:
-        tensor: What autograd saves.
+        tensor: The tensor that autograd saves.
         group: The open Group it joins.
 
     Attributes:
-        tensor: An alias of it, as long as it is on the device; None once its batch has left.
-        version: Of the tensor when it was saved.
-        origin: The tensor, or what it is a view of: all that count changes together have the same.
-            None for a tensor that is no view and was never changed, where nobody needs it.
+        tensor: Alias of the saved tensor while it is on the device; None once its batch has left.
+        version: Version of the tensor when it was saved.
+        origin: The tensor, or the base it is a view of: tensors that count changes together have
+            the same. None for a tensor that is no view and was never changed, which needs none.
         wrapper: For a tensor inside a wrapper, an object that counts the wrapper's changes.
-        batch, index: The batch that has its bytes, and which payload of it. The commit sets these,
-            and last of all ``tensor``: an unpack on another thread sees all of it or nothing.
-        restore: Makes the tensor from that payload; None where it is the payload.
+        batch, index: The batch that has the bytes, and the payload's index there. The commit sets
+            both before it clears ``tensor``: an unpack on another thread sees all of it or nothing.
+        restore: Makes the tensor from its payload; None where it is the payload.
         maker: What made the tensor, until the group is closed: see :func:`recipes.maker_of`.
-        recipe: In place of a batch: computes the payload. True where it could, and the tensor
+        recipe: Computes the payload, in place of a batch. True where a recipe could, and the tensor
             stays.
     """
 
@@ -73,32 +73,32 @@ class Saved:
 
     @property
     def here(self) -> Tensor:
-        """The tensor, which has not left."""
+        """The tensor, which is still on the device."""
         assert self.tensor is not None
         return self.tensor
 
     @property
     def unobserved(self) -> Callable[[Tensor], Tensor] | None:
-        """As ``restore``, and no observer is called."""
+        """``restore`` without calls of observers."""
         return getattr(self.restore, "unobserved", self.restore)
 
     def twin(self, group: Any) -> Saved:
-        """Another holder of the same tensor, for a recipe that needs it in ``group``."""
+        """Return another holder of the same tensor, for a recipe that needs it in ``group``."""
         twin = Saved.__new__(Saved)
         twin.tensor, twin.version, twin.origin = self.tensor, self.version, self.origin
         twin.wrapper = self.wrapper
-        twin.restore = self.unobserved  # it is observed by itself
+        twin.restore = self.unobserved  # the original is observed
         twin.group, twin.maker, twin.recipe = group, None, None
         return twin
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """The tensor as it was saved: values, size, stride, offset and dtype.
+        """Return the tensor as it was saved: values, size, stride, offset and dtype.
 
         Raises:
             SavedTensorModifiedError: It was changed in place, and autograd would have raised.
         """
-        tensor = self.tensor  # read once: a commit on another thread may take it away
+        tensor = self.tensor  # read once: a commit on another thread may clear it
         group = self.group
         try:
             if not group.is_used:
@@ -124,14 +124,14 @@ class Resident:
 
     def __init__(self, tensor: Tensor) -> None:
         # An alias, but for a leaf Parameter, which has no graph and is itself what operators want.
-        kind = type(tensor)  # asked first, for isinstance() of a Parameter runs Python code
+        kind = type(tensor)  # first, for isinstance() of a Parameter runs Python code
         is_parameter = kind is not Tensor and (kind is Parameter or isinstance(tensor, Parameter))
         self.tensor = tensor if is_parameter and tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """The tensor, if nobody has changed it since."""
+        """Return the tensor; raise if it was changed in place since it was saved."""
         tensor = self.tensor
         if tensor._version != self.version:
             raise modified(tensor, self.version, None)
@@ -139,10 +139,10 @@ class Resident:
 
 
 class Wrapped:
-    """A saved tensor made of others, such as a DTensor.
+    """A saved tensor made of other tensors, such as a DTensor.
 
     Args:
-        tensor: What autograd saves.
+        tensor: The tensor that autograd saves.
         group: Name of its group, for messages.
         pack: Saves a tensor inside it.
     """
@@ -161,23 +161,23 @@ class Wrapped:
 
     @property
     def is_resident(self) -> bool:
-        """Whether nothing inside may leave the device."""
+        """Whether no tensor inside may leave the device."""
         return all(isinstance(part, Resident) for part in self.inner.values())
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """The tensor as it was saved, made anew around the tensors inside."""
+        """Return the tensor as it was saved, rebuilt around the tensors inside."""
         if self.witness._version != self.version:
             raise modified(self.witness, self.version, self.group)
         return self.wrapper.around({name: part.unpack() for name, part in self.inner.items()})
 
 
 Packed: TypeAlias = Saved | Resident | Wrapped
-"""What a pack hook returns."""
+"""Results of a pack hook."""
 
 
 def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
-    """The error autograd would have raised, with the name of the group."""
+    """Return the error that autograd would have raised, with the name of the group."""
     where = "the saved tensors left on the device" if group is None else f"group '{group}'"
     return SavedTensorModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace "

@@ -1,7 +1,7 @@
-"""Finds how what a group saved can be computed again: a walk from each saved tensor to others.
+"""Finds recipes for what a group saved, by a walk from each saved tensor to others.
 
 search = Search(recipes, group, by_storage(group.saved_refs))
-search.take_out()  # of the dictionary, what recipes give; their inputs join it
+search.take_out()  # removes what recipes give from the dictionary, and adds their inputs
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ from pp_offload._core.saved import Resident, Saved
 from pp_offload._core.tensors import Geometry, may_be_statistics, storage_bytes
 
 MOST_CALLS = 12
-"""In one recipe. Each reads and writes about as much as the tensor has, and device memory is some
-fifty times as fast as the link.
+"""Most calls in one recipe. Each reads and writes about as much as the tensor has, and device
+memory is some fifty times as fast as the link.
 """
 
 MOST_LARGER = 4
-"""How many times as large as the tensor an input may be."""
+"""An input may be this many times as large as the tensor."""
 
 MOST_COPIED = 2**22
-"""Bytes of a parameter that recipes may copy in each step."""
+"""Bytes of the largest parameter that recipes may copy in each step."""
 
 
 class Narrow(NamedTuple):
-    """In a term: what a saved tensor was made of, taken out of that tensor; it joins the group."""
+    """A leaf of a term: the source of a saved tensor, taken out of it; it joins the group."""
 
     view: Tensor  # a part of the saved tensor, with all of its bits that matter
-    dtype: torch.dtype  # of what these bits are
+    dtype: torch.dtype  # of the source
 
 
 class Computable(NamedTuple):
-    """A storage that can be computed again."""
+    """A storage that a recipe can compute again."""
 
     term: Call
-    members: list[Saved]  # which are views of it
+    members: list[Saved]  # views of the storage
     storage: UntypedStorage
     has_parameter: bool  # whether a parameter is needed
 
 
 class Search:
-    """For all recipes of one group.
+    """Search for all recipes of one group.
 
     Args:
-        recipes: Proves them.
+        recipes: The Recipes that prove terms.
         group: The group.
-        saved: What it saved.
+        saved: Saved tensors of the group, by storage.
 
     Attributes:
-        by_maker: Of what it saved, by output and number of the node that made it.
-        below: By storage, how many operators run for it, those of its inputs' recipes included.
+        by_maker: Saved tensors of the group by output and number of the node that made each.
+        below: By storage, how many operators run for it, including those for its recipe's inputs.
         reached: Inputs that left with other groups.
     """
 
@@ -85,7 +85,7 @@ class Search:
         self._parts: ByStorage = {}
 
     def take_out(self) -> list[Computable]:
-        """Find recipes, and take what they give out of what the group saved; their inputs join."""
+        """Find recipes; remove what they give from the group's saved tensors, and add inputs."""
         computable: list[Computable] = []
         order = {key: at for at, key in enumerate(self._saved)}
         for key, (storage, members) in self._saved.items():
@@ -94,7 +94,7 @@ class Search:
             try:
                 way = self._way(key, storage, members)
             except (RuntimeError, AttributeError):
-                # A backward has used up a node, or another torch names what it saves otherwise.
+                # A backward has freed what a node saved, or this torch names it otherwise.
                 continue
             if way is not None:
                 computable.append(way)
@@ -107,7 +107,7 @@ class Search:
         return computable
 
     def _way(self, key: int, storage: UntypedStorage, members: list[Saved]) -> Computable | None:
-        """How to compute a storage, if that can be proved."""
+        """Return how to compute a storage, if that can be proved."""
         maker = members[0].maker
         root = maker[:2]
         views = []
@@ -145,13 +145,13 @@ class Search:
         return Computable(term, members, storage, walk.has_parameter)
 
     def _needed_at(self, key: int, order: dict[int, int]) -> int:
-        """What a recipe needs is needed as early as what it gives."""
-        users = self._users.pop(key, ())  # once, for it is remembered
+        """Return the saving order of the last user: backward needs it first."""
+        users = self._users.pop(key, ())  # taken out: the result is stored
         order[key] = max([order[key], *[self._needed_at(user, order) for user in users]])
         return order[key]
 
     def _with_part(self, key: int, part: Any) -> Any:
-        """A saved tensor in place of what is :class:`Narrow`."""
+        """Return a saved tensor in place of a :class:`Narrow`."""
         if type(part) is not Narrow:
             return part
         source = Saved(part.view, self.group)
@@ -161,20 +161,20 @@ class Search:
 
 
 class Walk:
-    """From a saved tensor along the graph, to what else was saved.
+    """A walk from a saved tensor along the graph to other saved tensors.
 
     Args:
-        search: For the group.
-        storage: Of that tensor.
-        views: The tensor's nodes behind the one that made the storage.
+        search: Search of the group.
+        storage: Storage of that tensor.
+        views: View nodes between the storage and the tensor.
 
     Attributes:
         views: As given; None where the recipe gives the storage flat.
-        kind: Of two recipes with the same one the same kernels run, so a proof serves both. All
-            that bits may depend on, besides those of the inputs and their sizes.
-        guesses: What was guessed.
-        inputs: The group's saved tensors that are needed, once more, and their storages' keys.
-        reached: Likewise, of those that left with other groups.
+        kind: All that bits may depend on, besides the bits and sizes of the inputs. Recipes with
+            the same kind run the same kernels, so a proof serves both.
+        guesses: Values that were guessed.
+        inputs: Keys of storages, with a twin of each saved tensor of the group that is needed.
+        reached: Twins of needed saved tensors that left with other groups.
         has_parameter: Whether a parameter is needed.
     """
 
@@ -192,7 +192,7 @@ class Walk:
 
     @property
     def calls_in_all(self) -> int:
-        """Operators that run, at most, those for the inputs included."""
+        """Number of operators that run at most, including those for the inputs."""
         below = self._search.below
         return self._num_calls + max([below.get(key, 0) for key, _ in self.inputs], default=0)
 
@@ -201,7 +201,7 @@ class Walk:
         return UNKNOWN if self._num_calls > MOST_CALLS else call_of(node, index, self)
 
     def input(self, node: Any, name: str, edge: Any) -> Any:
-        """The term of an input, which comes to a node by ``edge`` and is saved as ``name``."""
+        """Return the term of an input that comes to a node by ``edge`` and is saved as ``name``."""
         if name == PARAMETER:
             if type(edge[0]) is not _LEAF or not _is_of_parameter(edge):
                 return UNKNOWN
@@ -216,11 +216,11 @@ class Walk:
                     self._search.recipes.eligibility.kept.add(packed.tensor)
             if packed is not None:
                 return self._leaf(packed)
-        if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
+        if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
             return None if name in OPTIONAL else UNKNOWN
         saved = self._search.by_maker.get((edge[1], edge[0]._sequence_nr()))
         if saved is None and hasattr(edge[0], "_raw_saved_result"):
-            saved = edge[0]._raw_saved_result.data  # of an operator that saves what it gives
+            saved = edge[0]._raw_saved_result.data  # the operator saves its output
         return self.call(*edge) if saved is None else self._leaf(saved)
 
     def _leaf(self, packed: Any) -> Any:
@@ -255,7 +255,7 @@ class Walk:
         if not is_like_it or tensor.device != recipes.mover.backend.device:
             return UNKNOWN
         if recipes.eligibility.kept.has(tensor.untyped_storage()):
-            # A copy of what has gaps has other strides, for which a kernel may round otherwise.
+            # A copy of a tensor with gaps has other strides; a kernel may round otherwise.
             if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
                 return UNKNOWN
             self.has_parameter = True
@@ -263,18 +263,18 @@ class Walk:
         return packed
 
     def _note(self, tensor: Tensor) -> None:
-        """What kernels choose their way by."""
+        """Add to ``kind`` what kernels are chosen by."""
         if tensor.is_contiguous():
             self.kind += tensor.dtype, tensor.dim()
         else:
             self.kind += tensor.dtype, tensor.shape, tensor.stride()
 
     def _earlier(self, saved: Saved) -> Any:
-        """What an earlier group has saved, whose backward comes later than this one's.
+        """Return the term of a tensor that an earlier group saved; its backward comes later.
 
-        Where no plan chooses what stays, its recipe may be a part of this one, and what stays is
-        left alone, for it may be changed in place, and backward come to this group only. A plan
-        would have to know of both for each choice of groups.
+        Without a plan, the tensor's recipe may be a part of this one. A tensor that stays is not
+        used then: it may be changed in place, and backward come to this group only. A plan
+        would have to know of both groups for each choice.
         """
         group, recipes = self._search.group, self._search.recipes
         earlier, tensor = saved.group, saved.tensor
@@ -311,7 +311,7 @@ class Walk:
         return Call(Geometry.on_storage_of, (geometry, term))
 
     def _again(self, term: Any) -> Any:
-        """A part of a recipe of an earlier group, for this one."""
+        """Return a part of an earlier group's recipe as a part of this one."""
         kind = type(term)
         if kind is Saved:
             return self._earlier(term)
@@ -350,13 +350,13 @@ def _is_of_parameter(edge: Any) -> bool:
 
 
 def _geometry(saved: Saved) -> Any:
-    """How it lies in its payload, as something that compares equal where that does."""
+    """Return the layout of a tensor in its payload, as a value to compare."""
     restore = saved.unobserved
     return getattr(restore, "__self__", None) or getattr(restore, "args", type(restore))
 
 
 def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:
-    """What a copy that repeats numbers or zeros was made of, where that was not saved."""
+    """Return a term for a copy that repeats numbers or zeros, whose source was not saved."""
     flat = storage_bytes(tensor)
     if flat is None or node is None or not node.next_functions[0][0]:
         return UNKNOWN

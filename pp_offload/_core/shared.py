@@ -1,4 +1,4 @@
-"""Which storages left already, so that one that several groups save is copied once.
+"""Storages that left already, so that a storage that several groups save is copied once.
 
 A storage and its copy are held weakly and compared by identity: an address that the allocator uses
 again is never taken for the storage that had it before. A copy is shared while autograd holds a
@@ -6,16 +6,15 @@ tensor that was saved with it, so that a change which no counter sees would be w
 offload, too.
 
 A storage of eight-bit elements that the next microbatch saves again is no activation, but a copy
-of a quantized weight, or a mask. Its owner holds it, so to offload it would free nothing. It stays
+of a quantized weight, or a mask. Its owner holds it, so an offload would free nothing. It stays
 from the next step on, for the microbatches of a step are planned as if they were equal. Wider
 elements may be a buffer that a pipeline receives activations in.
 
 NOTE [ Whose version ]
     Tensors with one memory may count changes apart: the parts of ``unsafe_chunk``, or what
-    ``.data`` gives. Then the same number of two of them says nothing. So a copy is shared if
-    nothing that saved it, then or now, was ever changed; or if all are aliases of one tensor, and
-    at the same version of that. A change that none of their counters has seen, autograd would not
-    see either.
+    ``.data`` gives. Then equal versions of two of them prove nothing. So a copy is shared if no
+    tensor that saved it, then or now, was ever changed; or if all are aliases of one tensor, at
+    the same version of that. Autograd would not see a change that none of their counters has seen.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from pp_offload._core.saved import Saved
 from pp_offload._core.tensors import Geometry
 
 NUM_OWN_HOLDERS = 2
-"""Of a storage: the saved tensor, and the column of storages. Any other may save it again."""
+"""Holders of a storage here: a saved tensor and a column. Any further one may save it again."""
 
 
 class Copy(NamedTuple):
     """A storage that left with a payload of a batch.
 
     Attributes:
-        saved: The first tensor that was saved with it.
-        counters: Without memory, with the version counters of all that saved it at version 0.
-        position: Which payload of the batch.
+        saved: Weak reference to the first tensor that was saved with it.
+        counters: Aliases without memory, with the version counters of tensors saved at version 0.
+        position: Index of the payload in the batch.
         chunk: Microbatch that saved it; None if the group has no place in a step.
     """
 
@@ -58,7 +57,7 @@ class Copy(NamedTuple):
 
 
 class SharedCopies:
-    """The payloads of this step that are whole storages, by the key of the storage."""
+    """Payloads of this step that are whole storages, by the key of the storage."""
 
     def __init__(self) -> None:
         self.copies: dict[int, Copy] = {}
@@ -66,7 +65,7 @@ class SharedCopies:
         self._repeated: list[weakref.ref[UntypedStorage]] = []
 
     def watch(self, saved: ByStorage) -> None:
-        """Look which eight-bit storages this microbatch saves that an earlier one has offloaded."""
+        """Note eight-bit storages that this microbatch saves and an earlier one has offloaded."""
         for key, (storage, members) in saved.items():
             if members[0].here.dtype.itemsize > 1:
                 continue
@@ -79,7 +78,7 @@ class SharedCopies:
                 self._repeated.append(copy.storage)
 
     def repeated(self) -> list[UntypedStorage]:
-        """Storages that several microbatches have saved, since the last call."""
+        """Return storages that several microbatches have saved since the last call."""
         refs, self._repeated = self._repeated, []
         return [storage for ref in refs if (storage := ref()) is not None]
 
@@ -95,8 +94,8 @@ class SharedCopies:
         return shared
 
     def add(self, payloads: Payloads, batch: Batch) -> None:
-        """Remember which storages left with ``batch``, before the members let go of them. A storage
-        that nobody else holds cannot be saved again, and is not remembered.
+        """Remember which storages left with ``batch``, before the members let go of them. A
+        storage without another holder cannot be saved again, and is not remembered.
         """
         for index, storage in enumerate(payloads.storages):
             if storage is None or use_count(storage._cdata) <= NUM_OWN_HOLDERS:
@@ -116,7 +115,7 @@ class SharedCopies:
                 self.copies[storage._cdata] = copy
 
     def forget_dead(self) -> None:
-        """Forget what is gone, for a program that never ends a step."""
+        """Remove entries of freed storages and batches, for a program that never ends a step."""
         copies = self.copies.items()
         for key in [key for key, copy in copies if not (copy.storage() and copy.batch())]:
             del self.copies[key]
@@ -127,7 +126,7 @@ class SharedCopies:
 
 
 def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
-    """Whether the copy has what these saved; see NOTE [ Whose version ]."""
+    """Whether the copy has the bytes of ``members``; see NOTE [ Whose version ]."""
     first = copy.saved()
     if first is None or copy.position in batch.changed:
         return False
@@ -140,7 +139,7 @@ def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
 
 
 def restored_from(batch: Batch, index: int, member: Saved) -> None:
-    """Have a saved tensor be made of a payload that may be shaped like another view."""
+    """Set how ``member`` is made of a payload that may be shaped like another view."""
     (shape, dtype), tensor = batch.specs[index], member.tensor
     assert tensor is not None
     if shape != tensor.shape or dtype != tensor.dtype or not tensor.is_contiguous():
@@ -152,7 +151,7 @@ def restored_from(batch: Batch, index: int, member: Saved) -> None:
 
 
 def _view_of(geometry: Geometry, payload: Tensor) -> Tensor:
-    """A view of the storage whose bytes ``payload`` has."""
+    """Return a view of the storage whose bytes are in ``payload``."""
     return geometry.on_storage_of(payload.flatten().view(torch.uint8))
 
 
@@ -160,12 +159,12 @@ _NOTHING: dict[torch.device, Tensor] = {}
 
 
 def _counter_of(tensor: Tensor | None) -> Tensor:
-    """An alias with the version counter of a tensor, which keeps none of its memory."""
+    """Return an alias with the version counter of a tensor, and none of its memory."""
     assert tensor is not None
     alias = tensor.detach()
     nothing = _NOTHING.get(alias.device)
     if nothing is None:
-        with disable_current_modes():  # it is no memory of the program's
+        with disable_current_modes():  # not memory of the program
             nothing = _NOTHING[alias.device] = torch.empty(0, device=alias.device)
     alias.data = nothing
     return alias
