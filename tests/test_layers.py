@@ -29,7 +29,7 @@ MOST_LINES = {
     "plan": 3283,
     "simulate": 2781,
     "testing": 967,
-    "trace": 1348,
+    "trace": 1347,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

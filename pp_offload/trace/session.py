@@ -66,20 +66,19 @@ class Trace:
             if not steps or steps.step != 1 or steps.start < 0:
                 raise ValueError(f"steps is {steps}, expected some steps in a row, from 0 on")
         self.timeline: Timeline | None = None
-        self._steps, self._is_virtual, self._is_written = steps, False, False
+        self._steps, self._is_written, self._num_ranks = steps, False, 1
         self._managers: Sequence[Manager] = () if manager is None else (manager,)
         self._recorders: list[Recorder] = []
-        self._num_ranks = 1
 
     def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
         """Record all ranks of a virtual pipeline, whose devices share one clock."""
-        self._managers, self._is_virtual = managers, True
+        self._managers = managers
         return self
 
     def __enter__(self) -> Trace:
         managers = self._managers or (PipelineOffloadManager.get_instance(),)
         first, self._num_ranks = 0, len(managers)
-        if not self._is_virtual and dist.is_available() and dist.is_initialized():
+        if len(managers) == 1 and dist.is_available() and dist.is_initialized():
             first, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeline, self._is_written = None, False
         self._recorders = [
