@@ -12,9 +12,9 @@ pickled model has none.
 NOTE [ Module forward ]
     PyTorch calls no hook after a forward that a KeyboardInterrupt ends. So a group is around the
     module's forward: an object in the module's ``__dict__`` pops hooks for saved tensors in its
-    ``finally``. Replicas of ``DataParallel`` and ``copy.copy`` take that object over, and would
-    compute with the parameters of the original. So a pre-hook, which gets the called module, notes
-    the module for the object.
+    ``finally``. Replicas of ``DataParallel`` and of ``copy.copy`` share that object, and would
+    compute with the parameters of the original. So a pre-hook, which receives the called module,
+    notes the module for the object.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class OffloadModulesHandle:
         self._hooks.close()
 
     def described(self) -> str:
-        """Groups with their numbers of modules, and GiB of the last complete step."""
+        """Return groups with numbers of modules, and GiB at the peak of the last step."""
         named = ", ".join(f"{name} ({len(each)} modules)" for name, each in self.modules.items())
         step = self.manager.group_bytes
         total = groups_sum(step[name] for name in self.modules if name in step)
@@ -138,7 +138,7 @@ def offload_modules(
 def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModulesHandle:
     """Make groups of the modules of several models, as :func:`offload_modules` does for one.
 
-    A module that models share is marked once, and a pattern may match nothing. The caller keeps
+    A module that models share is marked once, and a pattern may match nothing. The caller must keep
     parameters on the device.
 
     Args:
@@ -159,7 +159,7 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
     names = {group: [place.name for place in places if place.group == group] for group in groups}
     running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
     lifetime = _Lifetime()
-    with ExitStack() as hooks:  # undoes the others where a module takes no hooks
+    with ExitStack() as hooks:  # unmarks the others if a module takes no hooks
         _keep_gathered(models.values(), hooks)
         for place in distinct:
             _mark(place, lifetime, hooks)
@@ -238,9 +238,9 @@ def _check_patterns_of(group: str, patterns: object) -> None:
 
 
 def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:
-    """Have parameters that FSDP gathered for a forward stay on the device, too.
+    """Keep parameters that FSDP gathers for a forward on the device.
 
-    ``fully_shard`` puts them in place of the shards; its own hook has run when this one does.
+    ``fully_shard`` replaces the shards by these parameters in its own hook, which runs before.
     """
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         if _is_fully_sharded(module):
@@ -263,7 +263,7 @@ class _Lifetime:
     """Lifetime of groups, which their handle ends.
 
     A copied model shares the lifetime with the original. A pickled model has no handle that could
-    be removed, so its groups are over from the start.
+    be removed, so the lifetime of its groups is over from the start.
     """
 
     def __init__(self, is_over: bool = False) -> None:
@@ -298,7 +298,7 @@ class _GroupAround:
         module.forward = _Forward(self, module, vars(module).get("forward"))
 
     def take_off(self, module: Module) -> None:
-        """Restore the module. A running forward goes on as it began."""
+        """Restore the module. A running forward ends as it began."""
         compiled = module._compiled_call_impl
         if isinstance(compiled, _Forward) and compiled.around is self:
             module._compiled_call_impl = compiled.own
@@ -355,7 +355,7 @@ class _Forward:
 
 
 def _keep_buffers(module: Module) -> None:
-    """Keep buffers on the device; a copied or moved model has new ones."""
+    """Keep buffers on the device at each forward: a copied or moved model has new buffers."""
     kept_storages = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for buffer in module.buffers():
         kept_storages.add(buffer)

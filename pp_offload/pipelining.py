@@ -5,8 +5,8 @@
             schedule.step(batch, target=..., losses=losses)
 
 Every forward of a stage becomes a chunk. The order of backward is read from the schedule's list of
-actions, so prefetch is right from the first step; without such a list it is learned in a first
-step. Forwards outside chunks, such as the inference of shapes and ``schedule.eval``, are untouched.
+actions, so prefetch is right from the first step; without such a list the first step teaches it.
+Forwards outside chunks, such as the inference of shapes and ``schedule.eval``, do not change.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AttachedSchedule:
             _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
         self._mark_modules(groups)
         if config is not None:
-            manager.configure(config)  # last, because it forgets the old options
+            manager.configure(config)  # last, because the old options are lost
         facts = _facts_of(self._schedule, self._stages)
         manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
         if self._order.split:
@@ -183,7 +183,7 @@ class AttachedSchedule:
             ) from None
 
     def _keep_modules(self) -> None:
-        # In each step, because parameters may get other memory, and stages other modules.
+        # In each step, because memory of parameters and modules of stages may change.
         kept_storages = self.manager.offloader.engine.eligibility.kept
         for stage in self._stages:
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
@@ -240,7 +240,7 @@ class AttachedSchedule:
         return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.begin_step()  # outside of try: if it raises, another thread's step goes on
+        self.begin_step()  # outside of try: if this raises, another thread's step goes on
         try:
             return inner(*args, **kwargs)
         except BaseException:
@@ -248,7 +248,7 @@ class AttachedSchedule:
             raise
 
     def begin_step(self) -> None:
-        """Begin a step. ``schedule.step`` calls this; a caller of single actions has to."""
+        """Begin a step. ``schedule.step`` calls this; callers of single actions must call it."""
         manager = self.manager
         self._keep_modules()
         manager.reset()
@@ -264,14 +264,14 @@ def _rank_of(stages: list[Any]) -> int:
 
 
 def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
-    """Collect the known facts of a schedule that the options of a plan have, too."""
+    """Collect the known facts of a schedule that a plan's options also record."""
     kind = type(schedule)
     facts = {
         "num_microbatches": getattr(schedule, "_n_microbatches", None),
         "num_ranks": getattr(stages[0], "group_size", None),
     }
     if kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_"):
-        facts["schedule"] = kind.__name__  # a list of actions has no name
+        facts["schedule"] = kind.__name__  # not for a list of actions, which is unnamed
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 

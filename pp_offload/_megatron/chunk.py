@@ -1,9 +1,9 @@
-"""Megatron's chunk: what the engine does in one call, in Megatron's steps.
+"""Megatron's chunk: the engine's single calls, in Megatron's steps.
 
 group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
 tag = chunk.tensor_push(tensor)              # pack hook
 chunk.on_group_commit_forward(None)          # copies are queued
-chunk.on_group_commit_backward("mlp")        # they are brought back
+chunk.on_group_commit_backward("mlp")        # tensors are reloaded
 tensor = chunk.tensor_pop(tag)               # unpack hook
 
 The chunk of Megatron-LM's main commits groups by name, counts copies in flight, and heeds flags.
@@ -42,10 +42,10 @@ class ChunkOffloadHandler(Chunk):
 
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        cpu_tensor_pool: For callers that manage host tensors themselves; the engine does not.
-        offloader: What it shares with other chunks; its own when not given.
-        vp_stage: Virtual pipeline stage it runs.
-        microbatch: Its number in the step; counted when None.
+        cpu_tensor_pool: Pool for callers that manage host tensors themselves, unlike the engine.
+        offloader: State shared with other chunks; the chunk's own when not given.
+        vp_stage: Virtual pipeline stage of the chunk.
+        microbatch: Number of the chunk in the step; counted when None.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
     """
@@ -75,7 +75,7 @@ class ChunkOffloadHandler(Chunk):
     def offload(
         self, src_tensor: Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
     ) -> Saved | Resident:
-        """Copy one tensor to the host. One that is no dense memory on the device stays.
+        """Copy one tensor to the host. A tensor without dense memory on the device stays.
 
         Args:
             src_tensor: Any tensor.
@@ -83,7 +83,7 @@ class ChunkOffloadHandler(Chunk):
                 and host memory is always reused.
 
         Returns:
-            An opaque state for :meth:`reload`; the host bytes live as long as it does.
+            An opaque state for :meth:`reload`; the host bytes live as long as the state.
         """
         check_kind("src_tensor", src_tensor, Tensor, "a tensor")
         if not self.offloader.engine.eligibility.can_move(src_tensor):
@@ -91,10 +91,10 @@ class ChunkOffloadHandler(Chunk):
         return self.offloader.engine.offload(src_tensor)
 
     def reload(self, state: Saved | Resident, non_blocking: bool | None = None) -> Tensor:
-        """The tensor :meth:`offload` took, on the device, ready for the current stream.
+        """Return the tensor of :meth:`offload` on the device, ready for the current stream.
 
         Args:
-            state: What :meth:`offload` returned. May be reloaded any number of times.
+            state: Result of :meth:`offload`. May be reloaded any number of times.
             non_blocking: Accepted for Megatron; the host never blocks on an accelerator.
         """
         return state.unpack()
@@ -106,11 +106,11 @@ class ChunkOffloadHandler(Chunk):
         return self.offloader.engine.eligibility.admits(tensor, self.min_offloaded_tensor_size)
 
     def tensor_push(self, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in the group started last; outside any open group it stays."""
+        """Save ``tensor`` in the group started last; outside any open group the tensor stays."""
         return self.pack(self.open_groups[-1], tensor) if self.open_groups else Resident(tensor)
 
     def tensor_pop(self, tensor_tag: Packed) -> Tensor:
-        """The tensor behind a tag. The tag stays good: popping it twice is fine."""
+        """Return the tensor behind a tag. The tag stays valid: popping it twice is allowed."""
         return tensor_tag.unpack()
 
     # Forward
@@ -126,15 +126,15 @@ class ChunkOffloadHandler(Chunk):
     bulk_offload = on_group_commit_forward
 
     def should_bulk_offload(self) -> bool:
-        """Whether the group started last would leave the device if it was committed now."""
+        """Whether the group started last would leave the device if committed now."""
         return self._would_leave(self._last_open())
 
     def _would_leave(self, group: Group) -> bool:
-        self.offloader.engine.payloads(group)  # which are counted
+        self.offloader.engine.payloads(group)  # counts the payloads
         return self.may_leave(group)
 
     def bulk_offload_group(self) -> None:
-        """Offload the group started last, whatever the plan says; without host room it stays."""
+        """Offload the group started last, ignoring the plan; without host room it stays."""
         self._send_open(self._last_open())
 
     def _send_open(self, group: OffloadTensorGroup) -> None:
@@ -152,7 +152,7 @@ class ChunkOffloadHandler(Chunk):
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Backward reaches the next group of this name, which must be there: bring its tensors."""
+        """Mark the next group of this name, which must exist, as reached; reload its tensors."""
         if self.is_empty_chunk(name):
             raise GroupStateError(
                 f"backward of group '{name}', but this chunk's forward had none of that name; its "
@@ -187,17 +187,17 @@ class ChunkOffloadHandler(Chunk):
     # Questions
 
     def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
-        """The first group of this name at or after ``start_index`` in forward order."""
+        """Return the first group of this name at or after ``start_index`` in forward order."""
         return next((g for g in self.groups[start_index:] if g.name == name), None)
 
     def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
-        """The first open group (of this name)."""
+        """Return the first open group (of this name)."""
         return next((g for g in self.open_groups if name in (None, g.name)), None)
 
-    finish_all_groups = Chunk.is_finished  # by its name in Megatron
+    finish_all_groups = Chunk.is_finished  # Megatron's name
 
     def get_max_deduplicated_groups(self) -> int:
-        """How many distinct names its groups have."""
+        """Return the number of distinct names of the chunk's groups."""
         return len({group.name for group in self.groups})
 
 
@@ -205,7 +205,7 @@ class ChunkOffloadHandler(Chunk):
 
 
 FLAGS = ("_TE_do_not_offload", "_do_not_offload")
-"""Attributes of Transformer Engine and of Megatron-LM, set to something true."""
+"""Flags of Transformer Engine and of Megatron-LM, attributes with a true value."""
 
 
 def is_flagged(tensor: Tensor) -> bool:
@@ -225,9 +225,9 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
     Args:
         min_offloaded_tensor_size, cpu_tensor_pool, offloader, vp_stage, microbatch: As in the class
             of this name that it extends.
-        max_inflight_offloads: How many groups of one name of this microbatch may be in flight to
-            the host before compute waits for the oldest. With 0, compute waits for each; with None,
-            only for ``OffloadConfig(max_in_flight_bytes=...)``, which always holds.
+        max_inflight_offloads: Number of groups of one name of this microbatch that may be in flight
+            to the host before compute waits for the oldest. With 0, compute waits for each; with
+            None, only for ``OffloadConfig(max_in_flight_bytes=...)``, which always holds.
         graphs: Whether a graph is launched; a commit is delayed only then.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
@@ -260,14 +260,14 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
 
     @never_compiled
     def pack(self, group: Group, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in ``group``; one that is flagged stays, and so does its storage."""
+        """Save ``tensor`` in ``group``; a flagged tensor stays, and so does its storage."""
         if is_flagged(tensor):
             self.offloader.engine.eligibility.kept.add(tensor)
             return Resident(tensor)
         return super().pack(group, tensor)
 
     def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is not flagged, and may be offloaded."""
+        """Whether ``tensor`` may be offloaded, and is not flagged."""
         return not is_flagged(tensor) and super().tensor_need_offloading_checker(tensor)
 
     def commit(
@@ -277,7 +277,7 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         *,
         delay: bool = False,
     ) -> Group:
-        """See :meth:`Chunk.commit`. It is delayed only while a graph is launched."""
+        """See :meth:`Chunk.commit`. A commit is delayed only while a graph is launched."""
         if delay and not self.graphs.is_in_replay:
             check_switch("delay_offload", delay)
             delay = False
@@ -293,9 +293,9 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
             self._limit(group.name, self.max_inflight_offloads)
 
     def _limit(self, name: str, most: int) -> None:
-        """Note the copies queued last, and have compute wait until ``most`` groups are left."""
+        """Note the copies queued last; have compute wait until ``most`` groups are in flight."""
         mover = self.offloader.engine.mover
-        with mover.lock:  # a backward of another thread takes out copies that are over
+        with mover.lock:  # a backward on another thread removes finished copies
             queue = mover.in_flight.queue
             last = queue[-1].offloaded if queue else None
         if last is None:
@@ -314,11 +314,11 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
     bulk_offload = on_group_commit_forward  # type: ignore[assignment]
 
     def should_bulk_offload(self, group: Group) -> bool:  # type: ignore[override]
-        """Whether an open group would leave the device if it was committed now."""
+        """Whether an open group would leave the device if committed now."""
         return self._would_leave(self._open(group))
 
     def bulk_offload_group(self, group_to_offload: Group) -> None:  # type: ignore[override]
-        """Offload an open group, whatever the plan says; without host room it stays."""
+        """Offload an open group, ignoring the plan; without host room the group stays."""
         self._send_open(self._open(group_to_offload))
 
     def _open(self, group: Group) -> OffloadTensorGroup:
@@ -334,7 +334,7 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
 
     @property
     def offload_groups(self) -> list[OffloadTensorGroup]:
-        """Its groups in forward order, those of this step alone."""
+        """Groups of the chunk in this step, in forward order."""
         return self.groups
 
     @property
@@ -345,7 +345,7 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
     def find_group_with_name(  # type: ignore[override]
         self, groups: Sequence[OffloadTensorGroup], name: str, start_index: int = 0
     ) -> OffloadTensorGroup | None:
-        """The first of ``groups`` with this name, at or after ``start_index``."""
+        """Return the first of ``groups`` with this name, at or after ``start_index``."""
         return next((group for group in groups[start_index:] if group.name == name), None)
 
     def reset(self) -> None:

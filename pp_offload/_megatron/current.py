@@ -1,4 +1,4 @@
-"""The manager of this process: with other options, or for a while on another backend."""
+"""Options of this process's manager, and managers on another backend for a while."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pp_offload.config import OffloadConfig
 
 
 def configure(config: OffloadConfig) -> PipelineOffloadManager:
-    """Give the manager of this process these options, between steps.
+    """Set the options of this process's manager, between steps.
 
-    What was marked with ``mark_not_offloadable`` stays marked, and offload disabled if it was; the
-    plan, the summary and the statistics begin anew. Saved tensors that still live stay good.
+    Tensors marked with ``mark_not_offloadable`` stay marked, and a disabled offload stays disabled;
+    the plan, the summary and the statistics begin anew. Living saved tensors stay valid.
 
     Args:
-        config: If these are the present options, nothing happens.
+        config: New options; the current ones change nothing.
 
     Returns:
-        The manager, the same as before: what :meth:`PipelineOffloadManager.get_instance` returns.
+        The manager, the same as before, as :meth:`PipelineOffloadManager.get_instance` returns it.
 
     Raises:
         OffloadError: A schedule is attached with other options.
@@ -35,7 +35,7 @@ def configure(config: OffloadConfig) -> PipelineOffloadManager:
 def use_backend(
     backend: Backend, *, config: OffloadConfig | None = None
 ) -> Iterator[PipelineOffloadManager]:
-    """Work on ``backend`` with a manager of its own; afterwards the old one is back.
+    """Work on ``backend`` with a fresh manager, and restore the old one afterwards.
 
     Args:
         backend: For instance ``SimulatedBackend("late")`` or ``CpuBackend()``.
@@ -59,7 +59,7 @@ def use_backend(
 
 @contextmanager
 def use_manager(manager: PipelineOffloadManager) -> Iterator[None]:
-    """Work with a manager that is not retired, on its backend; afterwards the old one is back."""
+    """Work with a manager on its backend, and restore the old one afterwards. Retires neither."""
     before = PipelineOffloadManager.OFFLOAD_MGR
     PipelineOffloadManager.OFFLOAD_MGR = manager
     try:

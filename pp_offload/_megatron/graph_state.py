@@ -1,4 +1,4 @@
-"""The stream and event of CUDA graphs that others capture and launch, as Megatron's main asks."""
+"""Stream and event of CUDA graphs that a program captures and launches, for Megatron's main."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pp_offload.backends import Backend, Event, Stream
 
 
 class GraphState:
-    """What one manager knows of CUDA graphs on its backend.
+    """State of CUDA graphs of one manager on its backend.
 
     Attributes:
-        is_in_replay: Whether a graph is being launched: only then are commits delayed.
+        is_in_replay: Whether a graph is being launched; commits are delayed only then.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -23,7 +23,7 @@ class GraphState:
 
     @property
     def stream(self) -> Any:
-        """The stream to capture and launch graphs on; without CUDA, the live stream."""
+        """Stream to capture and launch graphs on; without CUDA, the live stream."""
         is_cuda = self._backend.device.type == "cuda"
         return self._cuda_stream if is_cuda else self._backend.current_stream()
 
@@ -33,16 +33,16 @@ class GraphState:
 
     @cached_property
     def event(self) -> Any:
-        """The event recorded at the end of a captured forward and of a captured backward.
+        """Event recorded at the end of a captured forward and of a captured backward.
 
-        On CUDA an external one, so that what is not captured may wait for it.
+        On CUDA an external event, so that work outside the graph may wait for it.
         """
         is_cuda = self._backend.device.type == "cuda"
         return torch.cuda.Event(external=True) if is_cuda else NotedEvent()
 
 
 class NotedEvent:
-    """An external event for devices that have none: it is made first and recorded later.
+    """Replacement of an external event on other devices: made first, and recorded later.
 
     As on CUDA, a wait before the first record does nothing.
     """

@@ -1,4 +1,4 @@
-"""Megatron's group, for both generations: it also holds tensors by tag, and two events."""
+"""Megatron's group, for both generations: a group with tensors by tag, and two events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pp_offload.errors import GroupStateError
 class OffloadTensorGroup(Group):
     """Tensors saved between a start and its commit.
 
-    An event that was not recorded is not waited for.
+    A wait for an event that was not recorded does nothing.
 
     Source: Megatron-LM ``OffloadTensorGroup``.
     """
@@ -41,12 +41,12 @@ class OffloadTensorGroup(Group):
         return held.pop(tag)
 
     def move_to(self, state: GroupState) -> None:
-        """Close the group: it is offloaded, or kept, and holds no tensor any more."""
+        """Close the group as offloaded or kept, and release the tensors by tag."""
         super().move_to(state)
         self._tensors = None
 
     def drop(self) -> None:
-        """Forget every tensor of an open group, as when the step was aborted."""
+        """Forget all tensors of an open group, such as when a step is aborted."""
         super().drop()
         self._tensors = None
 
@@ -80,7 +80,7 @@ class OffloadTensorGroup(Group):
 
     @property
     def total_tensor_count(self) -> int:
-        """How many payloads may leave."""
+        """Number of payloads that may leave."""
         return self.counts.num_tensors
 
     @property
@@ -90,5 +90,5 @@ class OffloadTensorGroup(Group):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that the group copied itself, and no other group before it."""
+        """Bytes that the group copied, without bytes that an earlier group copied."""
         return self.counts.copied_bytes

@@ -1,4 +1,4 @@
-"""What a layer's forward calls: Megatron's interface and functions, as they were introduced.
+"""Interface and functions that a layer's forward calls, as Megatron introduced them.
 
     off_interface.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
 
@@ -42,22 +42,22 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
     """Open a group on the current chunk.
 
     Args:
-        tensor: The group's input. It may or may not require grad.
-        name: Of the group; ``group`` if not given.
+        tensor: The group's input, with or without grad.
+        name: Name of the group; ``group`` if not given.
 
     Returns:
         ``tensor`` itself.
 
     Raises:
-        GroupStateError: There is no chunk, or it belongs to another thread.
+        GroupStateError: No chunk is current, or the chunk belongs to another thread.
     """
     _start("group" if name is None or name == "" else name)
     return tensor
 
 
 def _start(name: str) -> tuple[Chunk, Group] | None:
-    """Open a group on the current chunk. None where groups do nothing: without grad, while offload
-    is disabled, and inside a checkpoint.
+    """Open a group on the current chunk. Return None if groups do nothing here: without grad, while
+    offload is disabled, and inside a checkpoint.
     """
     chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
     return None if chunk is None or chunk.leaves_out(name) else (chunk, chunk.start(name))
@@ -73,9 +73,9 @@ def fine_grained_offloading_group_commit(
 
     Args:
         tensor: The group's output, or a tuple, list or dict of outputs.
-        name: What the group was started with.
-        forced_released_tensors: Tensors to empty after the copy although something still refers
-            to them. Unlike in Megatron, one whose storage anybody else shares is left alone.
+        name: Name that the group was started with.
+        forced_released_tensors: Tensors to empty after the copy although the program still refers
+            to them. Unlike in Megatron, a tensor with a shared storage is not emptied.
         delay_offload: Only queue the commit, until
             :func:`fine_grained_offloading_group_flush_delayed_groups`.
 
@@ -83,7 +83,7 @@ def fine_grained_offloading_group_commit(
         ``tensor`` itself.
 
     Raises:
-        GroupStateError: There is no chunk, or no open group of this name.
+        GroupStateError: No chunk is current, or no open group has this name.
     """
     chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
     if chunk is not None:
@@ -92,7 +92,7 @@ def fine_grained_offloading_group_commit(
 
 
 def fine_grained_offloading_group_flush_delayed_groups() -> None:
-    """Do the commits that were delayed, in forward order. Does nothing in a recomputation."""
+    """Run the delayed commits, in forward order. Does nothing in a recomputation."""
     if not is_recomputing():
         PipelineOffloadManager.get_instance().flush_delayed_groups()
 
@@ -104,9 +104,9 @@ def fine_grained_offloading_forward_record(event: Any) -> None:
     """Record ``event``, a ``torch.cuda.Event``, on the current stream, which then waits for the
     copies to the host.
 
-    A captured graph must join every stream it forked, so a captured forward and a captured backward
-    each end with a record. The graph keeps the host memory of its copies until the manager is
-    dropped. Run a step before the capture: host memory cannot be allocated inside it.
+    A captured graph must join every stream that it forked, so a captured forward and a captured
+    backward each end with a record. The graph keeps the host memory of its copies until the manager
+    is dropped. Run a step before the capture, in which host memory cannot be allocated.
     """
     _check_event(event)
     _record_and_join(event)
@@ -120,7 +120,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, event: Any) -> Tensor:
-        _check_event(event)  # here: in backward the error would come too late
+        _check_event(event)  # here: backward would raise too late
         ctx.event = event
         return tensor
 
@@ -132,7 +132,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 
 
 def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tensor:
-    """``tensor``; in its backward ``event`` is recorded and the h2d stream joined."""
+    """Return ``tensor``; its backward records ``event`` and joins the h2d stream."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 
 
@@ -151,7 +151,7 @@ def _record_and_join(event: Any) -> None:
 
 
 def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]) -> Any:
-    """What ``call`` returns, as a group of this name; ``begun`` is called if and when it opens."""
+    """Return ``call()``, run as a group of this name; ``begun`` is called when the group opens."""
     chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
     if chunk is None or chunk.is_idle(name):
         return call()
@@ -161,7 +161,7 @@ def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]
         output = saving(PackHook(chunk.pack, group), call)
     except BaseException as error:
         group.has_failed = True
-        if isinstance(error, Exception):  # which somebody may handle, and go on
+        if isinstance(error, Exception):  # the program may handle it, and go on
             fine_grained_offloading_group_commit(None, name)
         raise
     return fine_grained_offloading_group_commit(output, name)
@@ -173,9 +173,9 @@ class FineGrainedActivationOffloadingInterface:
     The group is committed by :meth:`group_commit`, after or inside the context.
 
     Args:
-        offload: If False, nothing happens but that ``with`` gives back ``tensor``.
+        offload: If False, the context only returns ``tensor``.
         tensor: The group's input.
-        name: Of the group.
+        name: Name of the group.
 
     Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
     """
@@ -186,11 +186,11 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._hooks: HookScope | None = None  # a compiler looks into __exit__
+        self._hooks: HookScope | None = None  # a compiler traces __exit__
         self._group: Group | None = None
 
     def __enter__(self) -> Tensor:
-        """Open the group; gives back its input. Inside a checkpoint no group is opened."""
+        """Open the group, and return its input. Inside a checkpoint no group is opened."""
         if not self.offload or torch.compiler.is_compiling():
             return self.tensor
         if self._group is not None:
@@ -211,7 +211,7 @@ class FineGrainedActivationOffloadingInterface:
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
-        """Stop collecting; an exception passes on."""
+        """Stop collecting. An exception propagates."""
         if self._hooks is not None:
             self._hooks.leave(*args[1:2])
         group, self._group = self._group, None
@@ -228,7 +228,7 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def get_context(flag: bool) -> AbstractContextManager[object]:
-        """The manager, as a context that saves tensors through it; or one that does nothing."""
+        """Return the manager, whose context saves tensors; or a context without effect."""
         return PipelineOffloadManager.get_instance() if flag else nullcontext()
 
     group_commit = staticmethod(fine_grained_offloading_group_commit)
@@ -252,12 +252,12 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     """Identity that opens a group. Its output must not be changed in place: see NOTE [ Markers ].
 
     NOTE [ Markers ]
-        The ``fine_grained_offloading_*`` functions leave the graph as it is and do not use these
-        classes. An identity function changes numbers: where a tensor is used several times, it
+        The ``fine_grained_offloading_*`` functions do not change the graph and do not use these
+        classes. An identity function changes numbers: if a tensor is used several times, it
         changes the order in which gradients are summed, and so their last bits. It also either
         refuses in-place operations on its output, or cuts the output's history from that of its
-        input. Nor is a signal needed: backward has reached a group when it asks for the first of
-        its tensors, and prefetch brings the next ones before that.
+        input. Nor is a signal needed: backward reaches a group when it asks for the first of the
+        group's tensors, and prefetch reloads the next groups before that.
 
     Source: Megatron-LM ``FineGrainedOffloadingGroupStartFunction``.
     """
@@ -297,7 +297,7 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         ctx.group = None
         if not is_recomputing():
             group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
-            ctx.group = group if group.engine is not None else None  # it was left out
+            ctx.group = group if group.engine is not None else None  # None: the group was left out
         return tensor
 
     @staticmethod

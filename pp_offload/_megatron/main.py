@@ -1,4 +1,4 @@
-"""What a layer of Megatron-LM's main calls, and the manager as main calls it.
+"""Interface and manager that layers of Megatron-LM's main call.
 
     off_interface.init_chunk_handler(pp_rank, vp_size, vp_stage, 2**20, 0, 1.0)
 
@@ -7,7 +7,7 @@
         y = self.norm(x)
     y = group.group_offload(y, forced_released_tensors=[residual])
 
-Calls as version 0.16 writes them work as well, where they do not mean something else: arguments of
+Calls of version 0.16 work as well, unless main gives them another meaning: arguments of
 :meth:`~FineGrainedActivationOffloadingInterface.init_chunk_handler` by name, ``group_commit``,
 ``mark_not_offloadable``, and ``forward_record`` with an event.
 """
@@ -32,19 +32,19 @@ from pp_offload._megatron.interface import (
 from pp_offload.config import AUTO, OffloadConfig
 
 the_manager = introduced_manager.PipelineOffloadManager.get_instance
-"""The manager of the process, made when first asked for."""
+"""Function that returns the manager of the process, made at the first call."""
 
 
 class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
     """The manager of the process under main's names, some of which have other parameters.
 
-    It has no state: attributes are those of the manager of the process.
+    An object has no state: attributes are those of the manager of the process.
 
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
 
     def __init__(self) -> None:
-        """There is one manager in a process, whoever asks."""
+        """Make no manager: a process has one."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(the_manager(), name)
@@ -54,17 +54,17 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
-        """The manager of the process."""
+        """Return the manager of the process."""
         return _FACE
 
     @property
     def cuda_graph_stream(self) -> Any:
-        """The stream to capture and launch graphs on."""
+        """Stream to capture and launch graphs on."""
         return self.graphs.stream
 
     @property
     def cuda_graph_event(self) -> Any:
-        """The event recorded at the end of a captured forward and of a captured backward."""
+        """Event recorded at the end of a captured forward and of a captured backward."""
         return self.graphs.event
 
     def init_model_chunk_offload_handler(  # type: ignore[override]
@@ -80,16 +80,16 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         """Begin the forward of one microbatch on one model chunk.
 
         Args:
-            pp_rank: Rank in the pipeline; None leaves it as it was, 0 at first.
+            pp_rank: Rank in the pipeline; None keeps the current rank, at first 0.
             vp_size, vp_stage, min_offloaded_tensor_size: See :meth:`Manager.begin_chunk`.
-            delta_offload_bytes_across_pp_ranks, activation_offload_fraction: In place of the
-                options of these names, and of a limit that is ``"auto"``. Megatron's defaults, 0
-                and 1.0 together, leave the options as they are.
+            delta_offload_bytes_across_pp_ranks, activation_offload_fraction: Override the options
+                of these names, and a limit that is ``"auto"``. Megatron's defaults, 0 and 1.0
+                together, change no option.
             max_inflight_offloads: See :class:`MainChunkOffloadHandler`.
 
         Raises:
             ConfigError: An option has an impossible value, or the manager has a plan already.
-            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or no integer.
         """
         manager = the_manager()
         if pp_rank is not None:
@@ -97,7 +97,7 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         self.step.options = _options(
             self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
         )
-        if pp_rank is not None:  # first, for the plan of this rank may begin here
+        if pp_rank is not None:  # before begin_chunk, which may take the plan of this rank
             manager.step.pipeline_rank = pp_rank
         make = partial(
             MainChunkOffloadHandler,
@@ -111,8 +111,8 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         """Close the last step and begin the next. Takes part in no collective.
 
         Args:
-            process_group: Accepted for Megatron-LM, which gathers its summary there. Here that is a
-                call of its own, ``print_offload_summary_table``.
+            process_group: Accepted for Megatron-LM, whose reset gathers a summary. Here
+                ``print_offload_summary_table`` gathers it.
 
         Raises:
             GroupStateError: See :meth:`pp_offload.PipelineOffloadManager.reset`.
@@ -202,7 +202,7 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
 
     @staticmethod
     def backward_record(tensor: Tensor) -> Tensor:
-        """``tensor``; in its backward the event is recorded and the copies to the device joined."""
+        """Return ``tensor``; its backward records the event and joins the copies to the device."""
         return FineGrainedOffloadingBackwardRecordFunction.apply(tensor)
 
     @staticmethod
@@ -218,7 +218,7 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
 
 @lru_cache(maxsize=8)
 def _options(config: OffloadConfig, delta_bytes: int, fraction: float) -> OffloadConfig | None:
-    """For the plan, in place of a manager's; None for those."""
+    """Return the options of the plan; None for the manager's options."""
     options: dict[str, Any] = {}
     if (delta_bytes, fraction) != (0, 1):
         options["delta_offload_bytes_across_pp_ranks"] = delta_bytes

@@ -33,7 +33,7 @@ from pp_offload.errors import GroupStateError
 
 
 class _Contexts(threading.local):
-    """The scopes of a manager that a thread has entered: autograd's hooks are per thread."""
+    """Scopes of a manager that a thread entered: autograd's hooks are per thread."""
 
     def __init__(self) -> None:
         self.scopes: list[HookScope] = []
@@ -43,14 +43,14 @@ class PipelineOffloadManager(Manager):
     """Coordinates the chunks of one process. Args: see :class:`Manager`.
 
     Attributes:
-        graphs: The stream, event and replay of CUDA graphs, for callers of Megatron-LM's main.
+        graphs: Stream, event and replay of CUDA graphs, for callers of Megatron-LM's main.
 
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
 
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
     INHERITED: ClassVar[PipelineOffloadManager | None] = None
-    """In a forked process, the manager of its parent: see :func:`_after_fork`."""
+    """Manager of the parent, in a forked process: see :func:`_after_fork`."""
 
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
@@ -62,7 +62,7 @@ class PipelineOffloadManager(Manager):
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
-        """The manager of this process, made when first asked for."""
+        """Return the manager of this process, which the first call makes."""
         if cls.OFFLOAD_MGR is None:
             old = cls.INHERITED
             cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
@@ -74,7 +74,7 @@ class PipelineOffloadManager(Manager):
     def reset_instance(cls) -> None:
         """Drop the manager and its idle host memory; the next ``get_instance`` makes a new one.
 
-        Graphs that still hold tensors saved by the old one stay good.
+        Graphs that still hold tensors saved by the old manager stay valid.
         """
         old, PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager.OFFLOAD_MGR, None
         if old is not None:
@@ -90,7 +90,7 @@ class PipelineOffloadManager(Manager):
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
-        """A pool of host tensors for callers; the engine's own bytes are in its host tier."""
+        """Pool of host tensors for callers; the engine's own bytes are in its host tier."""
         if self._pool is None:
             self._pool = GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
         return self._pool
@@ -98,10 +98,10 @@ class PipelineOffloadManager(Manager):
     # Chunks
 
     make_chunk = staticmethod(partial(ChunkOffloadHandler, cpu_tensor_pool=None))
-    init_model_chunk_offload_handler = Manager.begin_chunk  # by its name in Megatron
+    init_model_chunk_offload_handler = Manager.begin_chunk  # Megatron's name
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk whose forward runs on this thread."""
+        """Return the chunk whose forward runs on this thread."""
         return _handler(self.forward.chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
@@ -109,7 +109,7 @@ class PipelineOffloadManager(Manager):
         return self.cur_forward_chunk()
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk backward reached last."""
+        """Return the chunk that backward reached last."""
         return _handler(self.step.in_backward)
 
     def push(self, handler: ChunkOffloadHandler) -> None:
@@ -121,23 +121,23 @@ class PipelineOffloadManager(Manager):
         """Do nothing: chunks are in the backward queue from the start, last virtual stage first."""
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """Take the next chunk that has groups (of that name) out of the backward queue."""
+        """Take the next chunk with groups (of that name) out of the backward queue."""
         return _handler(self.step.queue.pop(name))
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The next chunk that has groups (of that name); it stays queued."""
+        """Return the next chunk with groups (of that name); it stays queued."""
         return _handler(self.step.queue.front(name))
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
         """Bytes copied to the host per group name, by the chunks live at the peak of the last
-        complete step; empty before there was one.
+        complete step; empty before the first complete step.
         """
         return {name: each.copied for name, each in self.step.summary.items() if each.copied}
 
     @property
     def group_bytes(self) -> dict[str, GroupBytes]:
-        """Bytes that each group saved, by name and by what became of them, of the same chunks."""
+        """Saved bytes of each group name: kept, copied and computed again, of the same chunks."""
         return dict(self.step.summary)
 
     @property
@@ -151,7 +151,7 @@ class PipelineOffloadManager(Manager):
         self.learn()
 
     def release_idle_memory(self) -> None:
-        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        """Return host memory that no saved tensor needs to the system; waits for copies."""
         self.offloader.trim()
 
     def _drop_step(self) -> None:
@@ -163,7 +163,7 @@ class PipelineOffloadManager(Manager):
     def disable_offload(self) -> None:
         """Offload no group from now on, until :meth:`enable_offload`.
 
-        A group that starts meanwhile is left to autograd, without hooks; its commit does nothing.
+        A group that starts meanwhile saves through plain autograd; its commit does nothing.
         Inside this manager's context tensors still pass through a hook, because offload may be
         enabled before the context ends.
         """
@@ -189,7 +189,7 @@ class PipelineOffloadManager(Manager):
         self._delay(group_hook, (), forced_released_tensors)
 
     def flush_delayed_groups(self) -> None:
-        """Do the queued commits, in forward order."""
+        """Run the queued commits, in forward order."""
         self.offloader.commit_delayed()
 
     def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
@@ -227,7 +227,7 @@ class PipelineOffloadManager(Manager):
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
-        """Leave the innermost scope of this thread; an exception passes on."""
+        """Leave the innermost scope of this thread. An exception propagates."""
         scopes = self._contexts.scopes
         if not scopes:
             raise GroupStateError(
@@ -242,7 +242,7 @@ class PipelineOffloadManager(Manager):
 
     @never_compiled
     def on_save_for_backward(self, tensor: Tensor) -> Packed:
-        """The pack hook: the tag it returns is bound to the group open now."""
+        """The pack hook: return a tag that is bound to the group open now."""
         chunk = self.forward.chunk
         if chunk is None or not chunk.open_groups or is_in_backward():
             return Resident(tensor)  # in backward, a recomputation belongs to another chunk
@@ -254,17 +254,17 @@ class PipelineOffloadManager(Manager):
 
 
 def _handler(chunk: object) -> ChunkOffloadHandler | None:
-    """``chunk``; None for the weight pass of a schedule with split backwards, which has no names
-    of Megatron.
+    """Return ``chunk``; None for the weight pass of a split backward, which lacks Megatron's
+    methods.
     """
     return chunk if isinstance(chunk, ChunkOffloadHandler) else None
 
 
 def _after_fork() -> None:
-    """A forked process makes a manager of its own, with the same options, when it asks for one.
+    """Have a forked process make its own manager, with the parent's options, at first use.
 
-    The parent's manager copies by threads that do not exist here. What was saved through it raises
-    :class:`~pp_offload.errors.ForkedError`. It is kept, or destructors would wait for those copies.
+    The parent's manager copies by threads that do not exist here, so its saved tensors raise
+    :class:`~pp_offload.errors.ForkedError`. It stays alive: its destructors would wait for copies.
     """
     cls = PipelineOffloadManager
     cls.INHERITED, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR or cls.INHERITED, None
