@@ -4,10 +4,10 @@
     print(profile_table(profile(tapes, DEVICES["H100"])))
     step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
     step.seconds, step.ranks[0].peak_bytes
-    plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)            # what leaves, rank by rank
+    plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)            # groups that leave, by rank
     attach(schedule, groups, OffloadConfig(plan=plan))
 
-A whole program on :mod:`pp_offload.simulate` says the same, and takes longer.
+A run of the whole program on :mod:`pp_offload.simulate` has the same result, and takes longer.
 """
 
 from __future__ import annotations

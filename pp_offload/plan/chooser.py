@@ -6,35 +6,35 @@
     chooser = Chooser(order, tapes, DEVICES["H100"])
     chooser.plan(40 * 2**30), chooser.plan(30 * 2**30)  # tapes are recorded once
 
-A plan is the best of a few ways: each rank keeps as much as fits, in three orders, within three
-sizes of bounds, with and without recomputed layers. A single way may be several times too slow, the
-best of all is near the best there is (benchmarks/results/plan_search.txt). What is chosen has been
+A plan is the best of a few ways: each rank keeps as much as fits, in four orders, within three
+sizes of bounds, with and without recomputed layers. A single way may be several times too slow, but
+the best of all ways is near the optimum (benchmarks/results/plan_search.txt). The chosen plan was
 predicted as an engine follows it from its first step on.
 
 NOTE [ No plan is faster ]
-    The step without offload is a lower bound. Each rank has its operators in the same order
-    whatever leaves; a plan adds waits, and a wait never makes anything begin earlier. So a plan
-    whose step is as short is the last one that is tried.
+    The step without offload is a lower bound. Each rank runs its operators in the same order with
+    any plan; a plan adds waits, and a wait never makes an operator begin earlier. So the search
+    ends with a plan whose step is as short.
 
 NOTE [ Short steps ]
-    A schedule of many microbatches holds as many at a time as one of twice as many as ranks, so the
-    peaks are the same. Ways are tried on such a short step. Those that are nearly the shortest are
-    then tried with all microbatches.
+    A schedule of many microbatches has as many in flight as one with twice as many microbatches as
+    ranks, so the peaks are equal. Ways are tried on such a short step. The ways with nearly the
+    shortest step are then tried with all microbatches.
 
 NOTE [ When to recompute ]
-    Recomputation takes time in any case, and a copy only where the link has too much to do. So all
-    is tried without recomputation first. If the step could be shorter with a single layer
-    recomputed, ranks that are above the limit without offload recompute layers: as few as are
-    enough, but no fewer than those with which compute works and waits no longer than with more. The
-    number is searched on all ranks at once, by halves, for the number of a rank has little effect
-    on the others.
+    Recomputation always takes time, a copy only if the link is overloaded. So ways without
+    recomputation are tried first. If the step could be shorter with a single layer recomputed,
+    ranks that are above the limit without offload recompute layers: as few as suffice, but no fewer
+    than the number from which more layers do not make compute and its waits shorter. The number is
+    searched on all ranks at once, by halves, because the number of one rank has little effect on
+    other ranks.
 
 NOTE [ Which bounds ]
-    Orders are tried within the bounds that an engine chooses where all groups leave. Where the link
-    has too much to do compute waits whatever the bounds are, and copies in flight take room in
-    which groups could stay: so the best order, or each one of few groups, is tried within parts of
-    these bounds; and within the bounds that an engine would choose for what leaves by the best of
-    them.
+    Orders are tried within the bounds that an engine chooses if all groups leave. If the link is
+    overloaded, compute waits with any bounds, and copies in flight take room in which groups could
+    stay. So the best order, or each order if groups are few, is also tried within parts of these
+    bounds; and the best order within the bounds that an engine would choose for the groups that
+    leave in the best way so far.
 """
 
 from __future__ import annotations
@@ -67,42 +67,42 @@ from pp_offload.simulate.rank import PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
 
 WORTH_IT = 1e-3
-"""Another way is tried where it could save such a part of a step."""
+"""Part of a step that another way must be able to save to be tried."""
 
 NEARLY = 0.02
-"""Ways whose short step is longer than the shortest by this part are not tried any further."""
+"""Ways whose short step is longer than the shortest by this part are dropped."""
 
 BOUNDS = (1.0, 0.5, 0.0)
-"""Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]; with the last
-part a group at a time is in flight.
+"""Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]. With the last
+part one group at a time is in flight.
 """
 
 Order = Callable[[RankTapes], list[Candidate]]
-"""Function that sorts groups in the order in which they come to stay."""
+"""Function that sorts groups in the order in which they are chosen to stay."""
 
 ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
 
 FEW = 12
-"""Up to so many groups of all ranks, each order is tried within all bounds, and each group by
-itself: of many a single group makes no difference.
+"""Most groups of all ranks for which each order is tried within all bounds, and each group alone:
+of many groups, a single one makes no difference.
 """
 
 NUM_IMPROVED = 4
 """Number of the best ways in which single groups are tried."""
 
 NUM_PROVEN = 4
-"""Steps that are predicted of a plan before it is returned: the first step, in which an optimizer
-has no state yet, and some in which what is carried from step to step could make a difference.
+"""Number of steps that are predicted before a plan is returned: the first step, in which an
+optimizer has no state yet, and later ones, which earlier steps could influence.
 """
 
 FIGURES = (
     *("peak_bytes", "host_peak_bytes", "seconds", "busy_s", "stalled_s", "bytes_offloaded"),
     *("on_demand_reloads", "offload_s"),
 )
-"""Figures of a predicted step that a plan has, too."""
+"""Figures of a predicted step that are copied to the plan."""
 
 SAME = 1e-6
-"""Steps are as short as each other up to this part of them."""
+"""Steps that differ by at most this part count as equal."""
 
 Nums = tuple[int, ...]
 """Number of layers that each rank recomputes."""
@@ -115,7 +115,7 @@ class InfeasibleError(ValueError):
     """No choice of groups meets the limit.
 
     Attributes:
-        least_bytes: The least limit for which there is a plan.
+        least_bytes: Least limit for which a plan was found.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
@@ -133,7 +133,7 @@ class RankChoice(NamedTuple):
     """Bounds of the rank; None if the engine is to choose them."""
 
     stay: tuple[Place, ...]
-    """Places of the groups that stay, in the order in which they came to stay."""
+    """Places of the groups that stay, in the order in which they were chosen."""
 
 
 Choice = tuple[RankChoice, ...]
@@ -154,7 +154,7 @@ class Tried:
 
     @property
     def cost(self) -> tuple[float, int]:
-        """Time, up to what counts as the same; of equal times, the bytes that leave."""
+        """Rounded time of the step; among equal times, the bytes that leave decide."""
         digits = float(f"{self.step.seconds:.6e}")
         return digits, sum(rank.bytes_offloaded for rank in self.step.ranks)
 
@@ -178,17 +178,17 @@ def choose(
 
     Args:
         order, tapes, hardware, peers: As for :func:`predict`.
-        limit_bytes: For each device. Parameters and gradients are part of the peak, and the
-            optimizer if the tapes have one; what an allocator cannot use is not.
-        config: The options beside the plan, such as bounds. With ``host_budget_bytes`` the plan is
-            for so much host memory on each rank; a group that finds no room there stays.
+        limit_bytes: Limit of each device. The peak includes parameters and gradients, and the
+            optimizer if the tapes have one, but no memory that an allocator cannot use.
+        config: The options beside the plan, such as bounds. ``host_budget_bytes`` is the host
+            memory of each rank; a group without room there stays.
         made_for: Model, schedule and device, in words, for readers of the file.
-        progress: Called before each step that is predicted, with how many were.
+        progress: Function called before each predicted step with the number of steps so far.
 
     Raises:
-        InfeasibleError: The limit is too low even where all groups leave, and what may be
-            recomputed is.
-        ValueError: The options say what stays, or :func:`predict` does not know something.
+        InfeasibleError: The limit is too low even if all groups leave, and all layers that may be
+            recomputed are.
+        ValueError: The options choose groups that stay, or :func:`predict` refuses an argument.
     """
     chooser = Chooser(order, tapes, hardware, config=config, peers=peers, progress=progress)
     return chooser.plan(limit_bytes, made_for=made_for)
@@ -265,21 +265,21 @@ class Chooser:
 
     @property
     def least_limit_bytes(self) -> int:
-        """The least limit for which there is a plan."""
+        """Least limit for which a plan was found."""
         with collector_off():
             return self._least.peak_bytes
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
         """Make a plan for the same limit with unlimited host memory, if its step is shorter.
 
-        If there is such a plan, ``host_budget_bytes`` is what binds.
+        If it is, ``host_budget_bytes`` is the limiting resource.
         """
         roomier = self._roomier
         if roomier is None or not _is_longer(plan.seconds, plan.least_seconds, WORTH_IT):
             return None
         try:
             roomier_plan = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
-        except InfeasibleError:  # what comes back needs room, too
+        except InfeasibleError:  # reloaded groups need room, too
             return None
         return roomier_plan if _is_longer(plan.seconds, roomier_plan.seconds, SAME) else None
 
@@ -351,7 +351,7 @@ class Chooser:
 
     def _filled(self, nums: Nums, limit_bytes: int) -> list[Tried]:
         """Fill the ranks in each order, then in the best order within other bounds. The search ends
-        at a way that no plan can be much faster than.
+        at a way than which no plan can be much faster.
         """
         filled = list[Tried]()
         for order in ORDERS:
@@ -369,19 +369,19 @@ class Chooser:
         return [*filled, self._fill(nums, own, order, limit_bytes)]
 
     def _is_enough(self, way: Tried, limit_bytes: int) -> bool:
-        """Whether a way fits, and none with as many layers recomputed is much faster."""
+        """Whether a way fits, and no way with as many layers recomputed can be much faster."""
         nums = tuple(rank.num_recomputed for rank in way.choice)
         return way.peak_bytes <= limit_bytes and not self._may_be_shorter(nums, way)
 
     def _may_be_shorter(self, nums: Nums, way: Tried) -> bool:
-        """Whether a step may be shorter with so many layers recomputed, see NOTE [ No plan is
+        """Whether a step may be shorter with ``nums`` layers recomputed, see NOTE [ No plan is
         faster ].
         """
         least_s = self._without_offload(self._short, nums).seconds
         return _is_longer(way.step.seconds, least_s, WORTH_IT)
 
     def _may_recompute(self, layers: Mapping[int, int], best: Tried, limit_bytes: int) -> bool:
-        """Whether a single layer recomputed on some rank may be faster than the best without."""
+        """Whether a single recomputed layer on some rank may make a step shorter than the best."""
         if best.peak_bytes > limit_bytes:
             return bool(layers)
         if self._is_enough(best, limit_bytes):  # no layer has to be recorded anew
@@ -406,7 +406,7 @@ class Chooser:
             way = best
 
     def _neighbours(self, choice: Choice) -> Iterator[Choice]:
-        """Choices in which one group more stays, or one less, or another one in place of it."""
+        """Yield choices with one more group that stays, one less, or one exchanged."""
         for rank, places in enumerate(_everything(self._tapes_of(choice))):
             stay = choice[rank].stay
             for out in (None, *stay):
@@ -416,13 +416,13 @@ class Chooser:
                     yield (*choice[:rank], changed, *choice[rank + 1 :])
 
     def _own_bounds(self, choice: Choice) -> list[Bounds]:
-        """Return the bounds that an engine would choose for what leaves."""
+        """Return the bounds that an engine would choose for the groups that leave."""
         free = tuple(rank._replace(bounds=None) for rank in choice)
         return [rank.bounds for rank in self._steps(self._short, free, 2, has_state=True)[-1].ranks]
 
     def _fill(self, nums: Nums, bounds: Sequence[Bounds], order: Order, limit_bytes: int) -> Tried:
-        """Keep as much on each rank as fits, as if other ranks stayed as they were. Returns the
-        shortest way of the search: sometimes less stays in it than in the last one.
+        """Keep as much on each rank as fits, as if other ranks did not change. Return the shortest
+        way of the search: sometimes it keeps less than the last one.
         """
         fills = [Fill(order(tapes), limit_bytes) for tapes in self._recomputing(nums)]
         ways = list[Tried]()
@@ -441,7 +441,7 @@ class Chooser:
         """Search the number of layers that each rank recomputes; see NOTE [ When to recompute ].
 
         Args:
-            layers: How many each rank has, of those that may have some recomputed.
+            layers: Number of layers of each rank that may recompute some.
         """
         ranks = self._first_fill(self._nothing, limit_bytes).step.ranks
         too_few = {rank: -(ranks[rank].peak_bytes <= limit_bytes) for rank in layers}
@@ -460,7 +460,7 @@ class Chooser:
         return _with(self._nothing, enough)
 
     def _layers_of_needy(self, limit_bytes: int) -> dict[int, int]:
-        """Return the number of layers of each rank that is above the limit if all stays."""
+        """Return the number of layers of each rank that is above the limit if all groups stay."""
         return {
             rank: self._tapes[rank].num_layers
             for rank, step in enumerate(self.without_offload().ranks)
@@ -476,8 +476,8 @@ class Chooser:
 
     @cached_property
     def _lowest(self) -> Tried:
-        """Way with the lowest peak of those tried whatever the limit is: all groups leave or stay,
-        no layers or all are recomputed, or each rank does what has its lowest peak among these.
+        """Way with the lowest peak of those tried for any limit: all groups leave or stay, and no
+        layers or all are recomputed; or each rank's choice with the lowest peak among these.
         """
         corners = [
             self._try(_choice(nums, [_scaled(both, part) for both in self._first_bounds], stays))
@@ -494,7 +494,7 @@ class Chooser:
 
     @cached_property
     def _least(self) -> Tried:
-        """The way whose peak is the least limit for which there is a plan."""
+        """Way whose peak is the least limit for which a plan was found."""
         least = self._lowest
         while lower := self._best(least.peak_bytes - 1):
             least = lower
@@ -515,7 +515,7 @@ class Chooser:
         )
 
     def _more_host_memory(self, least: int) -> str:
-        """Advise more host memory, if a limit below ``least`` can be met with it; else empty."""
+        """Return advice for more host memory, if that meets a limit below ``least``; else empty."""
         if self._roomier is None or (enough := self._roomier._least.peak_bytes) >= least:
             return ""
         host = max(rank.host_peak_bytes for rank in self._roomier._all_leave(self._order).ranks)
@@ -527,7 +527,7 @@ class Chooser:
     # Predicted steps
 
     def _without_offload(self, order: PipelineOrder, nums: Nums) -> PipelineStep:
-        """Predict the step in which all stays; the second one if an optimizer has a state."""
+        """Predict the step in which all groups stay; the second if an optimizer has a state."""
         key = order.num_microbatches, nums
         if key not in self._without:
             tapes = self._recomputing(nums)
@@ -548,7 +548,7 @@ class Chooser:
         return Tried(choice, *self._steps(self._order, choice, 1, has_state=True))
 
     def _prove(self, choice: Choice) -> Tried:
-        """Predict several steps by a choice from the first on; return the last with all's peaks."""
+        """Predict steps by a choice from the first on; return the last with the highest peaks."""
         steps = self._steps(self._order, choice, NUM_PROVEN, has_state=False)
         ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
         return Tried(choice, PipelineStep(list(ranks)))
@@ -615,7 +615,7 @@ def _choice(nums: Nums, bounds: Sequence[Bounds], stays: Iterable[tuple[Place, .
 
 
 def _scaled(bounds: Bounds, part: float) -> Bounds:
-    """Scale both bounds, to 1 at least: with 0 in flight compute would wait for each copy."""
+    """Scale both bounds, to at least 1: with 0 in flight compute would wait for each copy."""
     in_flight, ahead = (max(1, int(part * nbytes)) for nbytes in bounds)
     return in_flight, ahead
 
@@ -626,7 +626,7 @@ def _with(nums: Nums, changes: Mapping[int, int]) -> Nums:
 
 
 def _cost(rank: RankStep, limit_bytes: int) -> tuple[int, float]:
-    """Return the bytes of a rank above the limit, and its seconds without waits for ranks."""
+    """Return a rank's bytes above the limit, and its seconds without waits for other ranks."""
     seconds = rank.seconds - sum(rank.waited_s.values())
     return max(0, rank.peak_bytes - limit_bytes), float(f"{seconds:.6e}")
 

@@ -1,8 +1,8 @@
-"""A device in numbers: the clocks of the virtual one, and tensors that are only their bytes.
+"""A device in numbers: clocks of a virtual device, and tensors that are only sizes.
 
     device = NumberDevice(DEVICES["H100"])
-    device.run([1e-3])                      # compute works
-    source = device.memory.tensor(512)      # until nobody refers to it
+    device.run([1e-3])                      # compute runs an operator
+    source = device.memory.tensor(512)      # freed with its last reference
     host = device.allocate_host(512)
     device.copy(device.d2h, [host], [source], "mlp")
     torch.empty_like(host)                  # a NumberTensor again
@@ -49,7 +49,7 @@ class Bytes:
 
 
 class Held:
-    """Device memory, already counted, which is free when the last reference to this object goes."""
+    """Device memory, already counted, which is freed with the last reference to this object."""
 
     __slots__ = ("_memory", "_nbytes")
 
@@ -62,7 +62,7 @@ class Held:
 
 
 class NumberTensor:
-    """A tensor on the device, with what the core asks of one.
+    """A tensor on the device, with the attributes that the core reads.
 
     Args:
         nbytes: Size of the tensor.
@@ -88,7 +88,7 @@ class NumberTensor:
         return self
 
     def data_ptr(self) -> int:
-        return 0  # nobody empties the storage
+        return 0  # no storage is ever emptied
 
     def is_contiguous(self) -> bool:
         return True
@@ -98,7 +98,7 @@ class NumberTensor:
 
 
 class HostNumbers:
-    """Host memory of the host pool; ``torch.empty_like`` makes device memory of it."""
+    """Host memory of the host pool; ``torch.empty_like`` allocates device memory of its size."""
 
     __slots__ = ("_device", "nbytes")
 
@@ -131,7 +131,7 @@ class HostNumbers:
 
 
 class NumberFile(VirtualFile):
-    """File whose reads and writes only take their time: no file is made, and no end is met."""
+    """File whose reads and writes only take time. No file is made; its size is unlimited."""
 
     in_use_bytes = peak_bytes = 0
 
@@ -154,14 +154,14 @@ class NumberDevice(VirtualBackend):
     """Virtual device for tensors that are only their bytes."""
 
     memory: Any
-    """Memory of the step, a :class:`Bytes`. Each step has a new one: tensors of earlier steps are
-    counted there.
+    """Memory of the step, a new :class:`Bytes` for each step: tensors of earlier steps are counted
+    in the earlier one.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
         self.memory = Bytes()
-        # Then copies share a rate with nothing, for each direction has one stream.
+        # If True, copies share no rate, because each direction has one stream.
         self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
 
     def current_stream(self) -> VirtualStream:

@@ -1,4 +1,4 @@
-"""The engine's core on numbers: saves, offloads and reloads tensors that are only their bytes.
+"""The engine's core in numbers: saves, offloads and reloads tensors that are only sizes.
 
     manager = NumberManager(config, NumberDevice(hardware))
     manager.begin_chunk(1, 0, make=partial(NumberChunk, tape))
@@ -6,10 +6,10 @@
     chunk.begin(0)
     chunk.end(0)           # the payloads of the group leave, or stay
     chunk.use(0)           # backward asks for a payload
-    chunk.release(0, 0)    # and has let go of it
+    chunk.release(0, 0)    # backward freed the payload
 
-What leaves, what waits for what and what comes back when, the core decides; only bytes and times
-are moved.
+The core decides which payloads leave, which streams wait and when payloads are reloaded; only bytes
+and times are moved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pp_offload.plan.tape import Event, Mark, Stretch, Tape
 
 
 class SharedNumbers(SharedCopies):
-    """Shared copies, by the storages of a tape, all of which may be saved again."""
+    """Shared copies by storages of a tape, each of which may be saved again."""
 
     def add(self, payloads: Payloads, batch: Batch) -> None:
         for index, storage in enumerate(payloads.storages):
@@ -57,7 +57,7 @@ class NumberEngine(Engine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.shared = SharedNumbers()
-        self.recipes = None  # tapes have them
+        self.recipes = None  # tapes contain the recipes
         self.collected = Payloads()
         """Payloads of the group that is closed next."""
 
@@ -85,14 +85,14 @@ class NumberOffloader(Offloader):
 
 
 class NumberManager(Manager):
-    """Manager of a rank in numbers, which learns from steps as any other manager."""
+    """Manager of a rank in numbers, which learns from steps like other managers."""
 
     def __init__(self, config: OffloadConfig, device: NumberDevice) -> None:
         super().__init__(config=config, backend=device)
         step = StepRecord()
         self._follow(config, step, NumberOffloader(device, config, step))
         self.num_attached = 1
-        self.idle_groups.num_steps_left = 0  # whether groups do something is not asked here
+        self.idle_groups.num_steps_left = 0  # predictions do not warn of idle groups
 
     def _say_what_steps_cost(self) -> None:
         """Log nothing: a prediction returns the costs."""
@@ -147,17 +147,17 @@ class NumberChunk(Chunk):
         del self._saved[index]
 
     def _tensor(self, index: int) -> Any:
-        """Make the source of a payload, or a part of the source, which compute copies out of it."""
+        """Make the source of a payload, or a part that compute copies out of the source."""
         payload = self.tape.payloads[index]
         held = self._sources[payload.source]
-        assert held is not None, "it is dropped behind the commit"
+        assert held is not None, "a source is dropped only after the commit"
         if payload.gather_s is None:
             return NumberTensor(payload.nbytes, held)
         gather = partial(self._device.gather, payload.nbytes, payload.gather_s)
         return NumberTensor(payload.nbytes, held, gather)
 
     def _payloads(self, group: Group) -> Payloads:
-        """Return what a group being committed may send; see :meth:`Engine.payloads`."""
+        """Return the payloads that a group may send at its commit; see :meth:`Engine.payloads`."""
         assert group.key is not None
         members = {
             index: [*self._saved[index]] for index in self.tape.groups[group.key.position].payloads
@@ -207,14 +207,14 @@ class NumberChunk(Chunk):
         Args:
             again: Events of the recipe.
             group: Group that has saved the payload.
-            members: Saved tensors of the group by payload, which those that the recipe holds join.
-            reached: Those that the recipe holds of other groups, which have left.
+            members: Saved tensors of the group by payload; the recipe's inputs are added.
+            reached: Offloaded inputs that other groups saved; the recipe's are added.
         """
         leaves: list[Saved] = []
         for index in [
             each.number for each in again if isinstance(each, Mark) and each.kind == "use"
         ]:
-            if index in members and not members[index]:  # a part that nobody else asks for
+            if index in members and not members[index]:  # a part that only recipes use
                 twin = Saved(self._tensor(index), group)
             else:
                 twin = (members[index] if index in members else self._saved[index])[0].twin(group)
@@ -233,7 +233,7 @@ def _storage(nbytes: int) -> UntypedStorage:
 
 
 def _computed(device: NumberDevice, again: Sequence[Event], leaves: Sequence[Saved]) -> Any:
-    """Compute a payload again. Memory that is in use in the end is that of the output."""
+    """Compute a payload again. Its output owns the memory that is in use at the end."""
     given: dict[tuple[int, int], Any] = {}
     asked, nbytes = iter(leaves), 0
     for event in again:

@@ -5,14 +5,14 @@
         fill.learn(peak_of(fill.stay))
     fill.stay                            # places of the groups that stay
 
-A fill predicts nothing: it proposes what stays, and learns the peak of that. So ranks fill up at
-the same time, each from the peaks of the same predicted steps.
+A fill predicts nothing: it proposes groups that stay, and is given the peak with them. So all ranks
+are filled at the same time, each from the peaks of the same predicted steps.
 
 NOTE [ Spread out ]
-    The link works all the time where groups that leave are everywhere in a forward, between groups
-    that stay. If groups that leave are saved one after the other, the link has too much to do, and
-    then nothing. So groups stay in the order of the reversed bits of their positions, as they do
-    below an engine's limit.
+    The link is always busy if groups that leave are spread over a forward, between groups that
+    stay. If groups that leave are saved one after the other, the link is first overloaded, and then
+    idle. So groups stay in the order of the reversed bits of their positions, as with an engine's
+    limit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pp_offload._groups.demand import reversed_bits
 from pp_offload.plan.tape import RankTapes
 
 Place = tuple[int, int]
-"""Stage of a group, and its position there."""
+"""Stage of a group, and position in the stage."""
 
 MOST_RUNS = 8
-"""Runs of a fill: where no group of a kind fits any more, those of another one may."""
+"""Runs of a fill: if no group of a kind fits, groups of another kind may."""
 
 NEARLY_FULL = 1 / 1024
-"""Part of the limit. So little room ends a fill of more kinds than runs. Fewer kinds are all tried:
-a peak is somewhere in a step, and a group may be gone there.
+"""Part of the limit. Less room ends a fill of more kinds than runs. Fewer kinds are all tried: a
+peak is at one time of a step, at which a group may be freed.
 """
 
 
@@ -94,11 +94,11 @@ class Fill:
 
     Args:
         groups: Groups of the rank, in the order in which they are to stay.
-        limit_bytes: The highest peak that the rank may have.
+        limit_bytes: Highest peak of the rank.
 
     Attributes:
         stay: Groups to try next; in the end the groups that stay. Empty if the peak is above the
-            limit whatever leaves.
+            limit even if all groups leave.
         is_trying: Whether another peak is needed.
     """
 
@@ -137,7 +137,7 @@ class Fill:
             more = [group for group in more[num:] if group.kind != more[num].kind]
             if not more:
                 return stay
-            high = yield [*stay, *more]  # may be lower than with some of them: less comes back
+            high = yield [*stay, *more]  # may be lower than with fewer: less is reloaded
             if high <= self._limit_bytes:
                 return [*stay, *more]
             if has_many and self._limit_bytes - peak < self._limit_bytes * NEARLY_FULL:
@@ -149,8 +149,8 @@ class Fill:
     ) -> Generator[Sequence[Candidate], int, tuple[int, int]]:
         """Search the number of groups of ``more`` that fit in order, and the peak with them.
 
-        The next number to try is where the peak is expected at the limit; each third one is in the
-        middle, for where that is expected may be wrong from the same side again and again.
+        The next number to try is the one whose expected peak is at the limit. Each third number is
+        in the middle, because the expectation may err on the same side again and again.
         """
         upto = list(accumulate((group.nbytes for group in more), initial=0))
         fits, too_many = 0, len(more) + 1
@@ -169,7 +169,7 @@ class Fill:
         return fits, peak
 
     def _expected(self, upto: Sequence[int], fits: int, peak: int) -> int:
-        """Number of groups that are expected to fit, if ``fits`` of them have this peak."""
+        """Return the number of groups expected to fit, if ``fits`` of them have this peak."""
         if self._bytes_per_byte <= 0:
             return len(upto)
         room = (self._limit_bytes - peak) / self._bytes_per_byte

@@ -36,16 +36,16 @@ def predict(
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
             ``prefetch_bytes``, ``host_budget_bytes``,
             ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
-            ``split_backward`` are used, and ``tiers`` of host and disk; what may leave is in
-            the tapes. A limit of ``"auto"`` counts as none. Each rank may take
-            ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
+            ``split_backward`` are used, and ``tiers`` of host and disk; the tapes name the tensors
+            that may leave. A limit of ``"auto"`` counts as none. Each rank may take
+            ``host_budget_bytes`` of host memory, without a limit if that is None.
         peers: How messages pass from rank to rank; the default is a network.
-        num_steps: The engine derives its plan and its bounds from the first ones.
+        num_steps: Number of steps; the engine derives its plan and bounds from the first ones.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: There is not a tape for each rank and stage, or the config has a tier of another
-            kind or an automatic plan.
+        ValueError: A rank or stage has no tape, or the config has an integer
+            ``device_limit_bytes`` or a tier other than host and disk.
     """
     return predict_each(order, tapes, hardware, config, peers, num_steps)[-1]
 
@@ -60,8 +60,8 @@ def predict_each(
     *,
     has_state: bool = False,
 ) -> list[PipelineStep]:
-    """Predict each of the steps; see :func:`predict`. With ``has_state`` optimizers have made their
-    state before.
+    """Predict each of the steps; see :func:`predict`. With ``has_state`` optimizers have their
+    state at the begin.
     """
     check_count("num_steps", num_steps, least=1)
     check_kind("order", order, PipelineOrder, "a PipelineOrder")
@@ -71,7 +71,7 @@ def predict_each(
         _check_options(config)
     _check_tapes(order, tapes)
     messages = Messages(order, peers or PeerLink())
-    with collector_off():  # it would search all that ranks hold, again and again
+    with collector_off():  # the collector would search all ranks' objects again and again
         ranks = [
             number_rank(order, number, rank_tapes, hardware, config, messages, has_state=has_state)
             for number, rank_tapes in enumerate(tapes)
@@ -81,7 +81,7 @@ def predict_each(
             for _ in run_step(ranks):
                 continue
             steps.append(PipelineStep([rank.ended() for rank in ranks]))
-        del ranks  # or it would search them now
+        del ranks  # or the collector would search them now
     return steps
 
 

@@ -3,7 +3,7 @@
     draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
     draw_front(front(chooser), "front.png", title="Llama 8B on 4 H100")
 
-It takes matplotlib: the extra ``plots``.
+The functions need matplotlib: the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str
     Raises:
         ImportError: Matplotlib is not installed.
         OSError: The file cannot be written.
-        ValueError: Its name ends otherwise than pictures do.
+        ValueError: The suffix names no format of pictures.
     """
     art.check_format(path)
     figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
@@ -100,7 +100,7 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
     Raises:
         ImportError: Matplotlib is not installed.
         OSError: The file cannot be written.
-        ValueError: Its name ends otherwise than pictures do.
+        ValueError: The suffix names no format of pictures.
     """
     art.check_format(path)
     none = front.without_offload

@@ -4,8 +4,8 @@
     print(profile_table(figures))
     figures.groups[0].nbytes, figures.stages[0].forward.ms
 
-Nothing is reckoned from sizes of a model. Recomputation stands with stages: a layer is recomputed
-whole, and tapes do not say which groups are in it.
+No figure is estimated from sizes of a model. Recomputation is listed by stage: a layer is
+recomputed whole, and tapes do not say which groups are in the layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GroupProfile:
     stage: int
 
     nbytes: int
-    """Bytes that the group may send away: without what recipes compute again."""
+    """Bytes that the group may send, without bytes that recipes compute again."""
 
     shared_with: tuple[str, ...]
     """Names of the groups that save some of the same bytes, which are copied once."""
@@ -66,13 +66,13 @@ class GroupProfile:
 
 @dataclass(frozen=True)
 class ActionProfile:
-    """A forward or a backward of one microbatch where nothing leaves, or an optimizer's step."""
+    """A forward or backward of one microbatch without offload, or an optimizer's step."""
 
     resident_bytes: int
-    """Bytes that the device holds more after the action; below 0 if it holds less."""
+    """Device bytes after the action, minus those before; below 0 if it frees memory."""
 
     transient_peak_bytes: int
-    """Most bytes that the device holds more during the action."""
+    """Highest device bytes during the action, minus those before."""
 
     ms: float
     """Time of the operators."""
@@ -90,15 +90,15 @@ class StageProfile:
 
     backward: ActionProfile
     num_layers: int
-    """Layers that may be recomputed. The stage was recorded with all of them recomputed, too."""
+    """Number of layers that may be recomputed. A second recording has all of them recomputed."""
 
     recompute_ms: float | None
-    """Time that backward takes longer for each recomputed layer, on average. None without such
+    """Additional time of backward for each recomputed layer, on average. None without such
     layers.
     """
 
     recompute_frees_bytes: float | None
-    """Bytes that a microbatch holds less for each such layer until its backward, on average."""
+    """Device bytes that each such layer spares a microbatch until its backward, on average."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Profile:
 
     stages: tuple[StageProfile, ...]
     resident_bytes: tuple[int, ...]
-    """Bytes of each rank at the begin of a step: parameters, and what the schedule allocates."""
+    """Bytes of each rank at the begin of a step: parameters, and buffers of the schedule."""
 
     link_bytes_per_ms: float
     """Rate of copies in one direction."""
@@ -125,8 +125,8 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
     """Read the profile of a pipeline from its tapes.
 
     Args:
-        tapes: Rank by rank; see :func:`record`. Where layers may be recomputed, the ranks are
-            recorded with all of them recomputed, too.
+        tapes: Tapes by rank; see :func:`record`. If layers may be recomputed, the ranks are also
+            recorded with all of them recomputed.
         hardware: Hardware with the link.
 
     Raises:
@@ -179,8 +179,8 @@ def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
 
 
 def _seconds(tape: Tape) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Sum times of operators by position of the innermost group that is open in forward, and of the
-    group that backward has asked last.
+    """Sum times of operators by position: in forward of the innermost open group, in backward of
+    the group whose tensor was used last.
     """
     forward_s, backward_s = defaultdict[int, float](float), defaultdict[int, float](float)
     are_open: list[int] = []

@@ -61,7 +61,7 @@ def profile_table(profile: Profile) -> str:
 
 
 def _kind(group: GroupProfile) -> GroupProfile:
-    """Return the group without its place, and with times in whole nanoseconds: those of equal
+    """Return the group without its place, and with times in whole nanoseconds: times of equal
     operators differ by the rounding of the clock.
     """
     forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)

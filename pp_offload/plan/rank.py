@@ -40,8 +40,8 @@ def number_rank(
     *,
     has_state: bool = False,
 ) -> VirtualRank:
-    """Make a rank that plays its tapes. Without a config nothing leaves; with ``has_state`` its
-    optimizer has made its state before.
+    """Make a rank that plays its tapes. Without a config no group leaves; with ``has_state`` the
+    optimizer starts with its state.
     """
     if config is None:
         stages = {stage: tape.staying() for stage, tape in tapes.stages.items()}
@@ -96,7 +96,7 @@ class TapeWork(RankWork):
         return key if is_begin or kind == "BACKWARD_WEIGHT" else None
 
     def begin_step(self) -> None:
-        """Begin a step as an attached schedule does, with what the last step has taught."""
+        """Begin a step as an attached schedule does, with the plan learned from the last step."""
         self._chunks.clear()
         self._have_gradients.clear()
         manager = self._manager
@@ -167,5 +167,5 @@ class TapeWork(RankWork):
                     run(event.seconds)
                 pass_by(event.nbytes, event.rise)
                 continue
-            assert chunk is not None, "nothing is saved behind the last backward"
+            assert chunk is not None, "events after the last backward have no payloads"
             getattr(chunk, event.kind)(event.number, event.use)

@@ -3,8 +3,8 @@
     tapes = record(order, work, DEVICES["H100"])
     tapes[0].stages[0].forward
 
-There everything leaves at its commit and comes back when it is asked for, so what is freed then is
-what the program had let go of.
+There each group leaves at its commit, and a payload is reloaded at its use. So memory that is freed
+at these times had no other reference in the program.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def record(
     Args:
         order: Stages of each rank, and number of microbatches.
         work: Work of the stages.
-        hardware: Device, which gives operators their times.
-        config: Says which tensors may leave, and whether a disk is among the tiers;
-            :func:`choose` takes the same.
+        hardware: Device whose numbers give operators their times.
+        config: Options of which tensors may leave, and whether a disk is among the tiers; give
+            :func:`choose` the same.
 
     Raises:
-        ValueError: Something is not known to :func:`predict`: a view that is copied without the
-            rest of its storage, or bytes that several microbatches or stages save; copies of the
-            program's own; or the first two microbatches differ.
+        ValueError: :func:`predict` does not support the program: a view is copied without the rest
+            of its storage, several microbatches or stages save the same bytes, the program makes
+            copies of its own, or the first two microbatches differ.
     """
     still = replace(
         hardware,
@@ -83,9 +83,9 @@ class _Variants:
     Args:
         stages: Stages of the rank.
         work: Work of all ranks.
-        recording: Makes a :class:`_Recording` of the rank.
-        others: Recordings of other ranks, which are shared where the rank does the same: most ranks
-            of a model are equal.
+        recording: Function that makes a :class:`_Recording` of the rank.
+        others: Recordings of other ranks, which are shared if the rank has equal tapes, as most
+            ranks of a model have.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _Variants:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """Tapes and names of layers, which are equal for ranks that do the same."""
+        """Tapes and names of layers, which are equal for ranks with equal work."""
         tapes, names = self._recorded[0], [name for _, name in self._layers]
         return replace(tapes, stages={}), [*tapes.stages.values()], names
 
@@ -127,21 +127,21 @@ class _Variants:
 
 
 def spread(layers: Sequence[_T], num: int) -> list[_T]:
-    """Choose ``num`` layers, spread evenly: what is sent away in between has more time."""
+    """Choose ``num`` layers, spread evenly, so that copies of groups in between have more time."""
     return [layers[index * len(layers) // num] for index in range(num)]
 
 
 class _AllAnew(SplitBackward):
-    """Split backward that reloads nothing ahead: see :class:`Recorder`."""
+    """Split backward that reloads no payload ahead: see :class:`Recorder`."""
 
     def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
         """Expect no use in the second part."""
 
 
 class _Recording:
-    """Recording of a rank. Adjacent stages run together, because they hand over tensors.
+    """Recording of a rank. Adjacent stages run together, because they pass on tensors.
 
-    Recipes need nothing that other groups save if some of what leaves may go to a disk.
+    With a disk among the tiers, recipes have no inputs that other groups save.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class _Recording:
         """Record the tapes, and end the recording.
 
         Args:
-            update: The optimizer's work; None to record that, too. Then no layer is recomputed.
+            update: Recorded work of the optimizer; None to record it, with no layer recomputed.
         """
         manager, recorder = self._manager, self._recorder
         with self._stack:
@@ -201,7 +201,7 @@ class _Recording:
         )
 
     def _run_once(self) -> None:
-        """Run a microbatch, which makes all that is made once."""
+        """Run a microbatch, which allocates all memory that is allocated once."""
         self._work.begin_step()
         for run in self._runs:
             self._run(run, "FULL_BACKWARD", 1)
@@ -230,13 +230,13 @@ class _Recording:
                 yield stage, split.get(stage) or whole[stage]
 
     def _played(self, run: Sequence[int], kind: str) -> dict[int, Tape]:
-        """Run two microbatches with such backwards; return tapes of stages that have them."""
+        """Run two microbatches with this kind of backward; return tapes of stages that have it."""
         with_these = [stage for stage in run if (kind, stage) in self._kinds]
         if not with_these:
             return {}
         self._work.begin_step()
         offloader = self._manager.offloader
-        offloader.plan = Plan()  # everything leaves, and nothing is reloaded ahead
+        offloader.plan = Plan()  # all groups leave, and no payload is reloaded ahead
         chunks = frozenset[ChunkKey]() if offloader.split is None else offloader.split.chunks
         offloader.split = _AllAnew(chunks, is_keeping=False)
         self._recorder.forget()
@@ -303,8 +303,8 @@ class _StageNotes:
         self.sent_bytes = self.sent_back_bytes = 0
 
     def tape(self, stage: int, recorder: Recorder) -> Tape:
-        """Turn the notes of the last microbatch into a tape, when all backwards are over; and those
-        of the first one, for the last part of its backward.
+        """Turn notes into a tape, when all backwards are over: those of the last microbatch, and of
+        the first one for the last part of its backward.
 
         Raises:
             ValueError: Microbatches have other groups.

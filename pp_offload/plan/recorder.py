@@ -87,8 +87,8 @@ class Recorder(Observer):
     """Recorder of the events of a rank on a device.
 
     Attributes:
-        memory: Memory that the device has to use.
-        chunk: Notes of the chunk that is at work.
+        memory: Memory that the device must use.
+        chunk: Notes of the running chunk.
     """
 
     def __init__(self, backend: VirtualBackend) -> None:
@@ -136,7 +136,7 @@ class Recorder(Observer):
         self._taken_out.clear()
 
     def _refuse(self, problem: str) -> None:
-        """Have :meth:`taken` raise the problem: here the program's forward would raise it."""
+        """Note the problem for :meth:`taken`: raised here, it would end the program's forward."""
         self._problem = self._problem or problem
 
     def events_of(self, raw: list[Raw]) -> tuple[Event, ...]:
@@ -185,7 +185,7 @@ class Recorder(Observer):
             return
         made = {index: self._take_out(payloads.tensors[index]) for index in payloads.gathered}
         self._note_copies(group, group.key.position)
-        self._raw.append(end)  # before the sources go: the payloads still hold them
+        self._raw.append(end)  # before sources are freed: the payloads still hold them
         first = len(self.chunk.payloads)
         recipes = payloads.chosen.recipes if payloads.chosen else []
         needed_for = {
@@ -264,8 +264,8 @@ class Recorder(Observer):
 
     @staticmethod
     def _bring_anew(batch: Batch) -> None:
-        """Reload nothing ahead, and a payload anew for each use: each reload has memory of its own,
-        which shows when backward lets go of it.
+        """Reload no payload ahead, and a payload anew for each use: each reload has memory of its
+        own, whose end shows when backward releases it.
         """
         batch.back.uses[:] = [1] * len(batch.sizes)
         mover: Any = batch.mover
@@ -285,7 +285,7 @@ class Recorder(Observer):
         return source
 
     def _add(self, payload: Payload, members: Sequence[Saved]) -> None:
-        """Add a payload, which is gone when neither autograd nor a recipe holds a member."""
+        """Add a payload, which ends when neither autograd nor a recipe holds a member."""
         chunk, index = self.chunk, len(self.chunk.payloads)
         holders = [saved for saved in members if saved not in chunk.inputs]
         chunk.payload_of.update(dict.fromkeys(members, index))
@@ -316,10 +316,10 @@ class Recorder(Observer):
     def _use(self, holder: Saved, tensor: Tensor) -> None:
         chunk, is_input = self.chunk, holder in self.chunk.inputs
         index = chunk.payload_of.get(holder)
-        if index is None and is_input:  # another group has sent it
+        if index is None and is_input:  # another group has sent the payload
             index = chunk.payload_of_copy[weakref.ref(holder.batch), holder.index]
         if index is None:
-            return  # it is refused
+            return  # a refused view
         uses = self._uses_by_recipe if is_input else chunk.uses
         use = Mark("use", index, uses[index])
         uses[index] += 1
@@ -327,7 +327,7 @@ class Recorder(Observer):
         number = self.memory.number_of(tensor.untyped_storage())
         self._reloads[number] = use._replace(kind="release")
         if not is_input:
-            # Bound late: another list may be noted in by then.
+            # A method, not a list's append: ``taken`` replaces the list of notes.
             weakref.finalize(tensor, self._lost, use._replace(kind="lose")).atexit = False
 
     def _lost(self, mark: Mark) -> None:
@@ -335,7 +335,7 @@ class Recorder(Observer):
 
 
 def _leaves(term: Any) -> Iterator[Saved]:
-    """Yield the saved tensors that a recipe asks for."""
+    """Yield the saved tensors that a recipe needs."""
     if isinstance(term, Saved):
         yield term
     elif type(term) is Call:
@@ -344,8 +344,8 @@ def _leaves(term: Any) -> Iterator[Saved]:
 
 
 class _WatchedMemory(DeviceMemory):
-    """Memory that notes the number and bytes of each storage when it is made, and these bytes below
-    0 when it is gone.
+    """Memory that notes the number and bytes of each storage when allocated, and its negative bytes
+    when freed.
     """
 
     def __init__(self, note: Callable[[int, int], None]) -> None:
@@ -355,7 +355,7 @@ class _WatchedMemory(DeviceMemory):
         self._num = 0
 
     def number_of(self, storage: UntypedStorage) -> int:
-        """Number of a storage."""
+        """Return the number of a storage."""
         number: int = self._numbers[storage]
         return number
 
@@ -370,5 +370,5 @@ class _WatchedMemory(DeviceMemory):
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that a device allocator takes for ``nbytes``."""
+    """Return the bytes that a device allocator takes for ``nbytes``."""
     return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES

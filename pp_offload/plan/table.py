@@ -13,7 +13,7 @@ from pp_offload._common.tables import format_table
 from pp_offload.simulate.rank import PipelineStep, RankStep
 
 LONG = 0.1
-"""Compute that waits such a part of a step for copies is worth a word."""
+"""Part of a step that compute must wait for copies for advice to be given."""
 
 HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay", "recompute")
 
@@ -28,9 +28,9 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
     """Format a row for each rank, and below whether host memory or the link binds.
 
     Args:
-        plan: To be shown.
+        plan: The plan.
         none: The step without offload.
-        roomier: As :meth:`Chooser.with_more_on_the_host` says.
+        roomier: Plan of :meth:`Chooser.with_more_on_the_host`.
     """
     rows = [
         _row(number, *both) for number, both in enumerate(zip(plan.ranks, none.ranks, strict=True))
@@ -49,7 +49,7 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
 
 
 def _headline(plan: OffloadPlan) -> str:
-    """Say how long a step is beside one without offload."""
+    """Compare the time of a step with that without offload."""
     limit, ms = size_said(plan.limit_bytes), f"{plan.seconds * 1e3:.1f} ms"
     groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
     recomputed = any(names for rank in plan.ranks for names in rank.recomputed)
@@ -75,7 +75,7 @@ def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
 
 
 def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list[str]:
-    """Say how much shorter a step would be with more host memory; empty if it would not."""
+    """Return how much shorter a step is with more host memory; empty if it is not."""
     if roomier is None:
         return []
     host = max(rank.host_peak_bytes for rank in roomier.ranks)
@@ -86,7 +86,7 @@ def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list
 
 
 def _because_of_the_link(plan: OffloadPlan) -> list[str]:
-    """Advise what to do if compute waits long for copies; empty if it does not."""
+    """Return advice if compute waits long for copies; else empty."""
     stalled_s = max((rank.stalled_s for rank in plan.ranks), default=0.0)
     if stalled_s <= LONG * plan.seconds:
         return []

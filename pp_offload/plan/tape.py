@@ -1,7 +1,7 @@
 """Tape: work and memory of a chunk on the device, in the order in which the host launches it.
 
-A tape is recorded once and played for every microbatch. It does not contain what the engine
-decides: whether a group leaves, when its sources go and when its payloads come back.
+A tape is recorded once and played for every microbatch. It contains no decisions of the engine:
+whether a group leaves, when its sources are freed and when its payloads are reloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Payload(NamedTuple):
     """Number of the tape's source that has the bytes."""
 
     num_uses: int
-    """Number of times that backward is expected to ask for the payload."""
+    """Expected number of uses of the payload in backward."""
 
     version: int | None = None
     """Version of the source when it was saved: groups that saved the same version share a copy.
@@ -37,7 +37,7 @@ class Payload(NamedTuple):
     """
 
     gather_s: float | None = None
-    """Time in which compute copies a part out of its source, if only recipes ask for the part."""
+    """Time in which compute copies a part out of its source, if only recipes use the part."""
 
 
 class GroupTape(NamedTuple):
@@ -58,10 +58,10 @@ class Stretch(NamedTuple):
     """Time of each operator."""
 
     nbytes: int
-    """Device memory allocated in the end; below 0 if more was freed."""
+    """Device memory allocated in total; below 0 if more was freed."""
 
     rise: int
-    """Most device memory allocated on the way; 0 if there never is more than before."""
+    """Highest device memory during the stretch, above that at its begin; at least 0."""
 
     @classmethod
     def joined(cls, stretches: Iterable[Stretch]) -> Stretch:
@@ -83,11 +83,11 @@ class Mark(NamedTuple):
     ========= ==================================================================================
     begin     a group starts
     end       a group is committed
-    drop      the program has let go of a source; autograd and copies may still hold it
+    drop      the program releases a source; autograd and copies may still hold it
     use       backward asks for a payload
-    lose      backward has let go of the tensor that it was given, and still has a view of it
-    release   backward has let go of the memory that it was given
-    gone      autograd will not ask for a payload any more
+    lose      backward releases the tensor that it was given, and still holds a view of it
+    release   backward releases the memory that it was given
+    gone      autograd will not ask for the payload again
     ========= ==================================================================================
     """
 
@@ -98,8 +98,8 @@ class Mark(NamedTuple):
     """Position of the group, or number of the source or of the payload."""
 
     use: int = 0
-    """Number of the payload's use in its chunk; parts of a backward count on. Events that compute
-    a payload again have numbers of their own.
+    """Number of the payload's use in its chunk, counted through both parts of a backward. Events
+    that compute a payload again have numbers of their own.
     """
 
 
@@ -126,7 +126,7 @@ class Tape:
 
     forward: tuple[Event, ...]
     backward: Backward
-    """Backward in one part; empty if the schedule has none for the stage, as are the two below."""
+    """Backward in one part; like the two below, empty if the stage has no such backward."""
 
     input_part: tuple[Event, ...]
     """First part of a backward in two, which makes gradients of inputs alone."""
@@ -138,10 +138,10 @@ class Tape:
     """Events when all backwards of the stage are over."""
 
     sent_bytes: int
-    """Bytes that the next stage gets for a microbatch."""
+    """Bytes that a microbatch sends to the next stage."""
 
     sent_back_bytes: int
-    """Bytes that the stage before gets for a microbatch."""
+    """Bytes that a microbatch sends to the stage before."""
 
     def nbytes(self, group: GroupTape) -> int:
         """Bytes that a group of the tape may send."""
@@ -149,7 +149,7 @@ class Tape:
         return sum([payload.nbytes for payload in payloads if payload.again is None])
 
     def staying(self) -> Tape:
-        """Make the tape of the same stage where nothing leaves: stretches, without groups."""
+        """Make the tape of the same stage without offload: stretches, without groups."""
         begun = Counter(range(len(self.source_bytes)))  # holders of each source
         begun.update(payload.source for payload in self.payloads if payload.num_uses)
         forward = self._without_marks(self.forward, begun)
@@ -205,7 +205,7 @@ class RankTapes:
 
     stages: dict[int, Tape]
     resident_bytes: int
-    """Device memory at the begin of the first step: parameters, and what the schedule allocates."""
+    """Device memory at the begin of the first step: parameters, and buffers of the schedule."""
 
     update: Update = Update()
 
@@ -225,7 +225,7 @@ class RankTapes:
         """Make the planned groups of the rank: groups at these places stay, all others leave.
 
         Args:
-            stay: Number of a stage and position in it, of each.
+            stay: Stage and position of each group that stays.
         """
         return tuple(
             tuple(
@@ -239,7 +239,7 @@ class RankTapes:
         """Return the same rank with ``num`` of its layers recomputed, spread evenly.
 
         Raises:
-            ValueError: It has fewer that may be recomputed.
+            ValueError: The rank has fewer layers that may be recomputed.
         """
         if not 0 <= num <= self.num_layers:
             raise ValueError(

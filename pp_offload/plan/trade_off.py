@@ -3,7 +3,7 @@
     plans = front(chooser, num=8)
     print(front_table(plans))
 
-Beside them stand two ways that need no plan: all stays, and all layers are recomputed.
+The table also has two ways without a plan: all groups stay, or all layers are recomputed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Front:
 
     without_offload: PipelineStep
     recomputed: PipelineStep | None
-    """The step in which all layers are recomputed, and nothing leaves; None without layers."""
+    """Step with all layers recomputed and no group offloaded; None without layers."""
 
 
 def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
@@ -49,7 +49,7 @@ def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
         made_for: Model, schedule and device; see :func:`choose`.
 
     Raises:
-        ValueError: There is no number of at least 2, or what :func:`choose` raises.
+        ValueError: ``num`` is below 2, or :func:`choose` raises.
     """
     check_count("num", num, least=2)
     without = chooser.without_offload()
