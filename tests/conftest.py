@@ -151,11 +151,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     never mix. Without a GPU, its tests are there only to be asked for, and skipped then.
     """
     is_loaded = config.getoption("emulated") is not None
-    kept = [one for one in items if bool(one.get_closest_marker("emulated")) is is_loaded]
+    selected = [item for item in items if bool(item.get_closest_marker("emulated")) is is_loaded]
     if not torch.cuda.is_available() and "gpu" not in config.option.markexpr:
-        kept = [one for one in kept if not one.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+        selected = [item for item in selected if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=list(set(items) - set(selected)))
+    items[:] = selected
     delays = DELAYS.get(config.getoption("emulated"))
     mark_slow(items, is_sparse=bool(delays))  # with delays, a missing wait is seen in any case
 

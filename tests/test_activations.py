@@ -148,13 +148,13 @@ def test_device_memory_is_arithmetic(order: str, stash: int, window: int) -> Non
             y = x * 1
             for _ in range(12):
                 y = y.sin()
-        left = 12 % stash
-        assert backend.device_bytes - before == (left + 1) * nbytes, "what is left, and y"
+        rest = 12 % stash
+        assert backend.device_bytes - before == (rest + 1) * nbytes, "what is left, and y"
         # Those that gathered leave when the next operator saves, before it makes its output.
         assert backend.take_device_peak() - before == (stash + 1) * nbytes
         y.backward(torch.ones(numel))
         # y and its gradient; what was saved and its cosine; the gradients behind and before it.
-        assert backend.take_device_peak() - before == max(6 + window, 7 if left else 0) * nbytes
+        assert backend.take_device_peak() - before == max(6 + window, 7 if rest else 0) * nbytes
 
 
 def test_small_ones_and_those_of_a_no_op_manager_stay() -> None:
@@ -240,7 +240,7 @@ def test_it_can_be_switched_off() -> None:
 @pytest.mark.parametrize("is_known", [False, True])
 def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
     """They change without a trace: two forwards in training in flight, then one in evaluation."""
-    found = []
+    results = []
     for is_on in (False, True):
         with backend.activate():
             torch.manual_seed(0)
@@ -258,8 +258,8 @@ def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
                     losses.append(model(x).square().sum())
             for loss in reversed(losses):
                 loss.backward()
-            found.append(gradients(model, leaves))
-    assert same_bits(*found)
+            results.append(gradients(model, leaves))
+    assert same_bits(*results)
 
 
 def test_sparse_and_nested_tensors_stay() -> None:

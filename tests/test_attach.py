@@ -75,7 +75,7 @@ def test_a_plan_for_another_number_of_microbatches_is_told_of_once(
     made_with = {"num_microbatches": 8, "schedule": "Schedule1F1B", "split_backward": "keep"}
     plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),), made_with)
     with caplog.at_level("WARNING"), attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan)):
-        (line,) = [one.getMessage() for one in caplog.records]
+        (line,) = [record.getMessage() for record in caplog.records]
         for _ in range(3):
             step(schedule)
         assert caplog.messages.count(line) == 1
@@ -173,8 +173,8 @@ def test_two_schedules_share_a_manager(schedule: Any) -> None:
     expected = step(schedule)
     with attach(other, None, ALL) as first:
         with attach(schedule, {"layer": "*"}) as handle:
-            for one in (schedule, other, schedule):
-                assert same_bits(expected, step(one))
+            for each in (schedule, other, schedule):
+                assert same_bits(expected, step(each))
             assert handle.manager is first.manager
         moved = first.manager.statistics().bytes_offloaded
         assert moved > 0

@@ -17,9 +17,9 @@ CASES = [
 
 
 def test_checkpointed_models_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, CASES, tmp_path, WORKER)):
-        assert list(found) == CASES
-        for case, facts in found.items():
+    for rank, results in enumerate(run_ranks(2, CASES, tmp_path, WORKER)):
+        assert list(results) == CASES
+        for case, facts in results.items():
             where = f"{case}, rank {rank}: {facts}"
             assert facts["equal"] == [True, True] and facts["tensors"] > 0, where
             assert all(nbytes > 0 for nbytes in facts["offloaded"]), where

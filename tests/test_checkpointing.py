@@ -85,7 +85,7 @@ def test_a_checkpoint_in_a_checkpoint_offloads_nothing_of_its_own(backend) -> No
 
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_compiled_models_work(is_inner: bool) -> None:
-    found = []
+    gradients = []
     for is_on in (False, True):
         torch._dynamo.reset()
         model = make_model(groups=())
@@ -98,8 +98,8 @@ def test_compiled_models_work(is_inner: bool) -> None:
         compiled = model if is_inner else torch.compile(model, backend="aot_eager")
         x = torch.ones(5, 8, requires_grad=True)
         compiled(x).square().sum().backward()
-        found.append([x.grad, *(p.grad for p in model.parameters())])
-    assert same_bits(*found)
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    assert same_bits(*gradients)
     assert recompute.counts.recomputed_calls == 3
     assert recompute.stash is not None and recompute.stash.statistics().bytes_offloaded > 0
     assert not is_inner or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
@@ -150,8 +150,8 @@ def test_a_kept_operator_that_runs_more_often_is_an_error() -> None:
 
 def draws(x):
     """Random numbers from an operator that may be kept, and behind it from others."""
-    kept = torch.rand_like(x) * torch.rand_like(x).sin()
-    return (x * kept).sin() * nn.functional.dropout(x.square(), 0.5).sigmoid()
+    noise = torch.rand_like(x) * torch.rand_like(x).sin()
+    return (x * noise).sin() * nn.functional.dropout(x.square(), 0.5).sigmoid()
 
 
 RAND = "ops.aten.rand_like.default"
@@ -162,13 +162,13 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("kept", DRAWN)
-def test_numbers_behind_a_kept_operator_are_the_same(backend, kept: str) -> None:
+@pytest.mark.parametrize("options", DRAWN)
+def test_numbers_behind_a_kept_operator_are_the_same(backend, options: str) -> None:
     """PyTorch's selective checkpoints draw others there, and say nothing."""
     with backend.activate():
-        policy = SelectiveOpACParams(**DRAWN[kept]).policy()
+        policy = SelectiveOpACParams(**DRAWN[options]).policy()
         stash = ActivationStash("ops", min_offload_size=1, backend=backend)
-        found, after = [], []
+        gradients, after = [], []
         for run in (
             Recompute(stash, policy=policy),
             lambda function, x: function(x),
@@ -177,9 +177,9 @@ def test_numbers_behind_a_kept_operator_are_the_same(backend, kept: str) -> None
             x = torch.ones(50, device=backend.device, requires_grad=True)
             loss = run(draws, x).sum()
             loss.backward()
-            found.append(x.grad)
+            gradients.append(x.grad)
             after.append(torch.rand(1))
-        assert torch.equal(found[0], found[1])
+        assert torch.equal(gradients[0], gradients[1])
         assert torch.equal(after[0], after[1]), "backward draws nothing from the caller's"
 
 
@@ -193,8 +193,8 @@ def test_an_operator_that_raised_in_the_forward_raises_again(where: str) -> None
         return (x @ weight).sin() @ weight
 
     results = []
-    kept = checkpoint_function(**{where: [OP]}, recompute_every={}, min_offload_size=1)
-    for call in (lambda function, *args: function(*args), kept):
+    recompute = checkpoint_function(**{where: [OP]}, recompute_every={}, min_offload_size=1)
+    for call in (lambda function, *args: function(*args), recompute):
         torch.manual_seed(0)
         x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
         call(compute, x, weight).sum().backward()

@@ -61,9 +61,9 @@ SOME = [
 def test_every_product_is_equal_bit_for_bit(which: str, tmp_path: Path) -> None:
     rest = sorted(set(ALL) - set(SOME) - OF_PYTORCH) + COMPILED[1:]
     cases = [*SOME, COMPILED[0]] if which == "some" else rest
-    for rank, found in enumerate(run_ranks(2, cases, tmp_path, WORKER)):
-        assert list(found) == cases
-        for case, facts in found.items():
+    for rank, results in enumerate(run_ranks(2, cases, tmp_path, WORKER)):
+        assert list(results) == cases
+        for case, facts in results.items():
             where = f"{case}, rank {rank}: {facts}"
             assert facts["equal"] == [True, True], where
             assert all(nbytes > 0 for nbytes in facts["offloaded"]), where

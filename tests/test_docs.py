@@ -250,7 +250,7 @@ def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     transformers = pytest.importorskip("transformers")
     from helpers.tiny_llama import make_data, make_llama
 
-    batch = {name: one.unsqueeze(0) for name, one in make_data(1)[0].items()}
+    batch = {name: tensor.unsqueeze(0) for name, tensor in make_data(1)[0].items()}
     names: dict[str, Any] = {
         "model": make_llama(),
         "device": torch.device("cpu"),
@@ -287,7 +287,7 @@ def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.Monke
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(CpuBackend(), config=config):
         exec(blocks("trace")[0], {"train": train})
-    assert [one.name for one in read("out.json.gz").of(0, "steps")] == ["step 2", "step 3"]
+    assert [step.name for step in read("out.json.gz").of(0, "steps")] == ["step 2", "step 3"]
     for rank in range(2):
         write(Timeline(1, metadata={rank: {"num_ranks": 2}}), f"out.rank{rank}.json.gz")
     exec(blocks("trace")[1], {"num_ranks": 2})
@@ -380,8 +380,8 @@ def test_a_plan_is_made_and_followed(
         assert ("rank 1: sent GiB 0.0, planned" in printed) is (rank == 0)
     names: dict[str, Any] = {}
     exec(blocks("planning")[5], names)
-    planned, found, _ = capsys.readouterr().out.splitlines()
-    assert planned.split("[")[1] == found.split("[")[1]
+    planned, measured, _ = capsys.readouterr().out.splitlines()
+    assert planned.split("[")[1] == measured.split("[")[1]
     exec(blocks("planning")[2], names)
     assert "linear     0-3   15  64.0" in capsys.readouterr().out
 
@@ -462,10 +462,10 @@ def test_the_options_are_what_their_docstrings_say() -> None:
 
 def test_every_error_has_its_section() -> None:
     """And every section its error, in the order of the module."""
-    found = re.findall(r"^## (\w+)$", PAGES["errors"], flags=re.MULTILINE)
+    titles = re.findall(r"^## (\w+)$", PAGES["errors"], flags=re.MULTILINE)
     classes = inspect.getmembers(errors, inspect.isclass)
-    lines = {name: inspect.getsourcelines(one)[1] for name, one in classes}
-    assert found == sorted(lines, key=lines.__getitem__)
+    lines = {name: inspect.getsourcelines(kind)[1] for name, kind in classes}
+    assert titles == sorted(lines, key=lines.__getitem__)
 
 
 def test_the_table_of_layers_is_true() -> None:
@@ -487,10 +487,10 @@ def test_every_term_of_the_glossary_is_in_the_code() -> None:
 
 def gradients(layer: nn.Module, y: Tensor, x: Tensor) -> list[Tensor]:
     y.sum().backward()
-    found = [x.grad, *(p.grad for p in layer.parameters())]
+    gradients = [x.grad, *(p.grad for p in layer.parameters())]
     x.grad = None
     layer.zero_grad()
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def test_the_markers_run() -> None:

@@ -82,8 +82,8 @@ def through_a_schedule(config: OffloadConfig) -> None:
             pair = [PipelineStage(layer, n, 2, device) for n, layer in enumerate(layers)]
             split: Any = ScheduleInterleavedZeroBubble(pair, 4, loss_fn=nn.functional.mse_loss)
             attach(split, None, config).detach()
-            one = PipelineStage(layers[0], 0, 1, device)
-            schedule = Schedule1F1B(one, 4, loss_fn=nn.functional.mse_loss)
+            stage = PipelineStage(layers[0], 0, 1, device)
+            schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
             with attach(schedule, {"layer": "*"}, config):
                 for _ in range(3):
                     schedule.step(torch.ones(8, 8), target=torch.ones(8, 8))

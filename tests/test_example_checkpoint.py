@@ -17,16 +17,16 @@ def test_five_ways_to_train(tmp_path: Path) -> None:
     done = run_command([sys.executable, SCRIPT, *SMALL, "--json", str(out)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
-    found = json.loads(out.read_text())
-    assert found.pop("bitwise_equal") is True
-    assert list(found) == ["none", "full", "selective-op", "offload", "both"]
-    assert list(found) == [line.split()[0] for line in done.stdout.splitlines()[2:7]]
-    held = {way: figures["held_bytes"] for way, figures in found.items()}
+    result = json.loads(out.read_text())
+    assert result.pop("bitwise_equal") is True
+    assert list(result) == ["none", "full", "selective-op", "offload", "both"]
+    assert list(result) == [line.split()[0] for line in done.stdout.splitlines()[2:7]]
+    held = {way: figures["held_bytes"] for way, figures in result.items()}
     assert held["full"] < held["selective-op"] < held["none"]
     assert held["offload"] < held["none"] and held["both"] < held["selective-op"]
-    again = {way: figures["recomputed_ops"] for way, figures in found.items()}
+    again = {way: figures["recomputed_ops"] for way, figures in result.items()}
     assert again["none"] == again["offload"] == 0
     assert 0 < again["selective-op"] == again["both"] < again["full"]
-    moved = {way: figures["offloaded_bytes"] for way, figures in found.items()}
+    moved = {way: figures["offloaded_bytes"] for way, figures in result.items()}
     assert moved["none"] == moved["full"] == moved["selective-op"] == 0
     assert moved["both"] > 0 and moved["offload"] > 0

@@ -21,15 +21,15 @@ def test_three_ways_to_train(microbatches: int, tmp_path: Path) -> None:
     done = run_command([sys.executable, SCRIPT, *flags])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all losses and final parameters: equal bit for bit" in done.stdout
-    found = json.loads(out.read_text())
-    assert found.pop("bitwise_equal") is True
-    assert list(found) == ["on the device", "in slices", "run again"]
-    whole, sliced, again = found.values()
-    assert all(f"\n{way}  " in done.stdout for way in found)
+    result = json.loads(out.read_text())
+    assert result.pop("bitwise_equal") is True
+    assert list(result) == ["on the device", "in slices", "run again"]
+    whole, sliced, again = result.values()
+    assert all(f"\n{way}  " in done.stdout for way in result)
     assert whole["loss_last"] < whole["loss_first"]
     assert whole["brought_bytes"] == whole["sent_bytes"] == 0
-    for one in (sliced, again):
-        assert (one["loss_first"], one["loss_last"]) == (whole["loss_first"], whole["loss_last"])
-        assert one["parameter_bytes"] < 0.7 * whole["parameter_bytes"]
-        assert one["sent_bytes"] == whole["parameter_bytes"]
-        assert one["sent_bytes"] < one["brought_bytes"] < 2 * whole["parameter_bytes"]
+    for run in (sliced, again):
+        assert (run["loss_first"], run["loss_last"]) == (whole["loss_first"], whole["loss_last"])
+        assert run["parameter_bytes"] < 0.7 * whole["parameter_bytes"]
+        assert run["sent_bytes"] == whole["parameter_bytes"]
+        assert run["sent_bytes"] < run["brought_bytes"] < 2 * whole["parameter_bytes"]

@@ -48,11 +48,11 @@ def test_a_row_for_each_rank(schedule: str, in_flight: list[int], tmp_path: Path
     assert timeline.ranks == [0, 1]
     for number, with_it in enumerate(ours):
         begin_s = timeline.of(number, "steps")[1].begin_s
-        left = [one for one in timeline.of(number, "d2h") if one.begin_s >= begin_s]
-        assert sum(one.args["bytes"] for one in left) == with_it["bytes_offloaded"]
+        copies = [copy for copy in timeline.of(number, "d2h") if copy.begin_s >= begin_s]
+        assert sum(copy.args["bytes"] for copy in copies) == with_it["bytes_offloaded"]
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     for number, row in enumerate(rows):
-        peak_gib = [f"{one[number]['peak_bytes'] / 2**30:.2f}" for one in (none, ours)]
+        peak_gib = [f"{ranks[number]['peak_bytes'] / 2**30:.2f}" for ranks in (none, ours)]
         assert row[:3] == [str(number), *peak_gib]
     assert len(rows) == 2
 

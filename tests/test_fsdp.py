@@ -27,9 +27,9 @@ CASES = {
 @pytest.mark.parametrize("world", CASES)
 def test_sharded_models_are_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
     cases = CASES[world]
-    for rank, found in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
-        assert list(found) == cases
-        for case, facts in found.items():
+    for rank, results in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
+        assert list(results) == cases
+        for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}"
             assert facts["equal"] == [True, True] and facts["tensors"] > 0, where
             assert all(nbytes > 0 for nbytes in facts["offloaded"]), where

@@ -29,23 +29,23 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_the_package_alone_imports_no_other_module_of_it() -> None:
-    found = modules_after("import pp_offload")
-    assert {one for one in found if one.split(".")[0] == "pp_offload"} == {"pp_offload"}
-    assert "torch" not in found
+    loaded = modules_after("import pp_offload")
+    assert {module for module in loaded if module.split(".")[0] == "pp_offload"} == {"pp_offload"}
+    assert "torch" not in loaded
 
 
 def test_all_its_names_import_nothing_that_is_heavy() -> None:
     """Beside what ``import torch`` does. Pipelining of PyTorch alone would take a tenth of that."""
     names = "import pp_offload\nfor name in pp_offload.__all__: getattr(pp_offload, name)"
-    found = modules_after(names) - modules_after("import torch, decimal, numpy.typing, statistics")
-    others = {one for one in found if one.split(".")[0] != "pp_offload"}
+    loaded = modules_after(names) - modules_after("import torch, decimal, numpy.typing, statistics")
+    others = {module for module in loaded if module.split(".")[0] != "pp_offload"}
     assert others <= {
         "fractions",
         "torch.distributed.algorithms._checkpoint",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     }
     unwanted = ("cli", "plan", "simulate", "testing", "trace")
-    assert not {one for one in found if one.startswith(tuple(f"pp_offload.{n}" for n in unwanted))}
+    assert not {m for m in loaded if m.startswith(tuple(f"pp_offload.{n}" for n in unwanted))}
 
 
 def test_type_checkers_have_the_same_names() -> None:

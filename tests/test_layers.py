@@ -71,15 +71,15 @@ NAMES_CUDA = {"_megatron.graph_state"}
 def imported(name: str) -> Iterator[str]:
     """Modules of ours that ``name`` imports anywhere, also inside functions."""
     for node in ast.walk(TREES[name]):
-        found: list[str] = []
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} imports relatively"
             base = node.module or ""
             submodules = [f"{base}.{alias.name}" for alias in node.names]
-            found = [m for m in submodules if m.removeprefix("pp_offload.") in FILES] or [base]
-        for module in found:
+            names = [m for m in submodules if m.removeprefix("pp_offload.") in FILES] or [base]
+        for module in names:
             if module.split(".")[0] == "pp_offload":
                 yield module.removeprefix("pp_offload").removeprefix(".")
 
@@ -179,21 +179,21 @@ def test_the_package_imports_no_compiler() -> None:
 
 
 def class_of(module: str, name: str) -> ast.ClassDef:
-    found = (node for node in TREES[module].body if isinstance(node, ast.ClassDef))
-    return next(node for node in found if node.name == name)
+    classes = (node for node in TREES[module].body if isinstance(node, ast.ClassDef))
+    return next(node for node in classes if node.name == name)
 
 
 def public_methods(node: ast.ClassDef) -> set[str]:
     """Properties among them."""
-    names = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
     return {name for name in names if not name.startswith("_")}
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
     """Fields, and what any method assigns to ``self``."""
-    fields = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
-    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute))
-    names = (dotted(one).split(".") for one in stored if isinstance(one.ctx, ast.Store))
+    fields = {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+    stored = (item for item in ast.walk(node) if isinstance(item, ast.Attribute))
+    names = (dotted(item).split(".") for item in stored if isinstance(item.ctx, ast.Store))
     return fields | {parts[1] for parts in names if parts[0] == "self" and len(parts) == 2}
 
 

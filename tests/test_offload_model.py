@@ -308,11 +308,11 @@ def test_parameters_stay_the_same_objects(backend) -> None:
         model = moved(sliced.across(), backend.device)
         before, weight = list(model.parameters()), model[0][0].weight
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        told: list[str] = []
+        messages: list[str] = []
         weight.role = "shared"
-        weight.register_hook(lambda gradient: told.append("hook"))
+        weight.register_hook(lambda gradient: messages.append("hook"))
         handle = weight.register_post_accumulate_grad_hook(
-            lambda parameter: told.append("accumulated")
+            lambda parameter: messages.append("accumulated")
         )
         (x,) = [torch.ones(2, WIDTH, device=backend.device)]
         model(x).sum().backward()
@@ -323,13 +323,13 @@ def test_parameters_stay_the_same_objects(backend) -> None:
         assert weight.is_leaf and weight.requires_grad and isinstance(weight, nn.Parameter)
         assert same_bits([p.grad for p in before], expected)
         optimizer.zero_grad()
-        told.clear()
+        messages.clear()
         wrapped(x).sum().backward()
-        assert told == ["hook", "accumulated"]
+        assert messages == ["hook", "accumulated"]
         assert same_bits([p.grad for p in before], expected)
         handle.remove()
         wrapped(x).sum().backward()
-        assert told == ["hook", "accumulated", "hook"]
+        assert messages == ["hook", "accumulated", "hook"]
         values = state(wrapped)
         optimizer.step()
         assert not same_bits(state(wrapped), values)

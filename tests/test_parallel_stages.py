@@ -24,9 +24,9 @@ CASES = {
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("world", CASES)
 def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(world, CASES[world], tmp_path, WORKER)):
-        assert list(found) == CASES[world]
-        for case, facts in found.items():
+    for rank, results in enumerate(run_ranks(world, CASES[world], tmp_path, WORKER)):
+        assert list(results) == CASES[world]
+        for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}: {facts}"
             assert facts["equal"] == [True, True], where
             # Groups of checkpointed blocks are inside their regions, where the checkpoint decides.
@@ -38,7 +38,7 @@ def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
 def test_layers_that_exchange_activations_are_equal_bit_for_bit(tmp_path: Path) -> None:
     """Context parallel by all-to-all and in a ring, and expert parallel."""
     cases = ["ulysses", "ring", "experts"]
-    for found in run_ranks(2, cases, tmp_path, WORKERS / "exchange_worker.py"):
-        assert list(found) == cases
-        for case, facts in found.items():
+    for results in run_ranks(2, cases, tmp_path, WORKERS / "exchange_worker.py"):
+        assert list(results) == cases
+        for case, facts in results.items():
             assert len(facts) == 4 and set(facts.values()) == {(True, True, 0)}, (case, facts)

@@ -84,16 +84,16 @@ def find(owner: Any, name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize(("module", "name"), TAKEN, ids=IDS)
 def test_what_is_written_here_is_what_they_take(module: str, name: str) -> None:
     theirs = find(pytest.importorskip(module, exc_type=ImportError), name)
-    found = inspect.signature(theirs).parameters
-    assert {one.name: one.default for one in found.values()} == TAKEN[module, name]
+    parameters = inspect.signature(theirs).parameters
+    assert {p.name: p.default for p in parameters.values()} == TAKEN[module, name]
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Of ours, with the options that one of them hands on."""
-    found = dict(inspect.signature(function).parameters)
-    if found.pop("options", None):
-        found = {**parameters(get_lora_act_offloading_ctx_manager), **found}
-    return found
+    options = dict(inspect.signature(function).parameters)
+    if options.pop("options", None):
+        options = {**parameters(get_lora_act_offloading_ctx_manager), **options}
+    return options
 
 
 @pytest.mark.parametrize(("module", "name"), TAKEN, ids=IDS)
@@ -102,8 +102,8 @@ def test_what_they_take_is_taken_here_with_the_same_default(module: str, name: s
     ours = parameters(find(importlib.import_module(package), name))
     taken = TAKEN[module, name]
     assert taken.keys() <= ours.keys()
-    defaults = {one: value for one, value in taken.items() if value is not REQUIRED}
-    assert {one: ours[one].default for one in defaults} == defaults
+    defaults = {option: value for option, value in taken.items() if value is not REQUIRED}
+    assert {option: ours[option].default for option in defaults} == defaults
 
 
 class Decoder(nn.Module):

@@ -23,9 +23,9 @@ def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None
         for number, (name, virtual) in enumerate(SCHEDULES)
         for scale, policy in [options[(number + world // 2) % 2]]  # the other one on more ranks
     ]
-    for rank, found in enumerate(run_ranks(world, cases, tmp_path)):
-        assert list(found) == cases
-        for case, facts in found.items():
+    for rank, results in enumerate(run_ranks(world, cases, tmp_path)):
+        assert list(results) == cases
+        for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}"
             assert facts["equal"] and facts["tensors"] > 0, where
             assert facts["offloaded"] > 0, where

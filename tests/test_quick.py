@@ -19,11 +19,11 @@ def cases(*sizes: int) -> list[dict[str, int]]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_tuple_is_in_one_of_those_chosen(sizes: tuple[int, ...], size: int) -> None:
     every = cases(*sizes)
-    found = chosen(every, size)
+    indices = chosen(every, size)
     wanted = set().union(*(tuples(case, size) for case in every))
-    assert set().union(*(tuples(every[index], size) for index in found)) == wanted
-    assert found == chosen(every, size), "each worker chooses the same"
-    assert size == 2 or len(found) == max(sizes), "no more than needed"
+    assert set().union(*(tuples(every[index], size) for index in indices)) == wanted
+    assert indices == chosen(every, size), "each worker chooses the same"
+    assert size == 2 or len(indices) == max(sizes), "no more than needed"
 
 
 MARKED = """

@@ -135,7 +135,7 @@ def test_a_step_that_offloads_nothing_is_warned_of_once_unless_told_to(
     messages = [record.getMessage() for record in caplog.records]
     if fraction:
         assert len(messages) == 2, "once for each name"
-        assert all("min_offloaded_tensor_size=1000000 elements" in said for said in messages)
+        assert all("min_offloaded_tensor_size=1000000 elements" in message for message in messages)
         for message, shape in zip(messages, ((5, 8), (5, 16)), strict=True):
             numel = shape[0] * shape[1]
             assert f"the largest was {shape}, {numel} elements" in message

@@ -29,8 +29,8 @@ def test_files_on_this_machine_may_be_installed(allow_cuda: bool, local_only: bo
 
 def test_a_build_for_the_cpu_may_be_downloaded_unless_all_has_to_be_here() -> None:
     assert with_torch.why_not(CPU, allow_cuda=False, local_only=False) is None
-    said = with_torch.why_not(CPU, allow_cuda=False, local_only=True)
-    assert said == "torch would be downloaded"
+    reason = with_torch.why_not(CPU, allow_cuda=False, local_only=True)
+    assert reason == "torch would be downloaded"
 
 
 def test_small_parts_of_a_cuda_build_on_this_machine_may_be_downloaded() -> None:
@@ -39,15 +39,15 @@ def test_small_parts_of_a_cuda_build_on_this_machine_may_be_downloaded() -> None
 
 
 def test_a_cuda_build_is_downloaded_only_if_that_is_said() -> None:
-    said = with_torch.why_not(CUDA, allow_cuda=False, local_only=False)
-    assert said is not None and "--allow-cuda" in said
+    reason = with_torch.why_not(CUDA, allow_cuda=False, local_only=False)
+    assert reason is not None and "--allow-cuda" in reason
     assert with_torch.why_not(CUDA, allow_cuda=True, local_only=False) is None
 
 
 def test_a_torch_for_the_cpu_beside_local_cuda_packages_is_still_looked_at() -> None:
     mixed = {**LOCAL, "triton": "https://index/t.whl"}
-    said = with_torch.why_not(mixed, allow_cuda=False, local_only=True)
-    assert said == "triton would be downloaded"
+    reason = with_torch.why_not(mixed, allow_cuda=False, local_only=True)
+    assert reason == "triton would be downloaded"
 
 
 def test_the_smoke_suite_is_in_these_files() -> None:

@@ -68,7 +68,7 @@ def train(
     torch.manual_seed(3)
     model = nn.Sequential(*(Turned() for _ in range(3)))
     compute, entered = way(model, backend="aot_eager", fullgraph=True), context(model)
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     losses: list[Tensor] = []
     for number in range(12):
         x = torch.randn(ROWS, WIDTH).requires_grad_()
@@ -77,9 +77,9 @@ def train(
             losses.append(compute(x).square().mean())
         if len(losses) == 2:
             losses[0].backward()
-            found.append(losses.pop(0).detach())
+            gradients.append(losses.pop(0).detach())
     losses[0].backward()
-    return found + [p.grad for p in model.parameters() if p.grad is not None]
+    return gradients + [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

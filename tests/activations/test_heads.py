@@ -90,8 +90,8 @@ def test_the_head_of_a_model(name: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         get_lora_act_offloading_ctx_manager(model)
-    said = [str(one.message) for one in caught if "no output head found" in str(one.message)]
-    assert len(said) == (head is None)
+    messages = [str(w.message) for w in caught if "no output head found" in str(w.message)]
+    assert len(messages) == (head is None)
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)

@@ -81,7 +81,7 @@ def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
     for thread in threads:
         thread.join()
     assert seen == [True] * 40
-    assert len(Meeting.inside) == 40 and all(one is shared for one in Meeting.inside)
+    assert len(Meeting.inside) == 40 and all(backend is shared for backend in Meeting.inside)
 
 
 class Graphs:

@@ -47,10 +47,10 @@ def test_a_call_written_for_pytorch(use_reentrant: bool) -> None:
 
 
 def test_equal_options_share_one_engine() -> None:
-    one = checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
-    assert one is checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
-    assert one is not checkpoint_function(offload_inputs=True)
-    assert one is not checkpoint_function(
+    run = checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
+    assert run is checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
+    assert run is not checkpoint_function(offload_inputs=True)
+    assert run is not checkpoint_function(
         offload_inputs=True, config=OffloadConfig(prefetch_bytes=7), backend=CpuBackend()
     )
     assert checkpoint_function().stash is None

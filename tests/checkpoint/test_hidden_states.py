@@ -91,10 +91,10 @@ def step(model: Model, device: torch.device, context: Any = None, num: int = 2) 
             losses.append(model(*draw))
     for loss in losses:
         loss.backward()
-    found = [loss.detach() for loss in losses]
-    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    tensors = [loss.detach() for loss in losses]
+    tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -41,8 +41,8 @@ def test_same_bits_and_no_groups_inside(
     expected = run_step(plain, inputs, in_flight=in_flight, offload=False)
     with recompute_layers(model, names) as handle:
         for _ in range(3):  # a step without a plan, and two by one
-            found = run_step(model, inputs, in_flight=in_flight)
-            assert same_bits(found, expected)
+            tensors = run_step(model, inputs, in_flight=in_flight)
+            assert same_bits(tensors, expected)
         whole = [name for name in names if "." not in name]
         assert groups_of(manager) == ["mix", "mlp"] * (NUM_LAYERS - len(whole))
         counts = handle.recompute.counts

@@ -34,9 +34,9 @@ def step(model: nn.Module, device: torch.device | str = "cpu") -> list[Tensor]:
     loss = model(x).square().sum()
     loss.backward()
     assert x.grad is not None
-    found = [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
+    tensors = [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
     model.zero_grad()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("options", [{}, OFFLOAD, {**OFFLOAD, "use_reentrant": True}], ids=str)

@@ -47,7 +47,7 @@ def changed(**values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("content", "message"),
     [
         ([], r"the format is the list \[\], expected 'pp_offload plan 1'"),
         (changed(format="pp_offload plan 2"), "expected 'pp_offload plan 1'"),
@@ -61,11 +61,11 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1}]]}]), "keeps is None, expected"),
     ],
 )
-def test_what_is_no_plan_is_refused(found: Any, message: str, tmp_path: Path) -> None:
+def test_what_is_no_plan_is_refused(content: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        OffloadPlan.from_dict(found)
+        OffloadPlan.from_dict(content)
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(content))
     with pytest.raises(
         ConfigError, match=rf"OffloadConfig is invalid: plan .*plan.json.*{message}"
     ):

@@ -48,7 +48,7 @@ def run_to_the_end(code: str, tmp_path: Path) -> str:
 
 def test_no_thread_is_inside_torch_when_python_ends(tmp_path: Path) -> None:
     """Each copy gives the interpreter's lock up, so one is always about to take it again."""
-    said = run_to_the_end(
+    output = run_to_the_end(
         """
         import torch
         from pp_offload._common.workers import Workers, inside_torch
@@ -66,12 +66,12 @@ def test_no_thread_is_inside_torch_when_python_ends(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert said == "over\n"
+    assert output == "over\n"
 
 
 def test_who_asks_for_work_when_the_process_ends_hears_of_it(tmp_path: Path) -> None:
     """By a function that runs after ours, for it was registered before."""
-    said = run_to_the_end(
+    output = run_to_the_end(
         """
         import atexit
         atexit.register(lambda: late())
@@ -91,11 +91,11 @@ def test_who_asks_for_work_when_the_process_ends_hears_of_it(tmp_path: Path) -> 
         """,
         tmp_path,
     )
-    assert said == "True\nTrue\n"
+    assert output == "True\nTrue\n"
 
 
 def test_a_forked_process_ends_though_a_thread_was_inside_torch(tmp_path: Path) -> None:
-    said = run_to_the_end(
+    output = run_to_the_end(
         """
         import os, sys, threading
         from pp_offload._common.workers import Workers, inside_torch
@@ -118,4 +118,4 @@ def test_a_forked_process_ends_though_a_thread_was_inside_torch(tmp_path: Path) 
         """,
         tmp_path,
     )
-    assert said == "7\n"
+    assert output == "7\n"

@@ -142,7 +142,7 @@ def batches(device: torch.device, num: int = 4, seed: int = 0) -> list[Tensor]:
 def step(model: Model, inputs: Sequence[Tensor], num_ahead: int = 2) -> list[Tensor]:
     """1F1B with this many forwards ahead: losses, and gradients of inputs and parameters."""
     waiting: list[tuple[Tensor, Tensor]] = []
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def backward() -> Iterator[Tensor]:
         loss, leaf = waiting.pop(0)
@@ -154,14 +154,14 @@ def step(model: Model, inputs: Sequence[Tensor], num_ahead: int = 2) -> list[Ten
         leaf = x.clone().requires_grad_()
         waiting.append((model(leaf * 1).square().mean(), leaf))
         if len(waiting) > num_ahead:
-            found += backward()
+            tensors += backward()
     while waiting:
-        found += backward()
-    found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        tensors += backward()
+    tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     if model.is_on:
         off_interface.reset(process_group=None)
-    return found
+    return tensors
 
 
 def assert_steps_equal(on: Model, off: Model, device: torch.device, **options: Any) -> None:

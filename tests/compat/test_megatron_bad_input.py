@@ -64,8 +64,8 @@ BAD: dict[str, tuple[Callable[[PipelineOffloadManager], Any], type[Exception], s
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(face: PipelineOffloadManager, case: str) -> None:
-    call, kind, said = BAD[case]
-    with pytest.raises(kind, match=said):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
         call(face)
     device = torch.device("cpu")
     on, off = Model(device), Model(device, is_on=False)

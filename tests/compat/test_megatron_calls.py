@@ -42,7 +42,7 @@ def test_virtual_stages(manager: PipelineOffloadManager) -> None:
         stages = [Model(device, is_on=is_on, layers=1) for _ in range(2)]
         for number, stage in enumerate(stages):
             stage.options.update(vp_size=2, vp_stage=number)
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for seed in range(3):
             waiting = []
             for x in batches(device, 3, seed):
@@ -54,13 +54,13 @@ def test_virtual_stages(manager: PipelineOffloadManager) -> None:
                 loss.backward()
                 between.backward(cut.grad)
                 assert leaf.grad is not None
-                found += [loss.detach(), leaf.grad]
+                tensors += [loss.detach(), leaf.grad]
             for stage in stages:
-                found += [one.grad.clone() for one in stage.parameters() if one.grad is not None]
+                tensors += [p.grad.clone() for p in stage.parameters() if p.grad is not None]
                 stage.zero_grad()
             if is_on:
                 off_interface.reset(process_group=None)
-        results.append(found)
+        results.append(tensors)
     assert same_bits(*results)
     assert manager.statistics().bytes_offloaded > 0
     assert_idle(manager)
@@ -120,7 +120,7 @@ def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: in
 @pytest.mark.parametrize("delta", [0, 1000])
 def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, delta: int) -> None:
     device = torch.device("cpu")
-    kept = []
+    plans = []
     for is_given in (True, False):
         options = {
             "delta_offload_bytes_across_pp_ranks": delta,
@@ -132,9 +132,9 @@ def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, del
             model.options.update(options if is_given else {}, pp_rank=2)
             for seed in range(2):
                 step(model, batches(device, seed=seed))
-            kept.append((manager.offloader.plan.kept, manager.statistics().bytes_offloaded))
-    assert kept[0] == kept[1]
-    assert kept[0][0]
+            plans.append((manager.offloader.plan.kept, manager.statistics().bytes_offloaded))
+    assert plans[0] == plans[1]
+    assert plans[0][0]
 
 
 class Discarded:

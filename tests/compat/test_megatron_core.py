@@ -36,9 +36,9 @@ def megatron() -> None:
     ],
 )
 def test_its_own_schedules(world: int, expected: dict[str, str], tmp_path: Path) -> None:
-    for found in run_ranks(world, list(expected), tmp_path, WORKER):
-        assert {case: facts["schedule"] for case, facts in found.items()} == expected
-        for facts in found.values():
+    for results in run_ranks(world, list(expected), tmp_path, WORKER):
+        assert {case: facts["schedule"] for case, facts in results.items()} == expected
+        for facts in results.values():
             assert facts["is_ours"]
             assert facts["equal"]
             assert facts["tensors"] > 50

@@ -43,12 +43,12 @@ def captured_step(model: Model, inputs: list[Tensor], device: Any) -> list[Tenso
     for loss in losses:
         with capture():
             loss.backward()
-    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     if model.is_on:
         off_interface.reset(process_group=None)
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("most", [None, 0, 1])

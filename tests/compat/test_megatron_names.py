@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "megatron.md"
 
 
 def without_defaults(taken: list[str]) -> list[str]:
-    return [one.partition("=")[0] for one in taken]
+    return [text.partition("=")[0] for text in taken]
 
 
 @pytest.mark.parametrize("name", [*main.FUNCTIONS, *main.CLASSES, "DEBUG", "DEBUG_RANK"])
@@ -48,12 +48,12 @@ def test_a_method_has_their_kind_and_parameters(owner: str, name: str) -> None:
     assert is_ours(cls, name)
     assert kind_of(cls, name) == kind
     member = inspect.getattr_static(cls, name).fget if kind == "property" else getattr(cls, name)
-    found = parameters(member)
+    taken = parameters(member)
     if f"{owner}.{name}" in main.OURS_TAKES_MORE:
-        assert without_defaults(found)[: len(expected)] == without_defaults(expected)
-        assert all("=" in name for name in found if name != "self")
+        assert without_defaults(taken)[: len(expected)] == without_defaults(expected)
+        assert all("=" in name for name in taken if name != "self")
     else:
-        assert found == expected
+        assert taken == expected
 
 
 def test_the_documentation_names_what_there_is() -> None:

@@ -124,7 +124,7 @@ def test_a_hook_that_waits_keeps_no_tensor_alive(
     del dropped
     assert gone() is None
     off_interface.flush_delayed_groups()
-    assert len(called) == 1 and [one is held for one in called[0]] == [True]
+    assert len(called) == 1 and [tensor is held for tensor in called[0]] == [True]
 
 
 @pytest.mark.parametrize("is_main", [True, False])

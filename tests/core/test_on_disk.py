@@ -157,7 +157,7 @@ def test_a_full_disk_keeps_tensors_and_warns_once(
             for _ in range(3):
                 begin_step()
                 assert_same(program(True), expected)
-        texts = [one.getMessage() for one in caplog.records]
+        texts = [record.getMessage() for record in caplog.records]
         assert sum("could not be written" in text for text in texts) == 1
         assert str(tmp_path) in texts[0] and os.strerror(number) in texts[0]
         assert len(texts) <= 2, "one of the disk, one of the first group that stays"

@@ -147,8 +147,8 @@ def program(make: Make, dtype: torch.dtype = torch.float32) -> Callable[[bool], 
     def layer(x: Tensor) -> Tensor:
         a, b = (x * 1.5).sin(), (x * 0.5).cos()  # sin and cos are no cheap operators here
         y = make(a, b)
-        kept = a.square().sum() + b.square().sum()  # both are saved
-        return x + (y.double().sin().sum() + y.square().sum()).to(dtype) + kept
+        total = a.square().sum() + b.square().sum()  # both are saved
+        return x + (y.double().sin().sum() + y.square().sum()).to(dtype) + total
 
     def run(is_on: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -255,17 +255,17 @@ def test_a_group_that_stays_gives_up_what_is_computed_again() -> None:
 
 def test_an_input_whose_storage_its_owner_has_emptied() -> None:
     """That counts no change, and kernels read it all the same."""
-    kept: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def compute(x: Tensor) -> Tensor:
         h = x * 1.5
-        kept.extend((h, h.sin()))  # it is saved by this one, whose backward never comes
+        tensors.extend((h, h.sin()))  # it is saved by this one, whose backward never comes
         return (h + h).square()
 
     with session(rematerialize="cheap"), all_stay():
         begin_step()
         y = group(drawn(ROWS, COLUMNS).requires_grad_(), compute)
-        kept[0].untyped_storage().resize_(0)
+        tensors[0].untyped_storage().resize_(0)
         with pytest.raises(SavedTensorModifiedError):
             y.sum().backward()
 

@@ -46,9 +46,9 @@ class EmulatedDeviceError(RuntimeError):
 
 def why_not() -> str | None:
     """Why :func:`load` would raise here; None where it would not."""
-    found = torch._C._get_privateuse1_backend_name()
-    if found not in ("privateuseone", NAME):
-        return f"another device has PyTorch's free place: found {found!r}, expected none"
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", NAME):
+        return f"another device has PyTorch's free place: found {name!r}, expected none"
     if not sys.platform.startswith("linux"):
         return f"found {sys.platform}, expected Linux"
     if _library().exists():

@@ -48,9 +48,9 @@ def on_the_first_device(emulated: ModuleType) -> Iterator[None]:
     """The second device is not the current one, before, meanwhile and afterwards."""
     assert torch.accelerator.current_device_index() == 0
     yield
-    found = torch.accelerator.current_device_index()
+    current = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(0)
-    assert found == 0, f"emulated:{found} is the current device now"
+    assert current == 0, f"emulated:{current} is the current device now"
 
 
 # The devices themselves
@@ -83,8 +83,8 @@ class Layer(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.norm(x + self.mlp(x))
-        return found
+        output: Tensor = self.norm(x + self.mlp(x))
+        return output
 
 
 class Net(nn.Module):
@@ -116,7 +116,7 @@ def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Te
         seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         seen += [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
-    return [one.cpu() for one in seen]
+    return [tensor.cpu() for tensor in seen]
 
 
 @pytest.mark.parametrize("delays", ["late compute", "late d2h", "late h2d", "by chance"])

@@ -25,26 +25,26 @@ def numbered(first: int) -> OffloadStatistics:
 def test_every_number_is_a_counter_or_is_as_it_is_now() -> None:
     assert sorted([*COUNTERS, *GAUGES]) == sorted(NAMES)
     before, now = numbered(3), numbered(1000)
-    found = now.since(before)
+    difference = now.since(before)
     for name in COUNTERS:
-        assert getattr(found, name) == 997, name
+        assert getattr(difference, name) == 997, name
     for name in GAUGES:
-        assert getattr(found, name) == getattr(now, name), name
+        assert getattr(difference, name) == getattr(now, name), name
 
 
 def test_each_step_of_an_engine_has_its_own() -> None:
     model, data = make_model(), batches(2)
     with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        found = []
+        figures = []
         for _ in range(3):
             before = manager.statistics()
             run_step(model, data)
-            found.append(manager.statistics().since(before))
+            figures.append(manager.statistics().since(before))
         whole = manager.statistics()
-    assert all(one.bytes_offloaded > 0 for one in found)
+    assert all(statistics.bytes_offloaded > 0 for statistics in figures)
     for name in COUNTERS:
-        assert sum(getattr(one, name) for one in found) == getattr(whole, name), name
-    assert found[-1].host_bytes_peak == whole.host_bytes_peak > 0
+        assert sum(getattr(each, name) for each in figures) == getattr(whole, name), name
+    assert figures[-1].host_bytes_peak == whole.host_bytes_peak > 0
 
 
 def test_statistics_that_counted_more_are_none_of_before() -> None:
@@ -57,10 +57,10 @@ def test_statistics_that_counted_more_are_none_of_before() -> None:
 
 
 def test_a_logger_gets_plain_numbers() -> None:
-    found = replace(numbered(1), stalled_ms=2.5).as_dict("offload/")
-    assert list(found) == [f"offload/{name}" for name in NAMES]
-    assert all(type(number) in (int, float) for number in found.values())
-    assert found["offload/stalled_ms"] == 2.5
+    figures = replace(numbered(1), stalled_ms=2.5).as_dict("offload/")
+    assert list(figures) == [f"offload/{name}" for name in NAMES]
+    assert all(type(number) in (int, float) for number in figures.values())
+    assert figures["offload/stalled_ms"] == 2.5
     assert numbered(1).as_dict()["bytes_offloaded"] == 1
     unknown = replace(numbered(1), stalled_ms=None).as_dict()
     assert set(NAMES) - set(unknown) == {"stalled_ms"}

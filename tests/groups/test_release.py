@@ -149,12 +149,12 @@ def test_a_view_of_what_was_changed_in_place(
         named, sibling = (x * 2).chunk(2)
         with torch.no_grad():
             sibling.add_(1)
-        kept = sibling if is_needed else None
+        reference = sibling if is_needed else None
         del sibling
     y = off_interface.group_commit(y, name="g", forced_released_tensors=[named])
     manager.backend.synchronize()
     manager.statistics()
-    assert (named.untyped_storage().nbytes() > 0) is (kept is not None)
+    assert (named.untyped_storage().nbytes() > 0) is (reference is not None)
     y.sum().backward()
     assert leaf.grad is not None and torch.equal(leaf.grad, (leaf.detach() * 2).cos() * 2)
 

@@ -11,9 +11,9 @@ from pp_offload import OffloadActivations
 
 
 def gradients(model: nn.Module, leaves: list[Tensor]) -> list[Tensor]:
-    found = [t.grad.clone() for t in (*leaves, *model.parameters()) if t.grad is not None]
+    gradients = [t.grad.clone() for t in (*leaves, *model.parameters()) if t.grad is not None]
     model.zero_grad()
-    return found
+    return gradients
 
 
 Program = Callable[[nn.Module, list[Tensor], OffloadActivations | None], list[Tensor]]

@@ -131,10 +131,10 @@ def interrupt_at(number: int, paths: Collection[str]) -> Iterator[Interrupt]:
 
 def points_in(paths: Collection[str], run: Callable[[], object]) -> list[Point]:
     """The lines of ``paths`` that ``run`` runs, in order."""
-    found: list[Point] = []
-    with _each_line(paths, found.append):
+    points: list[Point] = []
+    with _each_line(paths, points.append):
         run()
-    return found
+    return points
 
 
 def num_lines(paths: Collection[str], run: Callable[[], object]) -> int:

@@ -49,7 +49,7 @@ def watch(processes: Sequence[subprocess.Popen], files: Sequence[Path]) -> bool:
     """
     written, since = -1, time.monotonic()
     try:
-        while any(one.poll() is None for one in processes) and not any(map(_failed, processes)):
+        while any(each.poll() is None for each in processes) and not any(map(_failed, processes)):
             now = sum(file.stat().st_size for file in files)
             if now != written:
                 written, since = now, time.monotonic()

@@ -55,16 +55,16 @@ def chosen(cases: Sequence[Mapping[str, Any]], size: int) -> list[int]:
         cases: Parameters with their values.
         size: How many parameters.
     """
-    found: list[int] = []
+    indices: list[int] = []
     seen = Tuples()
-    left = {index: tuples(case, size) for index, case in enumerate(cases)}
-    while left:
-        best = max(left, key=lambda index: len(left[index] - seen))
-        if left[best] <= seen:
+    uncovered = {index: tuples(case, size) for index, case in enumerate(cases)}
+    while uncovered:
+        best = max(uncovered, key=lambda index: len(uncovered[index] - seen))
+        if uncovered[best] <= seen:
             break
-        found.append(best)
-        seen |= left.pop(best)
-    return found
+        indices.append(best)
+        seen |= uncovered.pop(best)
+    return indices
 
 
 def tuples(case: Mapping[str, Any], size: int) -> Tuples:

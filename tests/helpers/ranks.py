@@ -75,11 +75,11 @@ def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> NoRet
     torch.set_num_threads(1)
     if has_group:
         dist.init_process_group("gloo")
-    found = {}
+    results = {}
     for case in cases:
         print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    Path(out, f"{RANK}.pkl").write_bytes(pickle.dumps(found))
+        results[case] = compare(case)
+    Path(out, f"{RANK}.pkl").write_bytes(pickle.dumps(results))
     if has_group:
         dist.destroy_process_group()
     leave()

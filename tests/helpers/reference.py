@@ -146,7 +146,7 @@ CLASSES: dict[str, dict[str, tuple[str, list[str]]]] = {
 
 def parameters(function: Any) -> list[str]:
     """The parameters of ``function`` in the table's notation, without our keyword-only ones."""
-    found = []
+    results = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             assert parameter.default is not parameter.empty, f"{parameter} needs a default"
@@ -155,8 +155,8 @@ def parameters(function: Any) -> list[str]:
         text = stars.get(parameter.kind, "") + parameter.name
         if parameter.default is not parameter.empty:
             text += f"={parameter.default!r}"
-        found.append(text)
-    return found
+        results.append(text)
+    return results
 
 
 def is_ours(owner: type, name: str) -> bool:

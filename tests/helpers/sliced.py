@@ -231,7 +231,7 @@ def state(model: nn.Module) -> list[Tensor]:
     """Parameters, gradients and buffers, on the host."""
     tensors = [p.detach() for p in model.parameters()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    return [one.cpu().clone() for one in (*tensors, *model.buffers())]
+    return [tensor.cpu().clone() for tensor in (*tensors, *model.buffers())]
 
 
 Call = Callable[[Tensor], Tensor]
@@ -314,12 +314,12 @@ def train(
         optimizer.step()
         if step < steps - 1:
             optimizer.zero_grad()
-    return [one.detach().cpu() for one in results] + state(model)
+    return [tensor.detach().cpu() for tensor in results] + state(model)
 
 
 def same_training(plain: nn.Module, model: nn.Module, backend: Backend, **options: Any) -> bool:
     """Whether steps of both give the same bits."""
-    results = [train(one, one_by_one, backend.device, **options) for one in (plain, model)]
+    results = [train(trained, one_by_one, backend.device, **options) for trained in (plain, model)]
     return same_bits(*results)
 
 

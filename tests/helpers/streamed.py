@@ -71,7 +71,7 @@ def make_lora(name: str) -> Any:
 def layers_of(name: str, model: Any) -> list[str]:
     """The patterns of the layers, whatever is around the model."""
     is_wrapped = hasattr(model, "peft_config")
-    return [f"base_model.model.{one}" if is_wrapped else one for one in MODELS[name][2]]
+    return [f"base_model.model.{layer}" if is_wrapped else layer for layer in MODELS[name][2]]
 
 
 @contextmanager
@@ -121,11 +121,11 @@ def train(model: Any, steps: int = 2, microbatches: int = 2) -> list[Tensor]:
             loss.backward()
             losses.append(loss.detach())
         optimizer.step()
-    return [one.cpu().clone() for one in losses] + state(model)
+    return [loss.cpu().clone() for loss in losses] + state(model)
 
 
 def state(model: nn.Module) -> list[Tensor]:
     """Parameters and gradients, on the host."""
-    found = [p.detach() for p in model.parameters()]
-    found += [p.grad for p in model.parameters() if p.grad is not None]
-    return [one.cpu().clone() for one in found]
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    return [tensor.cpu().clone() for tensor in tensors]

@@ -111,11 +111,11 @@ def run_step(
     return results
 
 
-def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def same_bits(first: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Whether all tensors are equal bit for bit."""
-    return len(left) == len(right) and all(
+    return len(first) == len(right) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        for a, b in zip(left, right, strict=True)
+        for a, b in zip(first, right, strict=True)
     )
 
 
@@ -156,9 +156,9 @@ def autograd_lets_go() -> None:
 def holders() -> str:
     """Who holds what the engine keeps of saved tensors: where to look when something is left."""
     kinds = Saved, Batch
-    alive = [one for one in gc.get_objects() if type(one) in kinds]
-    found = []
-    for one in alive:
-        by = [f"{type(r).__name__} {r!r:.200}" for r in gc.get_referrers(one) if r is not alive]
-        found.append(f"{one!r}, held by {by}, holds {gc.get_referents(one)!r:.300}")
-    return "\n".join(found) or "nothing that can be seen"
+    alive = [item for item in gc.get_objects() if type(item) in kinds]
+    lines = []
+    for item in alive:
+        by = [f"{type(r).__name__} {r!r:.200}" for r in gc.get_referrers(item) if r is not alive]
+        lines.append(f"{item!r}, held by {by}, holds {gc.get_referents(item)!r:.300}")
+    return "\n".join(lines) or "nothing that can be seen"

@@ -78,8 +78,8 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = (
-            one(normed).view(*x.shape[:2], -1, HEAD_WIDTH).transpose(1, 2)
-            for one in (self.query, self.key, self.value)
+            projection(normed).view(*x.shape[:2], -1, HEAD_WIDTH).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(x.shape))

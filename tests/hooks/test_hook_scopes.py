@@ -33,10 +33,10 @@ WIDTH = 6
 @pytest.fixture(autouse=True)
 def no_hook_is_left_to_others() -> Iterator[None]:
     yield
-    left = len(all_packs())
-    for _ in range(left):
+    num_packs = len(all_packs())
+    for _ in range(num_packs):
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    assert not left
+    assert not num_packs
 
 
 def step(model: nn.Module, device: torch.device) -> list[Tensor]:

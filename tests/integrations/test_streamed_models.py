@@ -39,7 +39,7 @@ def wrapped(model: Any) -> None:
     """Those of PyTorch around each layer."""
     kinds = {type(layer) for layer in model.modules() if hasattr(layer, "gradient_checkpointing")}
     layers = {kind for kind in kinds if "Layer" in kind.__name__ or "Block" in kind.__name__}
-    apply_activation_checkpointing(model, check_fn=lambda one: type(one) in layers)
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layers)
 
 
 CHECKPOINTS: dict[str, Checkpoints] = {
@@ -71,8 +71,8 @@ def test_equal_bit_for_bit(
 
     options = {"frozen_only": is_lora, "num_resident": num_resident}
     with pair(name, kind, build, **options) as (plain, model, offloaded):
-        for one in (plain, model) if when == "after" else ():
-            prepare(one)
+        for each in (plain, model) if when == "after" else ():
+            prepare(each)
         assert same_bits(train(model), train(plain))
         assert offloaded.parameter_bytes_on_device == 0
         moved = offloaded.statistics()
@@ -101,10 +101,10 @@ def test_adapters_and_all_about_them_stay_on_the_device(kind: str, name: str) ->
 
 def generated(model: Any) -> Tensor:
     model.eval()
-    found: Tensor = model.generate(
+    tokens: Tensor = model.generate(
         batch(model)["input_ids"], max_new_tokens=5, do_sample=False, pad_token_id=0
     )
-    return found.cpu()
+    return tokens.cpu()
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -21,9 +21,9 @@ CASES = [
 def test_replicas_are_equal_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     ranks = run_ranks(2, CASES, tmp_path, WORKER)
-    for rank, found in enumerate(ranks):
-        assert list(found) == CASES
-        for case, facts in found.items():
+    for rank, results in enumerate(ranks):
+        assert list(results) == CASES
+        for case, facts in results.items():
             assert facts["equal"] and facts["offloaded"] > 0, f"{case}, rank {rank}: {facts}"
     for case in CASES:
         assert ranks[0][case]["loss"] != ranks[1][case]["loss"], "each has its own data"

@@ -60,8 +60,8 @@ def of_accelerate(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
         return made[0]
 
     seen, _ = accelerate_loop.train(make, num=16, gradient_accumulation_steps=2)
-    for one in made:
-        one.close()
+    for trainer in made:
+        trainer.close()
     return seen, made[0].statistics().bytes_offloaded if made else 0
 
 

@@ -169,24 +169,24 @@ def test_a_slab_goes_back_to_the_system_only_when_copies_have_ended(
 
 
 def test_trim_keeps_slabs_with_bytes_in_use_and_tells_the_allocator() -> None:
-    told = []
-    pool = HostPool(plain, HostBudget(LIMIT), trim=lambda: told.append(pool.reserved_bytes))
-    kept, dropped = Owner(pool, [2 * MIB]), Owner(pool, [4 * MIB])
-    kept.views[0].fill_(7)
+    trimmed = []
+    pool = HostPool(plain, HostBudget(LIMIT), trim=lambda: trimmed.append(pool.reserved_bytes))
+    owner, dropped = Owner(pool, [2 * MIB]), Owner(pool, [4 * MIB])
+    owner.views[0].fill_(7)
     del dropped
     pool.trim()
     assert pool.reserved_bytes == 2 * MIB
-    assert told == [2 * MIB]
+    assert trimmed == [2 * MIB]
     assert Owner(pool, [4 * MIB]).views[0].fill_(8).eq(8).all()
-    assert kept.views[0].eq(7).all()
+    assert owner.views[0].eq(7).all()
 
 
 def test_a_refusal_names_the_budget_and_the_option_and_changes_nothing() -> None:
     with as_another_process():
         pool = small_pool(3 * MIB)
         owner = Owner(pool, [MIB, MIB // 2])
-        told = rf"{2 * MIB} .* {3 * MIB} bytes .*host_budget_bytes"
-        with pytest.raises(MemoryError, match=told) as refusal:
+        message = rf"{2 * MIB} .* {3 * MIB} bytes .*host_budget_bytes"
+        with pytest.raises(MemoryError, match=message) as refusal:
             Owner(pool, [64, 2 * MIB])
         assert pool.in_use_bytes == owner.host.nbytes
         assert pool.reserved_bytes == 2 * MIB

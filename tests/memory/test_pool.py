@@ -90,7 +90,7 @@ def test_status_counts_bytes_and_utilisation(pool) -> None:
         pool.get_pool_status((4,))
     with pytest.raises(ValueError, match="negative"):
         pool.allocate((4, -1))
-    kept, freed = pool.allocate((4,)), pool.allocate((4,))
+    used, freed = pool.allocate((4,)), pool.allocate((4,))
     pool.allocate((2, 2), torch.int64)
     pool.free(freed)
     assert pool.get_pool_status((4,), torch.float32) == {
@@ -107,7 +107,7 @@ def test_status_counts_bytes_and_utilisation(pool) -> None:
     assert (whole["num_pools"], whole["total_count"], whole["total_bytes"]) == (2, 3, 64)
     assert whole["utilization"] == pytest.approx(2 / 3)
     assert set(pool.get_pool_status((9,), torch.float32).values()) == {0}
-    pool.free(kept)
+    pool.free(used)
 
 
 def test_clear_lets_go_of_everything_and_disowns_what_is_in_use(pool) -> None:

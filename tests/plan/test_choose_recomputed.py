@@ -51,7 +51,7 @@ def test_nothing_is_recomputed_where_offload_costs_nothing(
 
 def test_layers_are_spread_and_named() -> None:
     drawn, tapes = planned(3, layers="*")
-    assert [one.num_layers for one in tapes] == [6, 4]
+    assert [tape.num_layers for tape in tapes] == [6, 4]
     assert tapes[0].recomputing(3).recomputed == (("0", "2"), ("1",))
     assert tapes[0].recomputing(0) == tapes[0] and tapes[0].recomputed == ((), ())
     assert tapes[0].recomputing(3) is tapes[0].recomputing(3), "it is recorded once"

@@ -31,8 +31,8 @@ def test_host_memory_binds(seed: int, part: float) -> None:
     little = chooser_of(*with_host_memory(drawn, tapes, part))
     plan, more = little.plan(limit), chooser_of(drawn, tapes).plan(limit)
     host = max(rank.host_peak_bytes for rank in more.ranks)
-    said = f"Host memory is what binds: with {size_said(host)} of it on a rank a step takes "
-    assert f"{said}{more.seconds * 1e3:.1f} ms, " in shown(little, plan)
+    text = f"Host memory is what binds: with {size_said(host)} of it on a rank a step takes "
+    assert f"{text}{more.seconds * 1e3:.1f} ms, " in shown(little, plan)
     for enough in (chooser_of(*with_host_memory(drawn, tapes, 2.0)), chooser_of(drawn, tapes)):
         assert enough.plan(limit).seconds == more.seconds < plan.seconds
         assert "Host memory" not in shown(enough, more)

@@ -34,8 +34,8 @@ def waits_s(offloads: list[TimedBytes], cap: int, rate: float) -> float:
         now_s = at_s + waited
         free_s = max(free_s, now_s) + nbytes / rate
         queue.append(TimedBytes(free_s, nbytes))
-        queue = [one for one in queue if one.at_s > now_s]
-        while sum(one.nbytes for one in queue) > max(cap, nbytes):
+        queue = [copy for copy in queue if copy.at_s > now_s]
+        while sum(copy.nbytes for copy in queue) > max(cap, nbytes):
             waited, now_s = waited + queue[0].at_s - now_s, queue[0].at_s
             queue = queue[1:]
     return waited

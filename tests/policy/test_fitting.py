@@ -56,7 +56,7 @@ def test_what_stays_fits(demand: Demand, room: int, moving: int, hidden: int) ->
 def test_with_room_for_all_everything_stays(demand: Demand, moving: int) -> None:
     """As it is; and with a byte less, without some of what is computed again."""
     for sizes in (demand.sizes, demand.lean):
-        room = max([taken(sizes, one) for one in demand.in_flight], default=0)
+        room = max([taken(sizes, key) for key in demand.in_flight], default=0)
         stay = fitting(demand, room, moving)
         assert stay.keys() == demand.sizes.keys()
         assert sizes is demand.lean or stay == sizes

@@ -66,10 +66,10 @@ def margin_by_hand(chunks: list[ChunkShape]) -> set[GroupKey]:
 
 
 def first_bytes_by_hand(
-    chunks: list[ChunkShape], nbytes: int, kept: set[GroupKey]
+    chunks: list[ChunkShape], nbytes: int, resident: set[GroupKey]
 ) -> set[GroupKey]:
     """The shortest run of whole groups, in order, that makes up the bytes; or all there are."""
-    eligible = [(key, group) for key, group in forward_keys(chunks) if key not in kept]
+    eligible = [(key, group) for key, group in forward_keys(chunks) if key not in resident]
     sums = list(accumulate((group.nbytes for _, group in eligible), initial=0))
     enough = [n for n, total in enumerate(sums) if total >= nbytes]
     count = enough[0] if enough else len(eligible)
@@ -77,13 +77,13 @@ def first_bytes_by_hand(
 
 
 def fraction_by_hand(
-    chunks: list[ChunkShape], fraction: float, kept: set[GroupKey]
+    chunks: list[ChunkShape], fraction: float, resident: set[GroupKey]
 ) -> set[GroupKey]:
     """Per chunk, strike groups from the end until that many stay."""
     stays: set[GroupKey] = set()
     for chunk in chunks:
         keys = (key_of(chunk, i) for i in range(len(chunk.names)))
-        eligible = [k for k in keys if k not in kept]
+        eligible = [k for k in keys if k not in resident]
         for _ in range(int(len(eligible) * (1 - fraction))):
             stays.add(eligible.pop())
     return stays

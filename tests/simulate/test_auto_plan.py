@@ -50,11 +50,11 @@ def test_where_all_that_leaves_is_too_little_one_warning_says_so(
         first = training.sent_by_a_step()
         training.run(6)
     assert training.sent_by_a_step() == pytest.approx(first, rel=0.05)  # but for the margin
-    told = [one.getMessage() for one in caplog.records if "device_limit_bytes" in one.getMessage()]
-    assert len(told) == 1
+    messages = [text for text in caplog.messages if "device_limit_bytes" in text]
+    assert len(messages) == 1
     bounds = f"which allow {4 * SAVED_BYTES / MIB:.1f} MiB in flight"
     advice = f"lower max_in_flight_bytes and prefetch_bytes, {bounds}"
-    assert f"all groups leave; {advice}; have more of the model in groups" in told[0]
+    assert f"all groups leave; {advice}; have more of the model in groups" in messages[0]
 
 
 @with_limit(40, resets=True)
@@ -133,12 +133,12 @@ class Feedforward(nn.Module):
 def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets: bool) -> None:
     weights = 2 * NUM_LAYERS * WIDTH**2 * 2
     limit = num_saved * SAVED_BYTES + 2 * weights
-    one = Training(limit, resets=resets)
-    one.model = Feedforward(NUM_LAYERS)  # type: ignore[assignment]
-    with as_another_process(), use_backend(one.backend, config=one.config):
-        first = one.sent_by_a_step()
-        assert all(peak <= limit for peak in one.run(8))
-        assert 0 < one.sent_by_a_step() < 0.9 * first
+    training = Training(limit, resets=resets)
+    training.model = Feedforward(NUM_LAYERS)  # type: ignore[assignment]
+    with as_another_process(), use_backend(training.backend, config=training.config):
+        first = training.sent_by_a_step()
+        assert all(peak <= limit for peak in training.run(8))
+        assert 0 < training.sent_by_a_step() < 0.9 * first
 
 
 def test_a_device_that_tells_nothing_has_all_groups_leave(
@@ -155,8 +155,8 @@ def test_a_device_that_tells_nothing_has_all_groups_leave(
             y.sum().backward()
         manager = PipelineOffloadManager.get_instance()
         assert manager.statistics().bytes_offloaded > 0
-    told = [one for one in caplog.records if "does not tell what is allocated" in one.message]
-    assert len(told) == 1
+    warnings = [text for text in caplog.messages if "does not tell what is allocated" in text]
+    assert len(warnings) == 1
 
 
 # Pipelines: each rank on its own

@@ -76,8 +76,8 @@ FORWARD_S = NUM_LAYERS * FLOPS / (990e12 * 0.6)
 @pytest.mark.parametrize("copies", [0.5, 1.5, 2.5])
 def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
     """``copies`` take so many times a forward; they have three times that."""
-    one = hardware(copies)
-    with use_backend(VirtualBackend(one), config=ALL_LEAVE) as manager:
+    device = hardware(copies)
+    with use_backend(VirtualBackend(device), config=ALL_LEAVE) as manager:
         training = Training(manager)
         training.step()
         for _ in range(2):
@@ -91,7 +91,7 @@ def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
         config = OffloadConfig(
             device_limit_bytes=None, max_in_flight_bytes=less[0], prefetch_bytes=less[1]
         )
-        with use_backend(VirtualBackend(one), config=config) as manager:
+        with use_backend(VirtualBackend(device), config=config) as manager:
             training = Training(manager)
             training.step()
             stalled_s, _ = training.step()
@@ -99,13 +99,13 @@ def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
 
 
 def test_a_link_that_is_too_slow_is_never_idle() -> None:
-    one = hardware(4.0)
-    with use_backend(VirtualBackend(one), config=ALL_LEAVE) as manager:
+    device = hardware(4.0)
+    with use_backend(VirtualBackend(device), config=ALL_LEAVE) as manager:
         training = Training(manager)
         for _ in range(3):
             stalled_s, _ = training.step()
         cap, window = training.bounds()
-    law_s = CHUNK_BYTES / one.link_bytes_per_s - 3 * FORWARD_S
+    law_s = CHUNK_BYTES / device.link_bytes_per_s - 3 * FORWARD_S
     assert stalled_s <= 1.1 * law_s
     assert max(cap, window) <= CHUNK_BYTES, "a link that is behind is no reason to keep everything"
 
@@ -137,15 +137,15 @@ def test_only_the_first_steps_are_timed(training: Training) -> None:
 
 def test_bounds_do_not_grow_beyond_the_device() -> None:
     """A step that fits is followed by steps that fit."""
-    one = hardware(2.9)
-    with use_backend(VirtualBackend(one), config=ALL_LEAVE) as manager:
+    device = hardware(2.9)
+    with use_backend(VirtualBackend(device), config=ALL_LEAVE) as manager:
         training = Training(manager)
         peaks = [training.step()[1] for _ in range(3)]
         free = sum(training.bounds())
     assert peaks[2] > peaks[0]
     memory_bytes = (peaks[0] + peaks[2]) // 2
     with use_backend(
-        VirtualBackend(replace(one, memory_bytes=memory_bytes)), config=ALL_LEAVE
+        VirtualBackend(replace(device, memory_bytes=memory_bytes)), config=ALL_LEAVE
     ) as manager:
         training = Training(manager)
         for _ in range(4):

@@ -77,17 +77,17 @@ def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> Moved
         offload(program) as engine,
     ):
         results = Machine(program, engine).run()
-        found = engine.finish()
+        costs = engine.finish()
     is_virtual = isinstance(backend, VirtualBackend)
     return Moved(
         errors=tuple((result.where, result.error) for step in results for result in step),
         peak_bytes=backend.memory.peak_bytes if is_virtual else backend.take_device_peak(),
-        host_bytes_peak=found.host_bytes_peak,
-        bytes_offloaded=found.bytes_offloaded,
-        bytes_reloaded=found.bytes_reloaded,
-        prefetched_reloads=found.prefetched_reloads,
-        on_demand_reloads=found.on_demand_reloads,
-        taken_back=found.taken_back,
+        host_bytes_peak=costs.host_bytes_peak,
+        bytes_offloaded=costs.bytes_offloaded,
+        bytes_reloaded=costs.bytes_reloaded,
+        prefetched_reloads=costs.prefetched_reloads,
+        on_demand_reloads=costs.on_demand_reloads,
+        taken_back=costs.taken_back,
     )
 
 

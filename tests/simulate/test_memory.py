@@ -71,8 +71,8 @@ def test_a_step_of_training_by_category() -> None:
         y.backward(torch.empty_like(y))
         assert backend.memory.live["gradients"] == nbytes
         optimizer.step()
-        found = backend.memory.live
-        assert 0 <= found["optimizer"] - 2 * nbytes <= ROUNDING_BYTES, "and the number of steps"
+        live = backend.memory.live
+        assert 0 <= live["optimizer"] - 2 * nbytes <= ROUNDING_BYTES, "and the number of steps"
         optimizer.zero_grad()
         assert backend.memory.live["gradients"] == 0
     assert sum(backend.memory.at_peak.values()) == backend.memory.peak_bytes
@@ -104,7 +104,7 @@ def test_what_groups_keep_has_a_name() -> None:
         backend.memory.follow_groups(manager)
         weight = nn.Parameter(torch.empty(2**20, device="meta"))
         backend.memory.name(weight, "parameters")
-        found = []
+        peaks = []
         for _ in range(2):
             off_interface.init_chunk_handler(None, None, 1)
             y = torch.empty(2**20, device="meta", requires_grad=True)
@@ -112,12 +112,12 @@ def test_what_groups_keep_has_a_name() -> None:
                 with off_interface(True, y, "g"):
                     y = y.sin() * weight
                 y = off_interface.group_commit(y, name="g")
-            found.append(backend.memory.live)
+            peaks.append(backend.memory.live)
             y.backward(torch.empty_like(y))
             del y
             backend.synchronize()
             manager.reset()
-    first, second = found
+    first, second = peaks
     assert first["kept"] == 0 and first["in flight"] == 4 * nbytes
     assert second["kept"] == 2 * nbytes, "the input of its sine, and its factor"
     assert second["in flight"] == 2 * nbytes

@@ -135,8 +135,8 @@ def test_a_file_says_the_same_as_the_class(tmp_path: Path) -> None:
 
 
 def test_the_last_rank_of_1f1b_counts_from_zero() -> None:
-    forwards = [one for one in order(Schedule1F1B, 3, 3, 6).actions[2] if one.kind == "FORWARD"]
-    assert [one.microbatch for one in forwards] == list(range(6))
+    forwards = [a for a in order(Schedule1F1B, 3, 3, 6).actions[2] if a.kind == "FORWARD"]
+    assert [a.microbatch for a in forwards] == list(range(6))
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_one_rank_alone_does_what_the_schedule_itself_does(
                 real.step(*split[0][0], target=target, return_outputs=False)
             moved = manager.statistics().bytes_offloaded - moved
     made = order(schedule, 1, each, num)
-    (found,) = run_pipeline(made, modules(each), DEVICES["H100"], config=CONFIG).ranks
-    assert found.bytes_offloaded == moved
-    assert found.busy_s == pytest.approx(backend.compute.busy_s - busy_s, abs=1e-12)
-    assert found.peak_bytes == backend.memory.peak_bytes
+    (rank_step,) = run_pipeline(made, modules(each), DEVICES["H100"], config=CONFIG).ranks
+    assert rank_step.bytes_offloaded == moved
+    assert rank_step.busy_s == pytest.approx(backend.compute.busy_s - busy_s, abs=1e-12)
+    assert rank_step.peak_bytes == backend.memory.peak_bytes
 
 
 def test_each_rank_has_a_host_budget_of_its_own() -> None:
@@ -297,8 +297,8 @@ def test_a_failure_leaves_no_manager_behind() -> None:
         run_pipeline(order(ScheduleGPipe, 2, 2, 2), work, EVEN, config=CONFIG)
     assert PipelineOffloadManager.OFFLOAD_MGR is before
     assert not hasattr(work.stages[0], "_pp_offload_handle")
-    found = run_pipeline(order(ScheduleGPipe, 2, 2, 2), modules(2), EVEN, config=CONFIG)
-    assert found.ranks[0].bytes_offloaded > 0
+    step = run_pipeline(order(ScheduleGPipe, 2, 2, 2), modules(2), EVEN, config=CONFIG)
+    assert step.ranks[0].bytes_offloaded > 0
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {

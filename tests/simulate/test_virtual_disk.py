@@ -114,7 +114,7 @@ def test_a_step_takes_as_long_as_its_disk(rate: float | None, least_s: float | N
 
 
 def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
-    found = []
+    results = []
     for backend in (make_backend("eager"), VirtualBackend(replace(PLAIN, link_bytes_per_s=inf))):
         config = OffloadConfig(
             device_limit_bytes=None, min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path
@@ -126,9 +126,9 @@ def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
                 inputs = [x.to(backend.device) for x in batches(3, 64, step)]
                 run_step(model, inputs, in_flight=2)
                 forwards.append(manager.statistics().bytes_offloaded)
-            found.append((forwards, manager.statistics().disk_bytes_in_use))
-    assert found[0] == found[1]
-    assert found[0][0][-1] > 0 and found[0][1] == 0
+            results.append((forwards, manager.statistics().disk_bytes_in_use))
+    assert results[0] == results[1]
+    assert results[0][0][-1] > 0 and results[0][1] == 0
 
 
 def test_a_trace_shows_it_by_the_same_clock(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_compiled_before_or_after(name: str, compiles: Callable[[Model], None], 
         if when == "after":
             compiles(model)
         for rows in (2, 3, 5):
-            outputs = [one(torch.ones(rows, 8)) for one in (model, plain)]
+            outputs = [module(torch.ones(rows, 8)) for module in (model, plain)]
             for output in outputs:
                 output.sum().backward()
             assert same_bits(outputs[:1], outputs[1:]) and same_bits(state(model), state(plain))

@@ -88,8 +88,8 @@ def step(model: nn.Module, backend: Backend, number: int) -> list[Tensor]:
 
 def exchanged(model: nn.Module) -> list[Any]:
     """Whatever may be exchanged: parameters, and functions that checkpoint."""
-    values = [one for module in model.modules() for one in module._parameters.values()]
-    return values + [vars(one)[CHECKPOINT] for one in model.modules() if CHECKPOINT in vars(one)]
+    values = [parameter for module in model.modules() for parameter in module._parameters.values()]
+    return values + [vars(m)[CHECKPOINT] for m in model.modules() if CHECKPOINT in vars(m)]
 
 
 def may_be_interrupted(point: Point) -> bool:
@@ -108,7 +108,7 @@ def test_an_interrupt_at_every_line(
         model = make(backend)
         expected = [step(model, backend, number) for number in range(3)]
         points = points_in(PATHS, lambda: model(inputs(backend, 1)))
-        points = [one for one in chosen(points, every=every) if may_be_interrupted(one)]
+        points = [point for point in chosen(points, every=every) if may_be_interrupted(point)]
     assert len(points) > 100 // every
     for point in points:
         backend = make_backend(kind)

@@ -44,7 +44,7 @@ def stack() -> nn.Sequential:
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
     """What is saved of adapters on a frozen base."""
-    return {name: one for name, one in model.state_dict().items() if "base" not in name}
+    return {name: tensor for name, tensor in model.state_dict().items() if "base" not in name}
 
 
 def saved(model: nn.Module) -> bytes:

@@ -38,8 +38,8 @@ class Outer(nn.Module):
         self.is_interrupted = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for one in self.inner:
-            x = one(x)
+        for layer in self.inner:
+            x = layer(x)
         if self.is_interrupted:
             raise KeyboardInterrupt
         return x
@@ -73,8 +73,8 @@ def test_an_interrupt_outside_of_layers_leaves_nothing_to_another_forward(
         model.inner[0].interrupted_behind = None
         backend.synchronize()  # else the write and a copy that is under way are a race
         for step in (2, 3):
-            for one in (model, plain):
-                for parameter in one.parameters():
+            for module in (model, plain):
+                for parameter in module.parameters():
                     parameter.data.mul_(step)
             assert same_bits([model.inner[0](x)], [plain.inner[0](x)])
     backend.check()

@@ -24,17 +24,17 @@ def test_there_and_back(backend) -> None:
         sources.append(torch.randn(3, dtype=torch.complex64).to(backend.device).conj())
         sources.append(torch.arange(5, device=backend.device)[::2])
         sent = copies.synchronize(copies.copy_to_host(sources, "gradients"))
-        assert all(one.device.type == "cpu" for one in sent)
+        assert all(tensor.device.type == "cpu" for tensor in sent)
         brought = copies.synchronize(copies.copy_to_device(sent, "parameters"))
-        for one, host, source in zip(brought, sent, sources, strict=True):
-            assert one.device == backend.device and one.dtype == source.dtype
-            assert torch.equal(one, source) and torch.equal(host, source.cpu())
+        for tensor, host, source in zip(brought, sent, sources, strict=True):
+            assert tensor.device == backend.device and tensor.dtype == source.dtype
+            assert torch.equal(tensor, source) and torch.equal(host, source.cpu())
         assert sent[4].stride() == sources[4].stride()
         assert brought[4].stride() == sources[4].stride()
-        moved = sum(one.numel() * one.itemsize for one in sources)
-        told = copies.statistics()
-        assert told.bytes_offloaded == told.bytes_reloaded == moved
-        assert told.bytes_in_flight == 0
+        moved = sum(tensor.numel() * tensor.itemsize for tensor in sources)
+        statistics = copies.statistics()
+        assert statistics.bytes_offloaded == statistics.bytes_reloaded == moved
+        assert statistics.bytes_in_flight == 0
 
 
 @pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
@@ -68,8 +68,8 @@ def test_memory_outlives_a_copy_that_was_cut_off(way: str, monkeypatch) -> None:
             getattr(copies, way)([torch.ones(4)], "parameters")
         copies.poll()
         backend.synchronize()  # it raises if a copy uses what was freed
-        told = copies.statistics()
-        assert told.bytes_in_flight == told.host_bytes_in_use == 0
+        statistics = copies.statistics()
+        assert statistics.bytes_in_flight == statistics.host_bytes_in_use == 0
         backend.check()
 
 

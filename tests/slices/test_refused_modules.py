@@ -96,9 +96,9 @@ def test_a_parameter_that_gets_another_name_later(backend: Backend, change: Chan
         model, handle = as_layers(layers, backend)
         x = input_for(backend)
         model(x)
-        for one in (plain, layers):
-            change(one[1][0])
-            one[2][0].bias = None
+        for each in (plain, layers):
+            change(each[1][0])
+            each[2][0].bias = None
         message = r"Linear in 0\.1 had a parameter 'weight'.* now has \[.*'bias'.*close\(\)"
         for _ in range(2):
             with pytest.raises(OffloadError, match=message):

@@ -28,9 +28,9 @@ def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
     backend = SimulatedBackend("late")
     with backend.activate():
         cache = SliceCache(PlainCopies(backend, OffloadConfig()))
-        (one,) = slices_of(1)
-        (first,) = cache.use(one, RUN)
+        (slice_,) = slices_of(1)
+        (first,) = cache.use(slice_, RUN)
         with backend.stream(backend.new_stream("other")):
-            (second,) = cache.use(one, RUN)
+            (second,) = cache.use(slice_, RUN)
             assert second is not first and second.add(1).eq(1).all()
         backend.check()

@@ -15,7 +15,7 @@ def layers_of(*sizes: int) -> list[dict[int, int]]:
 
 
 def largest(layers, slices) -> int:
-    return max(slice_bytes([layers[i] for i in one]) for one in slices)
+    return max(slice_bytes([layers[i] for i in indices]) for indices in slices)
 
 
 def smallest_largest(layers, num_slices: int) -> int:
@@ -51,5 +51,5 @@ def test_no_way_to_cut_is_better(seed: int) -> None:
     for num_slices in range(1, len(layers) + 1):
         slices = partition(layers, num_slices)
         assert len(slices) == num_slices and all(slices)
-        assert [i for one in slices for i in one] == list(range(len(layers)))
+        assert [i for indices in slices for i in indices] == list(range(len(layers)))
         assert largest(layers, slices) == smallest_largest(layers, num_slices)

@@ -90,7 +90,7 @@ def test_from_the_second_forward_on_each_call_is_foreseen(order: list[int] | Non
             layer.register_forward_hook(lambda *_: seen.append(handle.parameter_bytes_on_device))
         model(input_for(backend))
         calls = model.order
-        moves = 1 + sum(one != other for one, other in zip(calls, calls[1:], strict=False))
+        moves = 1 + sum(call != other for call, other in zip(calls, calls[1:], strict=False))
         assert handle.statistics().bytes_reloaded - before == moves * ONE
         is_last = [calls[i:] == [calls[i]] * (len(calls) - i) for i in range(len(calls))]
         repeats = [i + 1 < len(calls) and calls[i] == calls[i + 1] for i in range(len(calls))]
@@ -195,7 +195,7 @@ def test_when_it_is_closed_the_model_is_as_it_was() -> None:
     y.sum().backward()
     assert all(layer.weight.grad is not None for layer in model.layers), "graphs live on"
     after = [dict(vars(module)) for module in model.modules()]
-    assert [set(one) for one in after] == [set(one) for one in attributes]
+    assert [set(names) for names in after] == [set(names) for names in attributes]
     assert not model._forward_hooks and not model._forward_pre_hooks
     handle.close()
 

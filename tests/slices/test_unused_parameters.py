@@ -136,7 +136,7 @@ def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward
         backend = make_backend(device)
         with backend.activate():
             model = of_kind(way, layers(), backend)
-            heard = [Heard(parameter) for parameter in model.parameters()]
+            listeners = [Heard(parameter) for parameter in model.parameters()]
             grads: list[Tensor | None] = []
             for step, experts in enumerate([(0, 0), (1, 2), (1, 1), (2, 0)]):
                 x = inputs(step, experts, backend.device)
@@ -144,7 +144,7 @@ def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward
                 grads += gradients if isinstance(gradients, list) else []
             grads += [parameter.grad for parameter in model.parameters()]
             on_host = [None if gradient is None else gradient.detach().cpu() for gradient in grads]
-            results.append(([listener.events for listener in heard], on_host))
+            results.append(([listener.events for listener in listeners], on_host))
             for parameter in model.parameters():
                 parameter.grad = None  # a gradient with a graph refers to its parameter
     (plain_heard, plain), (model_heard, grads) = results

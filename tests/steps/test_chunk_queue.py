@@ -38,7 +38,7 @@ def grid(vp_size: int, num_microbatches: int) -> list[Chunk]:
 
 
 def keys(chunks: object) -> list[tuple[int, int]]:
-    return [tuple(one.key) for one in chunks]  # type: ignore[attr-defined]
+    return [tuple(chunk.key) for chunk in chunks]  # type: ignore[attr-defined]
 
 
 def keys_in(queue: ChunkQueue) -> list[tuple[int, int]]:
@@ -47,10 +47,10 @@ def keys_in(queue: ChunkQueue) -> list[tuple[int, int]]:
 
 
 def pop_all(queue: ChunkQueue, name: str | None = None) -> list[tuple[int, int]]:
-    found = []
-    while (one := queue.pop(name)) is not None:
-        found.append(one)
-    return keys(found)
+    chunks = []
+    while (popped := queue.pop(name)) is not None:
+        chunks.append(popped)
+    return keys(chunks)
 
 
 @pytest.mark.parametrize("vp_size", [1, 2, 3, 5])
@@ -88,8 +88,8 @@ def test_a_name_selects_the_next_chunk_that_has_it_and_empty_chunks_are_skipped(
 def test_an_unknown_chunk_comes_last() -> None:
     queue = ChunkQueue()
     queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
-    for one in (chunk(0, 7), Chunk(None), chunk(0, 0), chunk(0, 1)):
-        queue.push(one)
+    for item in (chunk(0, 7), Chunk(None), chunk(0, 0), chunk(0, 1)):
+        queue.push(item)
     assert [each.key for each in queue._queued] == [
         ChunkKey(0, 1),
         ChunkKey(0, 0),

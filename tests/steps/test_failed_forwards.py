@@ -86,7 +86,7 @@ def forward(
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if "group '" in one.getMessage()]
+    return [record.getMessage() for record in caplog.records if "group '" in record.getMessage()]
 
 
 @on_two_backends
@@ -120,7 +120,7 @@ def test_a_group_that_was_never_committed(
     forward(manager, product, torch.exp, commits=False).sum().backward()
     with pytest.raises(GroupStateError, match="never committed"):
         manager.reset()
-    assert [said for said in warned(caplog) if "'mlp'" in said and "never committed" in said]
+    assert [text for text in warned(caplog) if "'mlp'" in text and "never committed" in text]
 
 
 @on_two_backends

@@ -32,7 +32,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) ->
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             check.check(OffloadConfig(plan=plan, **run), 0, **about)
-    return [one.getMessage() for one in caplog.records]
+    return [record.getMessage() for record in caplog.records]
 
 
 def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,7 +95,7 @@ def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
     made_with = MADE_FOR | {"min_offloaded_tensor_size": 16}
     with caplog.at_level(logging.WARNING):
         steps(OffloadConfig(plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)))
-    options, groups = (one.getMessage() for one in caplog.records)
+    options, groups = (record.getMessage() for record in caplog.records)
     assert "min_offloaded_tensor_size 16, here 1" in options
     assert "groups of a microbatch are not in the plan of OffloadConfig" in groups
     assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups

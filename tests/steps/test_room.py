@@ -45,8 +45,8 @@ def test_losses_and_gradients_are_those_without(
         inputs = batches(num, step=number, length=length)
         expected = run_step(make_model(groups=()), inputs, in_flight=in_flight, offload=False)
         before = manager.statistics().bytes_offloaded
-        found = run_step(make_model(), inputs, in_flight=in_flight)
-        assert same_bits(found, expected)
+        tensors = run_step(make_model(), inputs, in_flight=in_flight)
+        assert same_bits(tensors, expected)
         sent.append(manager.statistics().bytes_offloaded - before)
     backend.check()
     if limit_bytes == 4000:

@@ -18,13 +18,13 @@ from pp_offload._groups.plan import ChunkShape
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often what takes time for every group was called."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
+            counts[name] += 1
             return function(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, counted)
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count(plans, "groups_to_keep")
     count(ChunkShape, "by_key")
     plans.make_plan.cache_clear()
-    return found
+    return counts
 
 
 @on_two_backends

@@ -50,7 +50,7 @@ class Managers:
     def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
         yield
         counts = [manager.offloader.engine.mover.counts for manager in managers]
-        self.moved = [replace(one, stalled_ms=None) for one in counts]
+        self.moved = [replace(count, stalled_ms=None) for count in counts]
 
 
 @dataclass

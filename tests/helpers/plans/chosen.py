@@ -37,9 +37,9 @@ def check_follows(drawn: Drawn, plan: OffloadPlan) -> None:
     runs = [run_pipeline(*how, **options, num_steps=num) for num in (1, NUM_PROVEN)]
     for number, rank in enumerate(plan.ranks):
         each = [step.ranks[number] for step in runs]
-        assert rank.peak_bytes == max(one.peak_bytes for one in each) <= plan.limit_bytes
+        assert rank.peak_bytes == max(result.peak_bytes for result in each) <= plan.limit_bytes
         assert rank.host_peak_bytes == each[-1].host_peak_bytes
-        assert {one.bounds for one in each} == {rank.bounds}
+        assert {result.bounds for result in each} == {rank.bounds}
     assert plan.seconds == pytest.approx(runs[-1].seconds, rel=1e-9)
     assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
 

@@ -88,8 +88,8 @@ def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
     for part in chooser.BOUNDS if is_free else [1]:
         bounds = [(max(1, int(part * flying)), max(1, int(part * ahead))) for flying, ahead in own]
         for bits in product([False, True], repeat=len(places)):
-            kept = [place for place, bit in zip(places, bits, strict=True) if bit]
-            yield choice_of(config_of(kept, bounds))
+            resident = [place for place, bit in zip(places, bits, strict=True) if bit]
+            yield choice_of(config_of(resident, bounds))
 
 
 def each_number(tapes: list[RankTapes]) -> Iterator[list[RankTapes]]:

@@ -88,12 +88,12 @@ def make_stage(mesh: DeviceMesh, seed: int, sharding: str) -> nn.Module:
 
 def gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
     """This rank's shards of them."""
-    found = [
+    tensors = [
         p.grad.to_local().clone() for m in modules for p in m.parameters() if p.grad is not None
     ]
     for module in modules:
         module.zero_grad()
-    return found
+    return tensors
 
 
 def draw(step: int, num: int) -> list[Tensor]:

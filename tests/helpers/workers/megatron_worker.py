@@ -125,9 +125,9 @@ def train(virtual: int | None, *, offload: bool, recompute: bool) -> list[Tensor
                 chunk.train(not is_evaluation)
             data = [batches(step) for _ in chunks]
             losses = run(data_iterator=data if virtual else data[0], forward_only=is_evaluation)
-            seen += [one["loss"] for one in losses]
+            seen += [entry["loss"] for entry in losses]
         for chunk in chunks:
-            seen += [one.grad.clone() for one in chunk.parameters() if one.grad is not None]
+            seen += [p.grad.clone() for p in chunk.parameters() if p.grad is not None]
             chunk.zero_grad()
     return seen
 
