@@ -1,13 +1,13 @@
-"""Where the bytes of a batch are off the device: host memory, or a disk behind it.
+"""Tiers, which hold the bytes of batches: host memory, or a disk behind it.
 
     tier = make_tier(backend, OffloadConfig(tiers=("host", "disk")), backend.allocate_host)
     batch.place = tier.take(batch, sizes, specs)  # MemoryError: no room, nothing has changed
     tier.write(batch)                             # by a thread, if the batch has a ``passage``
     ...                                           # all is free when the batch is garbage
 
-Once they are written, the disk alone has the bytes. To come back, a thread reads them to host
-memory; from there on their way is that of any batch, and once they are on the device the memory is
-free again. What is asked for before it is written comes from host memory.
+After the write, only the disk has the bytes. To come back, they are read to host memory by a
+thread, then copied like any batch; once they are on the device that memory is free again. A reload
+before the write has ended uses host memory.
 
 A tier of your own writes and reads as :class:`~pp_offload._memory.disk_file.DiskFile` does: it has
 ``write``, whose result has ``event`` and ``failure``, ``read_into``, ``close`` and the counts.
@@ -20,10 +20,10 @@ NOTE [ When the disk fails ]
     the next step tries again. A failed read raises at each use, which tries to read again.
 
 NOTE [ On the way ]
-    Host memory that bytes pass through is bounded like device memory in flight. Who finds it full
-    waits for the furthest work of a thread, without the lock. Without such work, a batch that
-    leaves stays on the device, and one that must come back goes over the budget: it has no other
-    way. A thread's work may outlive the batch, so a read keeps its memory until the read ends.
+    Host memory that bytes pass through is bounded like device memory in flight. If it is full, the
+    caller waits for the thread's work that frees memory next, without the lock. Without such work, a
+    batch that leaves stays on the device, and one that must come back exceeds the budget: it has no
+    other way. A thread's work may outlive the batch, so a read keeps memory until it ends.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ from pp_offload.errors import NotWhileCapturingError, TierError
 logger = logger_of(__name__)
 
 STAGING_SHARE = 8
-"""One part in so many of the host budget is left for what passes through to the disk."""
+"""1/8 of the host budget is reserved for bytes on the way to the disk."""
 
 STAGING_BYTES = 2**29
-"""How much may pass through where no option says so."""
+"""Default bound on bytes that pass through host memory."""
 
 OR_THE_DISK = f'{RAISE_IT}, or let the disk take the rest with tiers=("host", "disk")'
-"""What helps where there is only host memory."""
+"""Advice where there is only host memory."""
 
 FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whole group at a time"
-"""What helps where the disk is there already."""
+"""Advice where there is a disk already."""
 
 
 class Busy(Exception):
-    """Without room until ``event`` has ended. Nothing has changed; wait, and try again."""
+    """Raised if there is no room until ``event`` has ended. Nothing has changed: wait, then retry."""
 
     def __init__(self, event: Event) -> None:
         self.event = event
 
 
 class Read(NamedTuple):
-    """A thread reads a batch back to host memory."""
+    """A read of a batch back to host memory, by a thread."""
 
     batch: weakref.ref[Batch]
     event: Event
@@ -84,12 +84,12 @@ class HostTier:
     """Host memory under the budget of the process. The caller holds the mover's lock.
 
     Args:
-        pool: Deals it out.
+        pool: Gives host memory.
 
     Attributes:
-        pools: All that deal out host memory.
-        disk: What bytes go to behind host memory.
-        reads: What threads read, in order.
+        pools: All pools of host memory.
+        disk: Store behind host memory; None without one.
+        reads: Reads by threads, in order.
     """
 
     disk: Any = None
@@ -102,19 +102,19 @@ class HostTier:
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> HostBytes:
-        """Host memory for payloads, shaped like them, free again when ``owner`` is garbage.
+        """Return host memory shaped like the payloads, free again when ``owner`` is garbage.
 
         Args:
             owner: Referred to weakly; the batch, or a passage.
             sizes: Bytes of each payload.
-            specs: What each looks like.
+            specs: Shape and dtype of each payload.
             force: Go over the budget.
 
         Raises:
             MemoryError: There is no room. The message names the budget.
         """
         place = self.pool.take(sizes, owner, force=force)
-        if specs != place.specs:  # else the same as in the last step, and shaped already
+        if specs != place.specs:  # else shaped already, in the last step
             with torch.inference_mode(False):
                 views = zip(place.views, specs, strict=True)
                 place.tensors = [view.view(dtype).view(shape) for view, (shape, dtype) in views]
@@ -122,19 +122,19 @@ class HostTier:
         return place
 
     def retry(self) -> None:
-        """A step has ended: what failed may work again."""
+        """Allow what failed to be tried again: a step has ended."""
 
 
 class DiskTier(HostTier):
     """A disk, behind host memory that bytes pass through.
 
     Args:
-        pool: Deals that memory out.
-        bound: On it.
+        pool: Gives host memory that bytes pass through.
+        bound: Bound on bytes that pass through.
         backend: The device.
-        disk: Writes and reads.
-        host: Where batches stay that have room there; None if all go to disk.
-        name: In messages.
+        disk: Store that writes and reads.
+        host: Tier of batches that stay in host memory; None if all go to disk.
+        name: Name of the disk in messages.
 
     Attributes:
         writing: Batches that threads write, in order.
@@ -162,11 +162,11 @@ class DiskTier(HostTier):
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> HostBytes:
-        """As in :class:`HostTier`. What only passes through is owned by ``owner.passage``, which is
-        set then.
+        """Return host memory as :class:`HostTier` does. If bytes only pass through it, its owner is
+        ``owner.passage``, which is set then.
 
         Raises:
-            Busy: A thread's work makes room.
+            Busy: The work of a thread will make room.
             MemoryError: There is no room, or the disk has failed.
         """
         if self._host is not None:
@@ -181,12 +181,12 @@ class DiskTier(HostTier):
         return owner.passage.host
 
     def write(self, batch: Batch) -> None:
-        """Have a thread write a batch that passes through, behind ``batch.offloaded``."""
+        """Queue a write of a batch that passes through, behind ``batch.offloaded``."""
         batch.write = self.disk.write(batch.place.views, after=[batch.offloaded])
         self.writing.append(weakref.ref(batch))
 
     def read(self, batch: Batch, *, force: bool = False) -> None:
-        """Have a thread read a batch back to host memory; :meth:`poll` sees that it has. Raises as
+        """Queue a read of a batch back to host memory; :meth:`poll` notices its end. Raises as
         :meth:`passage`.
         """
         passage = self.passage(batch.sizes, batch.specs, force=force)
@@ -195,15 +195,15 @@ class DiskTier(HostTier):
         self.reads.append(Read(weakref.ref(batch), batch.reading, passage))
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
-        """Host memory on the way; see NOTE [ On the way ].
+        """Return host memory that bytes pass through; see NOTE [ On the way ].
 
         Args:
             sizes: As for :meth:`take`.
-            specs: Likewise.
+            specs: As for :meth:`take`.
             force: Go over the budget where no thread's work makes room.
 
         Raises:
-            Busy: A thread's work makes room.
+            Busy: The work of a thread will make room.
             MemoryError: There is no room.
         """
         self.poll()
@@ -219,14 +219,14 @@ class DiskTier(HostTier):
         return passage
 
     def furthest(self) -> Event | None:
-        """The end of what makes room next, if something does."""
+        """Return the event of the first write, else read: its end frees staging memory next."""
         for ref in self.writing:
             if (batch := ref()) is not None:
                 return batch.write.event  # type: ignore[no-any-return]
         return self.reads[0].event if self.reads else None
 
     def poll(self) -> None:
-        """Let go of host memory whose bytes are on disk, and hand over what was read; see
+        """Free host memory whose bytes are on disk, and give batches the memory read for them; see
         NOTE [ When the disk fails ].
         """
         while self.writing:
@@ -243,8 +243,8 @@ class DiskTier(HostTier):
             self.reads.remove(read)
             if (batch := read.batch()) is not None:
                 try:
-                    read.event.synchronize()  # which has ended
-                except TierError:  # who asks for it reads it again, and hears why not
+                    read.event.synchronize()  # ended; raises its failure
+                except TierError:  # the next use reads again, and raises
                     batch.reading = None
                 else:
                     batch.passage, batch.place = read.passage, read.passage.host
@@ -272,7 +272,7 @@ class DiskTier(HostTier):
 
 
 OWN: dict[str, Callable[[OffloadConfig], Any]] = {}
-"""By name: what makes the disk of a tier that somebody added."""
+"""Functions that make the disk of an added tier, by name."""
 
 
 def add_tier(name: str, make: Callable[[OffloadConfig], Any]) -> None:
@@ -282,11 +282,11 @@ def add_tier(name: str, make: Callable[[OffloadConfig], Any]) -> None:
 
 
 def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> HostTier:
-    """Where batches go.
+    """Make the tier that batches go to.
 
     Args:
         backend: The device.
-        config: Says which tiers, and how much of them.
+        config: Names the tiers and their limits.
         allocate: Gives host memory that copies can use.
 
     Raises:

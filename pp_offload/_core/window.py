@@ -1,11 +1,11 @@
-"""What comes back next, and how much at a time: reloads ahead of backward, up to a window of bytes.
+"""Reloads groups ahead of backward, up to a window of bytes.
 
     window  |== this group ==|== next ==|= next chunk's last =|
             used -->                                          <-- reloaded
 
-It begins where backward is. The group's own payloads come first, then those of the groups that
-backward visits next, across chunks: earliest needed first. When part of the window has been used it
-is filled again.
+The window begins at backward's group. That group's payloads come first, then those of groups that
+backward visits next, across chunks: earliest needed first. When a part of the window has been used
+it is filled again.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
 
 Visit = Any
-"""Backward comes to a group. It has ``batch``, ``borrowed``, ``wanted`` and ``uses`` as a Group."""
+"""A group that backward visits: it has ``batch``, ``borrowed``, ``wanted`` and ``uses``."""
 
 
 class Order(Protocol):
-    """Knows what backward visits. It steers what comes ahead, and no tensor depends on it."""
+    """Order in which backward visits groups. Reloads ahead depend on it, but no tensor does."""
 
     def after(self, group: Group) -> Iterator[Visit]:
-        """What backward visits behind ``group``, next one first."""
+        """Return the groups that backward visits behind ``group``, next one first."""
         ...
 
     def begin(self, group: Group) -> None:
-        """Backward has reached ``group``."""
+        """Note that backward has reached ``group``."""
         ...
 
 
 class Window:
-    """Fills the window.
+    """Reloads payloads ahead of their use.
 
     Args:
         mover: Queues the copies.
-        order: Says which groups come next.
-        window_bytes: Device bytes that may be there unused; ``auto`` lets the engine choose.
+        order: Gives the groups that come next.
+        window_bytes: Bound on unused device bytes; ``auto`` lets the engine choose.
 
     Attributes:
-        bound: On these bytes.
+        bound: The bound on unused bytes.
         below_bytes: With fewer bytes unused, the mover calls :meth:`fill`.
     """
 
@@ -61,7 +61,7 @@ class Window:
         mover.window = self
 
     def reach(self, group: Group) -> None:
-        """Backward is about to use ``group`` for the first time."""
+        """Mark ``group`` as reached, reload what is missing of it, and refill the window."""
         mover = self._mover
         with mover.lock:
             if not group.is_used:
@@ -86,37 +86,37 @@ class Window:
                 self.fill()
 
     def begin_at(self, group: Group | None) -> None:
-        """Backward is at ``group``, or at none: the step is over."""
+        """Set the group that backward is at; None when the step is over."""
         self._current = group
         self.below_bytes = 0 if group is None else self._few_bytes
 
     def resume(self, group: Group | None) -> None:
-        """Backward is at ``group`` again, or at none: the step is over."""
+        """Set the group that backward is at again, or None, and refill the window."""
         with self._mover.lock:
             self.begin_at(group)
             self.fill()
 
     def choose(self, nbytes: int) -> None:
-        """The window has so many bytes from now on, if the options leave that to the engine."""
+        """Set the bytes of the window, unless an option fixed them."""
         with self._mover.lock:
             self.bound.choose(nbytes)
             self.resize()
 
     def expect(self, nbytes: int) -> None:
-        """A group of ``nbytes`` left, and will come back."""
+        """Fit bounds to a group of ``nbytes`` that left, and will come back."""
         if nbytes > self._largest:
             self._largest = nbytes
             self.bound.expect(nbytes)
             self._mover.in_flight.bound.expect(nbytes)
             self.resize()
         if self._current is not None:
-            self.below_bytes = self._few_bytes  # also where all was brought
+            self.below_bytes = self._few_bytes  # even if all was reloaded before
 
     def resize(self) -> None:
         self._few_bytes = refill_below(self.bound.nbytes)
 
     def fill(self) -> None:
-        """Bring what comes next until the window is full, where enough of it is free."""
+        """Reload what comes next until the window is full, where enough of it is free."""
         mover = self._mover
         with mover.lock:
             group, unused = self._current, mover.arrived.unused_bytes
@@ -126,7 +126,7 @@ class Window:
                 self.below_bytes = 0  # until another group leaves or is reached
 
     def _bring(self, group: Group, room: int) -> bool:
-        """Queue reloads up to ``room`` bytes; whether all that is known to come was queued."""
+        """Queue reloads up to ``room`` bytes; return whether all expected reloads were queued."""
         mover = self._mover
         together: list[Wanted] = []
         nbytes, is_complete = 0, True
@@ -137,13 +137,13 @@ class Window:
                 continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
                 if batch.mover is not mover:
-                    continue  # of a former epoch
+                    continue  # a batch of a former epoch
                 if batch.write is not None and mover.backend.is_capturing and visit is not group:
-                    continue  # what only comes ahead is no reason to refuse a capture
+                    continue  # a reload ahead is no reason to refuse a capture
                 size = sum(map(batch.sizes.__getitem__, indices))
                 if batch.leaving is not None and size <= room and mover.take_back(batch):
                     room -= size
-                    continue  # its sources are needed soon, and are there
+                    continue  # its sources are needed soon, and still there
                 if batch.place is None and (size <= room or room == self.bound.nbytes):
                     if not self._queue(together):
                         return False
@@ -160,12 +160,12 @@ class Window:
                     if not is_queued:
                         return False
                 if size > room:
-                    # A part of it, but not of what may be taken back when backward is there.
+                    # Reload a part, unless the batch may be taken back when backward is there.
                     if batch.place is not None and batch.leaving is None:
                         part = self.fitting(batch, indices)
                         if part and self._queue([(batch, part)]):
                             indices = indices[: -len(part)]
-                    # Until there is room for the next one, no use has to look again.
+                    # No use has to call fill() before there is room for the next payload.
                     next_bytes = sum([batch.sizes[index] for index in indices[-1:]])
                     enough = max(0, self.bound.nbytes - next_bytes) + 1
                     self.below_bytes = min(self._few_bytes, enough)
@@ -176,7 +176,7 @@ class Window:
         return self._queue(together) and is_complete
 
     def _queue(self, wanted: list[Wanted]) -> bool:
-        """Queue what comes ahead; whether it comes."""
+        """Queue reloads ahead; return whether that succeeded."""
         if wanted and not self._reload(wanted):
             return False
         for _, indices in wanted:
@@ -184,7 +184,7 @@ class Window:
         return True
 
     def _reload(self, wanted: list[Wanted]) -> bool:
-        """Whether it comes. On a device that is full, nothing does until it is asked for, or
+        """Queue reloads; return False if the device is full. No reload runs ahead then until
         backward reaches another group.
         """
         try:
@@ -195,8 +195,8 @@ class Window:
         return True
 
     def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
-        """Those payloads of a batch that the window has room for; one of them always, where nothing
-        else is there unused. Backward asks first for what was saved last.
+        """Return payloads of a batch that the window has room for; always one, if nothing else on
+        the device is unused. Backward asks first for what was saved last.
         """
         unused, sizes = self._mover.arrived.unused_bytes, batch.sizes
         room = self.bound.nbytes - unused
@@ -220,7 +220,7 @@ class Window:
         group, room = self._current, self.bound.nbytes
         if back.part is not None:
             back.part -= {index}
-            room = self._few_bytes  # what stays for the second part must not keep others away
+            room = self._few_bytes  # what stays for the second part must not block others
         for visit in () if group is None else self._order.after(group):
             for used_batch, indices in visit.uses():
                 if used_batch is batch and index in indices:
