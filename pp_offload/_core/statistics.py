@@ -12,7 +12,7 @@ COUNTERS = (
     "bytes_offloaded bytes_reloaded bytes_computed_again prefetched_reloads on_demand_reloads "
     "taken_back host_allocations disk_bytes_written disk_bytes_read".split()
 )
-"""Numbers that only grow as long as an engine lives. The others are states and peaks."""
+"""Counters, which only grow while an engine lives. Other numbers are states and peaks."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class OffloadStatistics:
     """Counts of an engine: bytes moved since it was made, and bytes that it holds now."""
 
     bytes_offloaded: int
-    """Copied, or queued to be copied, from the device to the host or to disk."""
+    """Bytes copied, or queued to be copied, from the device to the host or to disk."""
 
     bytes_reloaded: int
-    """Copied, or queued to be copied, from the host or from disk to the device."""
+    """Bytes copied, or queued to be copied, from the host or from disk to the device."""
 
     bytes_computed_again: int
-    """Of saved tensors that were neither copied nor kept, since backward computes them again: see
-    :attr:`OffloadConfig.rematerialize`.
+    """Bytes of saved tensors that backward computes again, so that they are neither copied nor
+    kept: see :attr:`OffloadConfig.rematerialize`.
     """
 
     host_bytes_in_use: int
@@ -74,10 +74,10 @@ class OffloadStatistics:
     """The most bytes on disk that were ever in use."""
 
     disk_bytes_written: int
-    """Written, or queued to be written."""
+    """Bytes written, or queued to be written, to disk."""
 
     disk_bytes_read: int
-    """Read, or queued to be read."""
+    """Bytes read, or queued to be read, from disk."""
 
     def since(self, before: OffloadStatistics) -> OffloadStatistics:
         """Return the counts from ``before`` until now.
@@ -104,8 +104,8 @@ class OffloadStatistics:
         return replace(self, **counted)
 
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
-        """Plain numbers by name, with a prefix such as ``"offload/"``, for a logger. What is None,
-        as ``stalled_ms`` on a device without a clock, is left out: 0 would be wrong.
+        """Return plain numbers by name, with a prefix such as ``"offload/"``, for a logger. None
+        values, as ``stalled_ms`` on a device without a clock, are left out: 0 would be wrong.
         """
         numbers = {prefix + field.name: getattr(self, field.name) for field in fields(self)}
         return {name: number for name, number in numbers.items() if number is not None}

@@ -1,5 +1,5 @@
-"""When copies and waits begin and end, by the device's own clock: events that know their time are
-recorded around them while an observer listens. The host waits for nothing.
+"""Times copies and waits by the device's own clock: while an observer listens, events that know
+their time are recorded around each. The host waits for nothing.
 
     laps = Laps.started(backend)
     observers.add(laps)
@@ -23,14 +23,14 @@ from pp_offload.backends import Backend, Event, Stream, TimedEvent, timed_by_hos
 
 
 class Laps(Observer):
-    """Copies to the host, copies to the device, and waits of compute for them.
+    """Laps of copies to the host, of copies to the device, and of waits of compute for these.
 
     Args:
-        begin: The times count from here.
+        begin: Event from which times count.
 
     Attributes:
-        end: The last point that :meth:`now` gave.
-        is_cut: Whether some of it ran in a capture, and has no times.
+        end: Last event that :meth:`now` returned.
+        is_cut: Whether a part ran in a capture, and has no times.
     """
 
     def __init__(self, begin: TimedEvent) -> None:
@@ -42,12 +42,12 @@ class Laps(Observer):
 
     @classmethod
     def started(cls, backend: Backend) -> Laps | None:
-        """Beginning now; None where the device has no clock, and in a capture."""
+        """Return Laps that begin now; None where the device has no clock, and in a capture."""
         begin = None if backend.is_capturing else backend.timed_event(backend.current_stream())
         return None if begin is None else cls(begin)
 
     def now(self, backend: Backend) -> TimedEvent | None:
-        """Behind all that the live compute stream was given; None in a capture."""
+        """Return an event behind all work of the live compute stream; None in a capture."""
         event = time_of(backend, backend.current_stream())
         if event is None:
             self.is_cut = True
@@ -56,12 +56,12 @@ class Laps(Observer):
         return event
 
     def are_over(self) -> bool:
-        """Whether all of it has ended, so that times can be read. Never blocks."""
+        """Whether all laps have ended, so that times can be read. Never blocks."""
         last = [laps[-1].end for laps in (self.offloads, self.reloads, self.waits) if laps]
         return all([event.query() for event in (self.end, *last)])
 
     def seconds_until(self, event: TimedEvent) -> float:
-        """From the begin to ``event``."""
+        """Return the seconds from the begin to ``event``."""
         return self.begin.elapsed_time(event) / 1e3
 
     def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
@@ -82,8 +82,8 @@ def seconds(laps: Iterable[Lap]) -> float:
 
 
 def time_of(backend: Backend, stream: Stream) -> TimedEvent | None:
-    """Behind all that ``stream`` was given, by the host's clock where the device has none; None in
-    a capture, where nothing runs.
+    """Return an event behind all work of ``stream``, by the host's clock where the device has none;
+    None in a capture, where nothing runs.
     """
     if backend.is_capturing:
         return None
@@ -99,7 +99,7 @@ def timed_copy(
     sources: list[Tensor],
     moved: Moved,
 ) -> Event:
-    """Have the backend queue copies on ``stream``, and tell observers when they run."""
+    """Queue copies on ``stream``, and give observers their lap."""
     label, to_host = moved[0][0].label, stream is backend.d2h
     begin = time_of(backend, stream)
     with named(label, direction(to_host)):
@@ -114,7 +114,7 @@ def timed_copy(
 def timed_wait(
     observers: Observers, backend: Backend, wait: Callable[[Event], None], event: Event
 ) -> None:
-    """Have compute wait for ``event``, and tell observers how long."""
+    """Make compute wait for ``event``, and give observers the lap."""
     live = backend.current_stream()
     begin = time_of(backend, live)
     wait(event)
@@ -132,5 +132,5 @@ def direction(to_host: bool) -> str:
 
 
 def named(label: str, what: str) -> AbstractContextManager[object]:
-    """A context with this name in ``torch.profiler``, where that runs."""
+    """Return a context with this name in ``torch.profiler``, if that runs."""
     return record_function(f"{label} ({what})") if is_profiling() else nullcontext()

@@ -1,4 +1,4 @@
-"""Takes apart tensors made of others, such as DTensor or a quantised one, and makes them again.
+"""Takes apart tensors made of other tensors, such as DTensor, and rebuilds them.
 
 A traceable wrapper subclass has no bytes of its own; it names the tensors inside it, and can make a
 tensor like itself around others.
@@ -26,14 +26,14 @@ from pp_offload._common.torch_private import (
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """What a tensor is besides the tensors inside it."""
+    """A tensor subclass without the tensors inside it."""
 
     kind: Any
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
     others: Mapping[str, Any]
-    """Attributes it names that are not tensors, such as the mesh of a DTensor."""
+    """Named attributes that are no tensors, such as the mesh of a DTensor."""
 
     def around(self, inner: Mapping[str, Tensor]) -> Tensor:
         parts = {**self.others, **inner}
@@ -42,7 +42,7 @@ class Wrapper:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is made of others, and can be made again of copies of them.
+    """Whether ``tensor`` is made of other tensors, and can be rebuilt from copies of them.
 
     A jagged nested tensor cannot: its ragged size belongs to one offsets tensor, not to its copy.
     """
@@ -53,12 +53,12 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def is_pending(tensor: Tensor) -> bool:
-    """Whether it stands for the result of a collective that nobody has waited for yet."""
+    """Whether ``tensor`` is the result of a collective that was not waited for yet."""
     return getattr(tensor, "completed", True) is False
 
 
 def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
-    """A wrapper without its tensors, and aliases of these, which may be wrappers again."""
+    """Return a wrapper without its tensors, and aliases of these, which may be wrappers again."""
     detached: Any = tensor.detach()
     names, context = detached.__tensor_flatten__()
     parts = {name: getattr(detached, name) for name in names}
@@ -68,7 +68,7 @@ def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that have the bytes; ``tensor`` itself unless it is a wrapper."""
+    """Yield the tensors that have the bytes; ``tensor`` itself unless it is a wrapper."""
     if not is_wrapper(tensor):
         yield tensor
         return
@@ -77,9 +77,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def witness(tensor: Tensor) -> Tensor:
-    """An alias with the version counter of a wrapper, which keeps nothing inside it alive.
+    """Return an alias with the version counter of a wrapper; it keeps no tensor inside alive.
 
-    The wrapper alone counts a change in place, not the tensors inside.
+    Only the wrapper counts a change in place, not the tensors inside.
     """
     with DisableTorchFunctionSubclass(), DisableTorchDispatch():
         return tensor.detach()

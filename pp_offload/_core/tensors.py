@@ -1,13 +1,13 @@
-"""Which tensors may move, and which bytes that means.
+"""Decides which tensors may move, and counts their bytes.
 
 ``payloads.py`` says when a storage moves whole; other views are gathered. Bytes are always counted
 on distinct elements: a broadcast is one element, however large its shape.
 
 NOTE [ Statistics ]
-    A small vector that needs no gradient may be what batch norm, or an observer, keeps from batch
-    to batch. Their kernels write it and count no change, also while a copy of it is under way, or
-    after one was made that another group would share. Autograd reads what is there at the backward,
-    so it has to stay. Where it is a module's buffer it may be known, but not to every product.
+    A small vector that needs no gradient may hold statistics that batch norm, or an observer, keeps
+    from batch to batch. Their kernels write it and count no change, also while a copy of it runs,
+    or after a copy that another group would share. Autograd reads its values at the backward, so it
+    has to stay. A module's buffer may be marked as such, but not in every product.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FLAGGED_DTYPES = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and (dtype.is_complex or str(dtype).startswith("torch.q"))
 )
-"""A tensor of another dtype is neither quantized nor lazily conjugated, and is not asked, for it
-would be asked at every save. Any may be lazily negated.
+"""Dtypes of tensors that may be quantized or lazily conjugated. Tensors of other dtypes skip these
+checks, which would run at every save. Any tensor may be lazily negated.
 """
 
 MAX_STATISTICS = 2**14
@@ -54,7 +54,7 @@ NOTE [ Transformer Engine ].
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a view lies in its storage. Counts are in elements of ``dtype``."""
+    """Layout of a view in its storage. Counts are in elements of ``dtype``."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -67,18 +67,18 @@ class Geometry:
 
     @property
     def distinct_numel(self) -> int:
-        """Elements in memory, a broadcast dimension counted once."""
+        """Number of elements in memory, a broadcast dimension counted once."""
         return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
 
     @property
     def span_numel(self) -> int:
-        """Elements from the first to the last, both counted, and those between."""
+        """Number of elements from the first to the last, with both and those between."""
         if 0 in self.size:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
     def compact_offset(self) -> int:
-        """The offset to come back with when only this view was gathered.
+        """Return the offset of a view that comes back after it alone was gathered.
 
         The offset itself, unless the memory before the view would be more than the view's own and
         more than :data:`MAX_PADDING_BYTES`; then the largest multiple of :data:`ALIGNMENT` bytes
@@ -89,16 +89,16 @@ class Geometry:
         return self.offset % max(1, ALIGNMENT // self.dtype.itemsize)
 
     def narrowed(self) -> Geometry:
-        """The same with each broadcast dimension narrowed to one element."""
+        """Return this geometry with each broadcast dimension narrowed to one element."""
         size = torch.Size(
             1 if s == 0 and n > 1 else n for n, s in zip(self.size, self.stride, strict=True)
         )
         return Geometry(self.dtype, size, self.stride, self.offset)
 
     def on_storage_of(self, payload: Tensor) -> Tensor:
-        """This view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
+        """Return this view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
 
-        Views made so share one version counter, as those autograd saved did.
+        Such views share one version counter, as the views that autograd saved did.
         """
         if payload.dtype != self.dtype:
             whole = payload.nbytes - payload.nbytes % self.dtype.itemsize
@@ -106,7 +106,7 @@ class Geometry:
         return payload.as_strided(self.size, self.stride, self.offset)
 
     def scattered(self, payload: Tensor) -> Tensor:
-        """This view in a storage of its own, filled from its gathered elements."""
+        """Return this view in a storage of its own, filled from its gathered elements."""
         offset = self.compact_offset()
         room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
         moved = replace(self, offset=offset)
@@ -115,7 +115,7 @@ class Geometry:
 
 
 def storage_bytes(tensor: Tensor) -> Tensor | None:
-    """The whole storage of ``tensor`` as a flat ``uint8`` view, with its version counter; no copy.
+    """Return the storage of ``tensor`` as a flat ``uint8`` view with its version counter; no copy.
 
     None if the storage is no whole number of elements of this dtype.
     """
@@ -124,7 +124,7 @@ def storage_bytes(tensor: Tensor) -> Tensor | None:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor as a flat ``uint8`` tensor; no copy.
+    """Return the bytes of a contiguous tensor as a flat ``uint8`` tensor; no copy.
 
     A contiguous tensor of one element may have any stride, and ``view`` keeps it.
     """
@@ -132,21 +132,21 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def as_dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if its elements do not fill one piece of memory, each once."""
+    """Return the tensor, or a copy if its elements do not fill one piece of memory, each once."""
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if is_dense(tensor) else tensor.clone()
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one piece of memory, each once."""
-    with disable_current_modes():  # it is no device memory
+    with disable_current_modes():  # a meta tensor is no device memory
         return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def has_new_strides(tensor: Tensor) -> bool:
     """Whether a contiguous tensor has the strides of a new one of its shape.
 
-    A dimension of size one may have any, and a microbatch of one sample has such a dimension.
+    A dimension of size one may have any stride; a microbatch of one sample has such a dimension.
     """
     if 1 not in tensor.shape:
         return True
@@ -159,7 +159,7 @@ def has_new_strides(tensor: Tensor) -> bool:
 
 
 class _KeyedRef(StorageRef):
-    """A storage held weakly, and its key, which is still known when the storage is gone."""
+    """Weak reference to a storage, with its key, which outlives the storage."""
 
     __slots__ = ("key",)
     key: int
@@ -168,11 +168,11 @@ class _KeyedRef(StorageRef):
 class StorageSet:
     """Storages by identity, held weakly: an address used again is not mistaken for the old one.
 
-    Any thread may add and ask. Entries of storages that are gone are removed later, for autograd
-    may free a marked tensor, and Python code that runs there would swallow exceptions.
+    Any thread may add and look up. Entries of freed storages are removed later, for autograd may
+    free a marked tensor, and Python code that runs there would swallow exceptions.
 
     Attributes:
-        refs: By key. A storage whose key is not there is not in the set; others have to be asked.
+        refs: Weak references by key. A missing key proves absence; for others, call :meth:`has`.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class StorageSet:
         self._lock = threading.Lock()  # an address may be added anew while its old entry is removed
 
     def add(self, tensor: Tensor) -> None:
-        """Add the storages of ``tensor`` and of those inside it; one without storage is ignored."""
+        """Add the storages of ``tensor`` and of inner tensors; skip a tensor without storage."""
         for plain in plain_tensors(tensor):
             if has_storage(plain):
                 self.add_storage(plain.untyped_storage())
@@ -225,16 +225,16 @@ def may_be_statistics(tensor: Tensor) -> bool:
 
 
 class Eligibility:
-    """Which saved tensors may leave the device.
+    """Decides which saved tensors may leave the device.
 
     Args:
-        device: Tensors elsewhere stay where they are.
+        device: The device; tensors on other devices stay there.
         kept: Storages of parameters, buffers and marked tensors. They and their views stay.
 
     Attributes:
-        elsewhere: Where the last one was that stays since it is on another device; None for none.
-        largest_small: By name of the group, shape of the largest tensor that is too small to leave;
-            None where nobody asks.
+        elsewhere: Device of the last tensor that stays for being on another device; None without.
+        largest_small: Shape of the largest tensor that is too small to leave, by name of the group;
+            None if not recorded.
     """
 
     def __init__(self, device: torch.device, kept: StorageSet) -> None:
@@ -244,13 +244,13 @@ class Eligibility:
         self.largest_small: dict[str, torch.Size] | None = None
 
     def note_small(self, name: str, tensor: Tensor) -> None:
-        """A group saved a tensor with too few elements to leave."""
+        """Record a saved tensor of a group that has too few elements to leave."""
         sizes = self.largest_small
         if sizes is not None and tensor.device == self.device and self.admits(tensor, 1):
             sizes[name] = max(sizes.get(name, tensor.shape), tensor.shape, key=torch.Size.numel)
 
     def elsewhere_said(self) -> str:
-        """What is wrong where all that was saved is on another device; empty if none is."""
+        """Return advice on tensors saved on another device; empty without any."""
         if self.elsewhere is None:
             return ""
         return (
@@ -288,7 +288,7 @@ class Eligibility:
                 self.kept.add(tensor)
             return False
         numel = tensor.numel()
-        if numel < min_numel or numel == 0:  # first, for most that stay are small
+        if numel < min_numel or numel == 0:  # first: most tensors that stay are small
             return False
         if numel <= MAX_STATISTICS and tensor.dim() <= 1 and may_be_statistics(tensor):
             return False

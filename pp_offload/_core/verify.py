@@ -1,8 +1,8 @@
 """Checks that are too slow to leave on: ``OffloadConfig(verify=True)``.
 
-The checksum of each payload that comes back is compared with that of what left. And when a chunk's
-forward is over, every storage that was offloaded should be gone from the device. If one is still
-there, offloading it was in vain, and a warning names its group and who holds the storage.
+Each payload that comes back must have the checksum that it left with. And when a chunk's forward is
+over, every offloaded storage should be freed. If a storage is still on the device, its offload was
+in vain, and a warning names its group and its holders.
 
     group 'mlp' offloaded 4096 bytes that are still on the device: a tensor of shape (32, 32), held
     by the variable 'kept' of forward() in model.py, line 12
@@ -30,18 +30,18 @@ from pp_offload.errors import VerifyError
 logger = logger_of(__name__)
 
 MAX_HOLDERS = 3
-"""Named in one message."""
+"""Most holders named in one message."""
 
 
 class Verifier:
-    """Knows the checksums of batches, and which storages should be gone."""
+    """Compares checksums of batches, and finds offloaded storages that were not freed."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, int, weakref.ref[UntypedStorage]]] = []
         self._warned: set[str] = set()
 
     def leaves(self, batch: Batch, payloads: Payloads) -> None:
-        """A batch leaves the device, and its payloads are there still; waits for the device."""
+        """Take checksums of payloads that are about to leave; waits for the device."""
         batch.back.checksums = [checksum_of(tensor) for tensor in payloads.tensors]
         for storage, nbytes in zip(payloads.storages, payloads.sizes, strict=True):
             if storage is not None:  # other tensors may need the storage of a view
@@ -49,14 +49,14 @@ class Verifier:
 
     @staticmethod
     def came(batch: Batch, index: int, tensor: Tensor) -> None:
-        """A payload is delivered; waits for the device. Raises a VerifyError if it differs."""
+        """Compare a delivered payload; waits for the device. Raises a VerifyError if it differs."""
         if batch.back.checksums:
             what = f"a tensor of group '{batch.label}' with payload shape {tuple(tensor.shape)}"
             check_same(tensor, batch.back.checksums[index], f"{what} came back")
 
     def check_freed(self) -> list[str]:
-        """Messages of storages that were offloaded since the last call and are still on the device;
-        each is logged once. To be called when copies have ended and their sources were let go.
+        """Return messages on storages that were offloaded since the last call and not freed; each
+        is logged once. To be called when copies have ended and their sources were let go.
         """
         watched, self._watched = self._watched, []
         messages = []
@@ -73,13 +73,13 @@ class Verifier:
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """The checksum of a dense tensor's bytes; waits for the device."""
+    """Return the checksum of a dense tensor's bytes; waits for the device."""
     return checksum(as_array(flat_bytes(tensor.contiguous()).cpu()))
 
 
 def check_same(tensor: Tensor, expected: int, came: str) -> None:
-    """Compare the checksum of a dense tensor with that of what left; waits for the device. Raises a
-    VerifyError if they differ, whose message begins with what ``came`` where.
+    """Raise a VerifyError, whose message begins with ``came``, if the checksum of a dense tensor is
+    not ``expected``. Waits for the device.
     """
     actual = checksum_of(tensor)
     if actual != expected:
@@ -115,7 +115,7 @@ def _holders(tensor: Tensor, tensors: Sequence[Tensor]) -> Iterator[str]:
 
 
 def _variables(tensor: Tensor) -> Iterator[str]:
-    """Local variables that hold ``tensor``, of all frames that run now, in any thread."""
+    """Yield local variables that hold ``tensor``, of all running frames in any thread."""
     for innermost in sys._current_frames().values():
         for frame, line in traceback.walk_stack(innermost):
             code = frame.f_code
