@@ -1,4 +1,4 @@
-"""How bytes move on this device: streams, events and copies."""
+"""Backends: streams, events and copies of a device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_backend(backend: object) -> None:
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
-    """``backend`` itself, which is checked, or the default one for None."""
+    """Return ``backend``, which is checked, or the default backend for None."""
     if backend is None:
         return default_backend()
     check_backend(backend)
@@ -50,7 +50,7 @@ def backend_or_default(backend: Backend | None) -> Backend:
 
 
 def default_backend(device: torch.device | None = None) -> Backend:
-    """The backend of a device; for None, of the accelerator where there is one, else the CPU."""
+    """Return the backend of ``device``; for None, of the accelerator if any, else of the CPU."""
     is_host = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
     if is_host:
         return CpuBackend()

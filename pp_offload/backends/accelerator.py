@@ -60,16 +60,16 @@ class AcceleratorBackend(Backend):
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
         module = torch.get_device_module(self.device)
-        # Of a device without graphs, bool: bool() is False.
+        # For a device without graphs, bool: bool() is False.
         self._ask: Callable[[], bool] = getattr(module, "is_current_stream_capturing", bool)
         self._capture = 0
-        self._capturing: Stream | None = None  # where the capture that goes on was seen first
+        self._capturing: Stream | None = None  # stream where the running capture was first seen
 
     is_capturing = property(methodcaller("_ask"))
     """Whether what is queued now becomes part of a graph instead of being run."""
 
     def capture_id(self) -> int:
-        """The number of the capture that goes on; 0 outside.
+        """Return the number of the running capture; 0 outside.
 
         Two captures have the same number if this was not called in between, unless the first was
         joined.
@@ -79,7 +79,7 @@ class AcceleratorBackend(Backend):
                 self._capturing = self.current_stream()
                 self._capture += 1
             return self._capture
-        # On another thread or stream, a capture may go on that the current stream is no part of.
+        # A capture may run on another thread or stream, and the current stream be no part of it.
         if self._capturing is not None and not self.captures_on(self._capturing):
             self._capturing = None
         return 0
@@ -95,7 +95,7 @@ class AcceleratorBackend(Backend):
             set_accelerator_device(device)
 
     def joined(self) -> None:
-        """A capture may have ended: the next one gets another number."""
+        """Give the next capture another number: this one may have ended."""
         self._capturing = None
 
     def timed_event(self, stream: Stream) -> TimedEvent:
@@ -104,8 +104,8 @@ class AcceleratorBackend(Backend):
         return cast(TimedEvent, event)
 
     def memory_bytes(self) -> int | None:
-        """Bytes that the driver has free, within this process's share, and that PyTorch's allocator
-        holds, less the gaps that it had between tensors.
+        """Return bytes that the driver has free, within this process's share, and that PyTorch's
+        allocator holds, less the gaps that it had between tensors.
         """
         module = torch.get_device_module(self.device)
         if not hasattr(module, "mem_get_info"):
@@ -118,7 +118,7 @@ class AcceleratorBackend(Backend):
         return max(0, int(nbytes - _of(stats, "inactive_split_bytes", "peak")))
 
     def allocated(self) -> Allocated | None:
-        """Bytes by PyTorch's allocator; None if the device has no statistics."""
+        """Return bytes of PyTorch's allocator; None if the device has no statistics."""
         stats = self._stats()
         if not stats:
             return None
@@ -152,7 +152,7 @@ class AcceleratorBackend(Backend):
             set_accelerator_device(device)  # the program's, which may be another
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Pinned memory; while a graph is captured there is only what was there before."""
+        """Return pinned memory; a capture can only use memory that was pinned before it."""
         if self.is_capturing:
             raise no_memory_in_captures(nbytes)
         try:
@@ -190,7 +190,7 @@ def _warn_of_one_queue() -> None:
 
 
 def _with_number(device: torch.device | None) -> torch.device:
-    """The device with its number, for a tensor's device has one, and is equal to no other."""
+    """Return the device with its number: a tensor's device has one, and equals no other."""
     # A torch built for CUDA names it as the accelerator also where there is no GPU.
     is_here = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if is_here else None

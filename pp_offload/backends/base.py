@@ -3,8 +3,8 @@
 The transfer engine is written against these protocols. ``torch.Stream`` and ``torch.Event`` satisfy
 :class:`Stream` and :class:`Event` as they are, so an accelerator needs no wrapping.
 
-    event = backend.d2h.record_event()          # after what was queued on d2h
-    backend.current_stream().wait_event(event)  # compute goes on only after it
+    event = backend.d2h.record_event()          # behind all work queued on d2h
+    backend.current_stream().wait_event(event)  # compute goes on only behind the event
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TimedEvent(Event, Protocol):
     """An event that knows when the stream passed it."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to ``end``, another one; both have been passed."""
+        """Return milliseconds from here to ``end``, another event; both must have been passed."""
 
 
 class Stream(Protocol):
@@ -42,17 +42,17 @@ class Stream(Protocol):
         """Let nothing queued from now on run before ``event``. The host does not block."""
 
     def record_event(self) -> Event:
-        """A new event after everything queued so far."""
+        """Return a new event behind everything queued so far."""
 
 
 class Allocated(NamedTuple):
     """Bytes of device memory.
 
     Attributes:
-        nbytes: That tensors have now.
-        peak_bytes: The most that they had since somebody last reset it.
-        reserved_bytes: What the allocator holds for them, if it tells.
-        num_retries: How often it had to give memory back before it got more, if it tells.
+        nbytes: Bytes that tensors have now.
+        peak_bytes: Most bytes that tensors had since the peak was last reset.
+        reserved_bytes: Bytes that the allocator holds for tensors, if it counts them.
+        num_retries: How often the allocator gave memory back to get more, if it counts that.
     """
 
     nbytes: int
@@ -65,14 +65,14 @@ class Allocated(NamedTuple):
 class Backend(Protocol):
     """One device: its live compute stream, two copy streams, and host memory for them.
 
-    A class that extends this inherits defaults of what most devices do not need.
+    A class that extends this inherits defaults for what most devices do not need.
     """
 
     name: str
-    """For messages: ``cpu``, ``simulated late``, ``cuda:0``."""
+    """Name in messages: ``cpu``, ``simulated late``, ``cuda:0``."""
 
     device: torch.device
-    """Where this backend's device tensors live; what a reload allocates on."""
+    """Device of tensors; a reload allocates on it."""
 
     is_host: bool
     """Whether device tensors are ordinary host memory."""
@@ -82,32 +82,32 @@ class Backend(Protocol):
         """Whether what is queued now becomes part of a graph instead of being run."""
 
     d2h: Stream
-    """Device to host copies, in order."""
+    """Stream of copies from device to host, in order."""
 
     h2d: Stream
-    """Host to device copies, in order."""
+    """Stream of copies from host to device, in order."""
 
-    if TYPE_CHECKING:  # at run time a property would hide what an instance has
+    if TYPE_CHECKING:  # at run time a property would hide an instance's attribute
 
         @property
         def current_stream(self) -> Callable[[], Stream]:
             """The compute stream that is current now, on the calling thread. Never cache it."""
 
     def timed_event(self, stream: Stream) -> TimedEvent | None:
-        """A new event after everything queued so far; None where the device has no clock."""
+        """Return a new event behind everything queued so far; None on a device without a clock."""
         return None
 
     def memory_bytes(self) -> int | None:
-        """Bytes of device memory that tensors of this process may have; None if unknown."""
+        """Return bytes of device memory that tensors of this process may have; None if unknown."""
         return None
 
     def allocated(self) -> Allocated | None:
-        """Device memory that tensors have; None if unknown. Takes tens of microseconds."""
+        """Return device memory that tensors have; None if unknown. Takes tens of microseconds."""
         return None
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
-        """A disk of the device's own, with the methods of a disk tier's file. None: a file is used,
-        in ``directory`` if the user gave one.
+        """Return a disk of the device's own, with the methods of a disk tier's file. None: a file
+        is used, in ``directory`` if the user gave one.
         """
         return None
 
@@ -116,23 +116,23 @@ class Backend(Protocol):
     ) -> None:
         """Queue ``targets[i].copy_(sources[i])`` for all ``i`` on ``stream``.
 
-        The caller keeps targets and sources alive until an event recorded after this has finished.
+        The caller keeps targets and sources alive until an event behind the copies has passed.
 
         Args:
             stream: :attr:`d2h` or :attr:`h2d`.
-            targets, sources: Of the same shapes and dtypes. No target overlaps another.
+            targets, sources: Tensors of the same shapes and dtypes. No target overlaps another.
             label: The group these bytes belong to, for messages.
         """
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """A flat ``uint8`` host tensor that :meth:`copy` can use asynchronously.
+        """Return a flat ``uint8`` host tensor that :meth:`copy` can use asynchronously.
 
         Raises:
             MemoryError: The host cannot give ``nbytes``, or a graph is captured.
         """
 
     def trim_host(self) -> None:
-        """Give host memory that was allocated here and freed back to the system."""
+        """Return freed host memory of this backend to the system."""
         return
 
     def joined(self) -> None:
@@ -140,7 +140,7 @@ class Backend(Protocol):
         return
 
     def activate(self) -> AbstractContextManager[object]:
-        """A context to enter while this backend is in use; most backends need none."""
+        """Return a context to enter while this backend is in use; most backends need none."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -153,7 +153,7 @@ S = TypeVar("S", bound=Stream)
 
 
 class HasLiveStream(Backend, Generic[S]):
-    """A device unknown to PyTorch: the backend itself knows the current stream, of one thread."""
+    """A device unknown to PyTorch: the backend has the current stream, for one thread."""
 
     _current: S
 

@@ -1,9 +1,9 @@
-"""Streams and events while a graph is captured, whoever captures it.
+"""Streams and events while a graph is captured, by any program code.
 
 While a graph is captured nothing runs. An event from before the capture, or of another capture, can
 be neither queried nor waited for. Neither wait is needed: a capture begins by synchronizing, so
 earlier work is done, and work of another capture is ordered by the launches of the two graphs. So
-such waits are left out. Outside of captures, streams and events are the device's own.
+such waits are skipped. Outside of captures, streams and events are the device's own.
 
     live, d2h = backend.current_stream(), backend.d2h
     if backend.is_capturing:
@@ -59,7 +59,7 @@ class CapturedStream:
     owner: Any = field(compare=False)
 
     def wait_event(self, event: Event) -> None:
-        """Let nothing queued from now on run before ``event``, if that is of the same capture."""
+        """Let no later work run before ``event``, if the event is of the same capture."""
         if isinstance(event, CapturedEvent) and event.capture == self.capture:
             self.inner.wait_event(event.inner)
 
@@ -79,13 +79,13 @@ def captured(backend: Backend, *streams: Stream) -> list[Any]:
 
 
 def those_captured(backend: Backend, streams: Iterable[Stream]) -> list[Any]:
-    """The streams that are already part of the capture that goes on."""
+    """Return streams that are already part of the running capture."""
     owner: Any = backend
     return captured(backend, *filter(owner.captures_on, streams))
 
 
 def no_memory_in_captures(nbytes: int) -> NotWhileCapturingError:
-    """The error where a capture asks for host memory that is not there."""
+    """Return the error of a capture that asks for host memory not made before."""
     return NotWhileCapturingError(
         f"{nbytes} bytes of host memory cannot be made while a graph is captured; run a step with "
         "offload before capturing"

@@ -2,8 +2,8 @@
 
 Each copy stream is a worker thread with a queue, so a large copy runs beside compute as on an
 accelerator. Small copies run at once in the calling thread when nothing is queued before them: a
-hand-off between threads costs more than they do. Compute is the calling thread itself, so what it
-did is finished by the time anybody asks, and making it wait means blocking it.
+hand-off between threads costs more than they do. Compute is the calling thread itself, so its work
+is finished before any query, and a wait of compute blocks the thread.
 
 torch's own CPU stream is a no-op, on which every program looks ordered; it is not used.
 """
@@ -34,28 +34,28 @@ class HostTimed:
     """A point that the calling thread has passed, or a point in the queue of a worker thread.
 
     Args:
-        piece: Work of the thread, which passes the point when this is done. None: it is passed.
-        time_s: When it was passed, by ``time.perf_counter``; None before, behind work that failed,
-            and where nobody asked for it.
+        piece: Work of the thread, which passes the point when this is done. None: already passed.
+        time_s: When the point was passed, by ``time.perf_counter``; None before, behind failed
+            work, and where no time was asked for.
     """
 
     def __init__(self, piece: Piece | None = None, time_s: float | None = None) -> None:
         self.piece, self.time_s = piece, time_s
 
     def query(self) -> bool:
-        """Whether this point was passed, and nothing failed before it."""
+        """Whether this point was passed, and no work failed before it."""
         return self.piece is None or (self.piece.done() and self.piece.failure is None)
 
     def synchronize(self) -> None:
-        """Block until this point was passed; re-raise what failed before it."""
+        """Block until this point was passed; re-raise a failure before it."""
         if self.piece is not None:
             self.piece.result()
 
     def elapsed_time(self, end: HostTimed) -> float:
-        """Milliseconds from here to ``end``.
+        """Return milliseconds from here to ``end``.
 
         Raises:
-            RuntimeError: One of the two was never passed.
+            RuntimeError: One of the two points was never passed.
         """
         if self.time_s is None or end.time_s is None:
             raise RuntimeError("an event has no time, for what was before it has not ended well")
@@ -108,12 +108,12 @@ class CopyStream:
                 self._last = event
                 self._workers.queue(piece)
             except BaseException:
-                if piece.call_off():  # or whoever waits for the event would wait for ever
+                if piece.call_off():  # else a wait for the event would never end
                     self._last = before
                 raise
 
     def _run(self, work: Callable[[], object], event: HostTimed) -> None:
-        """Do work in the thread. After a failure nothing more is done: all that follows fails."""
+        """Do work in the thread. After a failure, all later work fails and is not done."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -129,16 +129,16 @@ class CopyStream:
             self.submit(event.synchronize)
 
     def record_event(self) -> HostTimed:
-        """The event of the last piece of work, since work ends in order; FINISHED if it has."""
+        """Return the event of the last work, for work ends in order; FINISHED if it has ended."""
         if self._owner != HERE[0]:
             self._begin()
         return FINISHED if self._last.query() and self._failure is None else self._last
 
 
 def timed_by_host(stream: Stream) -> TimedEvent:
-    """An event behind all that ``stream`` was given, timed by the host.
+    """Return an event behind all work of ``stream``, timed by the host.
 
-    Where a thread of ours serves the stream, this is when the thread passes the event; else now.
+    If a thread of ours serves the stream, the time is when the thread passes the event; else now.
     """
     event = stream.record_event() if isinstance(stream, CopyStream) else FINISHED
     return HostTimed(time_s=time.perf_counter()) if event is FINISHED else event
@@ -168,13 +168,13 @@ class CpuBackend(Backend):
     is_capturing = False
     """A CPU has no graphs."""
 
-    # The calling thread. A function in C, for it is asked for each saved tensor.
+    # The calling thread. A function in C, for it is called for each saved tensor.
     current_stream: Callable[[], Stream] = staticmethod(repeat(COMPUTE).__next__)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
-        """Copy here when small and nothing is queued, else on the stream's thread."""
+        """Copy on the calling thread if small and nothing is queued, else on the stream's."""
         assert isinstance(stream, CopyStream)
         nbytes = sum(map(attrgetter("nbytes"), targets))
         if nbytes <= self._inline_bytes and stream.record_event() is FINISHED:
@@ -183,5 +183,5 @@ class CpuBackend(Backend):
             stream.submit(partial(_copy, list(targets), list(sources)))
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Ordinary memory: the device is the host."""
+        """Return ordinary memory: the device is the host."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
