@@ -1,1 +1,1 @@
-"""Where bytes are: allocators, host memory under one budget, disk, pools."""
+"""Memory: host memory under one budget, disk space, and pools of tensors."""

@@ -1,10 +1,10 @@
-"""How much host memory a process may take: one count for all its managers.
+"""Budget of host memory of a process: one count for all its managers.
 
-What is really available is the least of what the kernel, and every cgroup above the process, would
-still give. The default budget is a share of that, divided among the ranks of the host.
+The memory available is the least that the kernel, and every cgroup above the process, would still
+give. The default budget is a share of that, divided among the ranks of the host.
 
     budget = HostBudget(limit_bytes=2**30)
-    reserved = budget.reserve(nbytes)  # counted for as long as somebody refers to it
+    reserved = budget.reserve(nbytes)  # counted for as long as ``reserved`` lives
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOCAL_RANKS = (
 """Variables with the number of ranks on a host; the last only as an upper bound."""
 
 UNLIMITED = 2**60
-"""Where there is no limit, cgroup v1 writes a number of at least this size."""
+"""Without a limit, cgroup v1 writes a number of at least this size."""
 
 RAISE_IT = "raise host_budget_bytes"
 """Advice that helps with every budget."""
@@ -53,7 +53,7 @@ of the page cache, which counts as used but is given up on demand.
 
 
 class Reserved:
-    """Bytes counted as used for as long as anybody refers to this object."""
+    """Bytes counted as used for as long as this object lives."""
 
     __slots__ = ("__weakref__", "nbytes")
 
@@ -62,7 +62,7 @@ class Reserved:
 
 
 class _Process:
-    """What all budgets of this process reserved together.
+    """Sum of what all budgets of this process reserved.
 
     The sum is taken when asked for, so no Python code runs where a reservation ends.
     """
@@ -72,7 +72,7 @@ class _Process:
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """For a forked process: a thread of its parent may have held the old lock."""
+        """Make a new lock in a forked process: a thread of its parent may have held the old one."""
         self.lock = threading.RLock()  # managers of several threads share the count
 
     @property
@@ -101,9 +101,9 @@ class HostBudget:
     """A limit on the bytes that all managers of this process hold together.
 
     Args:
-        limit_bytes: For this process; None for this rank's part of :data:`SHARE` of what is
+        limit_bytes: Limit of this process; None for this rank's part of :data:`SHARE` of the memory
             available when the first bytes are reserved.
-        advice: What a user can do when it is not enough, for messages.
+        advice: Advice to a user whose budget is too small, for messages.
     """
 
     def __init__(self, limit_bytes: int | None = None, advice: str = RAISE_IT) -> None:
@@ -118,21 +118,21 @@ class HostBudget:
         return self._process.nbytes + int(available_bytes() * SHARE) // ranks_on_this_host()
 
     def but_for(self, share: int) -> HostBudget:
-        """This budget without one part in ``share`` of its present limit, in the same count."""
+        """Return this budget less one part in ``share`` of its limit, in the same count."""
         rest = HostBudget(self.limit_bytes - self.limit_bytes // share, self.advice)
         rest._process = self._process
         return rest
 
     @property
     def left_bytes(self) -> int:
-        """What may still be reserved; never negative."""
+        """Bytes that may still be reserved; never negative."""
         return max(0, self.limit_bytes - self._process.nbytes)
 
     def reserve(self, nbytes: int, *, force: bool = False) -> Reserved:
         """Count ``nbytes`` as used for as long as the result lives.
 
         Raises:
-            MemoryError: They are over the limit, and are not counted; with ``force`` they are.
+            MemoryError: Over the limit, and not counted; with ``force`` the bytes are counted.
         """
         process = self._process
         with process.lock:
@@ -148,12 +148,12 @@ class HostBudget:
 
 
 def reserved_bytes() -> int:
-    """What this process has reserved, by all budgets together."""
+    """Return the bytes that this process has reserved, by all budgets together."""
     return _PROCESS.nbytes
 
 
 def ranks_on_this_host() -> int:
-    """Processes that share this host's memory, by the launcher's variables; 1 without them."""
+    """Return how many processes share this host, by the launcher's variables; 1 without them."""
     for name in LOCAL_RANKS:
         number = re.match(r"\d+", os.environ.get(name, ""))
         if number:
@@ -162,13 +162,13 @@ def ranks_on_this_host() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes the kernel and the process's cgroups would still give.
+    """Return bytes that the kernel and the process's cgroups would still give.
 
     Args:
-        root: Where ``proc`` and ``sys`` are.
+        root: Directory of ``proc`` and ``sys``.
 
     Returns:
-        The physical memory where nothing else can be read, as on a system without ``/proc``.
+        The physical memory if nothing else can be read, as on a system without ``/proc``.
     """
     available = list(_cgroups(root))
     for line in _lines(root / "proc/meminfo"):
@@ -180,7 +180,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path) -> Iterator[int]:
-    """What each cgroup of this process, and each above it, would still give."""
+    """Yield bytes that each cgroup of this process, and each above it, would still give."""
     members: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -29,7 +29,7 @@ class Crc32:
 
 
 def new_checksum() -> Any:
-    """A checksum of no bytes yet; always of the same kind in one process."""
+    """Return a checksum of no bytes yet; always of the same kind in one process."""
     try:  # here, because most programs need no checksum, and then need not import xxhash
         from xxhash import xxh3_64
     except ModuleNotFoundError:
@@ -38,7 +38,7 @@ def new_checksum() -> Any:
 
 
 def checksum_version() -> str:
-    """The version of xxhash, or what is used without it, for reports."""
+    """Return the version of xxhash, or what is used without it, for reports."""
     try:
         import xxhash
     except ModuleNotFoundError:
@@ -47,7 +47,7 @@ def checksum_version() -> str:
 
 
 def checksum(data: NDArray) -> int:
-    """The checksum of a contiguous array: 64 bits, or 32 without xxhash."""
+    """Return the checksum of a contiguous array: 64 bits, or 32 without xxhash."""
     total = new_checksum()
     total.update(data.data)
     return int(total.intdigest())

@@ -4,10 +4,10 @@
     write.query(), write.failure                     # if it failed, keep the payloads
     read = file.read_into(write, payloads)           # runs after the write
     read.synchronize()                               # raises DiskTierError if it failed
-    del write                                        # its range is free; what is unwritten stays so
+    del write                                        # its range is free; a queued write is skipped
 
-The file has no name, so nothing is left when the process ends, however it ends. Only its user may
-open it. The checksum of what was written is compared when it is read.
+The file has no name, so nothing remains when the process ends, however it ends. Only its user may
+open it. A read compares its checksum with that of the write.
 
 The threads are daemons, so an exit waits for no write. A forked process shares the descriptor and
 has no threads: there, each method raises ForkedError, and so does waiting for earlier work.
@@ -39,25 +39,25 @@ from pp_offload.errors import ClosedError, DiskTierError
 logger = logger_of(__name__)
 
 ALIGNMENT = 4096
-"""Of each batch in the file, in bytes: a page."""
+"""Alignment of each batch in the file, in bytes: a page."""
 
 BLOCK_BYTES = 2**19
-"""Written or read by one system call, then summed while it is in the CPU's cache."""
+"""Bytes written or read by one system call, then summed while they are in the CPU's cache."""
 
 NUM_THREADS = 4
 """Enough that the disk has work while blocks are summed."""
 
 Step = Callable[[int, memoryview, int], int]
-"""Writes or reads at an offset of a file; returns the number of bytes it managed."""
+"""Writes or reads at an offset of a file; returns the number of bytes done."""
 
 Listener = Callable[[str, int, float, float], None]
-"""Called after each piece of work: ``write`` or ``read``, bytes, begin and end by
+"""Called after each write or read with its kind (``write``, ``read``), bytes, begin and end by
 ``perf_counter``.
 """
 
 
 class DiskEvent:
-    """The end of one write or read, a piece of work whose result is its failure, or None."""
+    """End of one write or read: a piece of work whose result is its failure, or None."""
 
     __slots__ = ("piece",)
 
@@ -68,11 +68,11 @@ class DiskEvent:
         return self.piece.done()
 
     def synchronize(self) -> None:
-        """Block until it has ended.
+        """Block until the work has ended.
 
         Raises:
             DiskTierError: A read failed. A write never raises: see :attr:`DiskWrite.failure`.
-            ForkedError: It was queued before this process was forked.
+            ForkedError: The work was queued before this process was forked.
         """
         failure = self.piece.result()
         if failure is not None:
@@ -87,7 +87,7 @@ class Extent:
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.nbytes = start, nbytes
         self.is_read = False  # True: a read is queued, so the write must not be skipped
-        self.checksum: int | None = None  # until it is written
+        self.checksum: int | None = None  # None until the write has ended
         self.failure: DiskTierError | None = None
 
 
@@ -102,12 +102,12 @@ class DiskWrite(DiskEvent):
 
     @property
     def failure(self) -> DiskTierError | None:
-        """After the write has ended, why the bytes are not on disk; None if they are."""
+        """Why the bytes are not on disk after the write has ended; None if they are."""
         return self.extent.failure
 
     @property
     def event(self) -> DiskEvent:
-        """The end of the write; unlike the write, it keeps no bytes on disk."""
+        """End of the write; unlike the write, it keeps no bytes on disk."""
         return DiskEvent(self.piece)
 
 
@@ -130,9 +130,9 @@ class DiskFile:
     """Batches in an unnamed file. The caller holds a lock around each method.
 
     Args:
-        directory: On a file system with room; made if it does not exist. None for the system's
+        directory: Directory on a file system with room; made if missing. None for the system's
             directory of temporary files.
-        num_threads: How many batches are written or read at a time.
+        num_threads: Number of batches written or read at a time.
 
     Raises:
         DiskTierError: The file cannot be made there.
@@ -157,7 +157,7 @@ class DiskFile:
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
         # The threads close the file: in a destructor, what a signal handler raises is lost.
         self._threads = Workers("disk", num_threads, keep=self._file)
-        new_checksum()  # imports here: a fork during an import would leave a child that hangs
+        new_checksum()  # imports now: a fork during an import leaves a child that hangs
         self._owner = current()
         self._free = Ranges()
         self._end = self._in_use_bytes = 0
@@ -166,7 +166,7 @@ class DiskFile:
         self._dead: deque[weakref.ref[Any]] = deque()
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
-        """Queue a write. Only when it has ended is it known whether there was room.
+        """Queue a write. Whether there was room is unknown until it has ended.
 
         Args:
             payloads: Flat contiguous ``uint8`` host tensors. Keep the owner of their bytes until
@@ -201,10 +201,10 @@ class DiskFile:
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
-        """Queue a read of all that ``write`` wrote, which the caller may drop meanwhile.
+        """Queue a read of all bytes of ``write``, which the caller may drop meanwhile.
 
         Args:
-            write: What :meth:`write` returned.
+            write: Result of :meth:`write`.
             payloads: Host tensors of as many bytes; undefined until the read has ended well.
             after: Earlier uses of ``payloads``, which the thread waits for first.
 
@@ -221,7 +221,7 @@ class DiskFile:
 
         def run() -> DiskTierError | None:
             try:
-                # Threads take work in the order it is queued, so the write is at least under way.
+                # Threads take work in queued order, so the write is at least in progress.
                 written.synchronize()
                 for event in after:
                     with suppress(Exception):  # an earlier use that failed has ended as well
@@ -244,7 +244,7 @@ class DiskFile:
         return self._in_use_bytes
 
     def close(self) -> None:
-        """Finish queued reads, give up queued writes and drop the file. Twice is fine."""
+        """Finish queued reads, cancel queued writes and drop the file. Twice is fine."""
         self._file = None
         self._threads.shutdown()
 
@@ -265,7 +265,7 @@ class DiskFile:
         return extent
 
     def _in_use(self, write: DiskWrite) -> DiskWrite:
-        """``write``, whose bytes count as in use until it is garbage, even if a thread goes on."""
+        """Return ``write``; its bytes are in use until it is garbage, even if a thread goes on."""
         self._follow(write, None, write.extent.nbytes)
         self._in_use_bytes += write.extent.nbytes
         self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
@@ -284,7 +284,7 @@ class DiskFile:
                 self._free.add(start, room_for(nbytes))
 
     def _reported(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
-        """``run``, followed by calls of the listeners."""
+        """Return ``run`` followed by calls of the listeners."""
         listeners = self.listeners
 
         def run_and_tell() -> object:
@@ -304,7 +304,7 @@ class DiskFile:
         step: Step,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Write or read all of ``views``, unless no longer wanted; returns their checksum."""
+        """Write or read all of ``views``, unless no longer wanted; return their checksum."""
         total, offset = new_checksum(), extent.start
         for view in views:
             while len(view):  # a system call may do only a part
@@ -333,7 +333,7 @@ def room_for(nbytes: int) -> int:
 
 
 def wait_for_all(events: Sequence[Event]) -> None:
-    """Block a thread until all have passed; raises what a copy raised."""
+    """Block a thread until all events have passed; raises the error of a failed copy."""
     for event in events:
         # The exit waits for threads inside torch. A device's copy ends; a thread's may be stuck.
         with inside_torch() if isinstance(event, torch.Event) else nullcontext():
@@ -341,7 +341,7 @@ def wait_for_all(events: Sequence[Event]) -> None:
 
 
 def unnamed_file(directory: Path) -> int:
-    """A descriptor of a new file in ``directory``, which is made if need be."""
+    """Return a descriptor of a new file in ``directory``, which is made if need be."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # not every system says
@@ -364,7 +364,7 @@ def unnamed_file(directory: Path) -> int:
 
 
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system, such as ``ext4``.
+    """Return the kind of file system, such as ``ext4``.
 
     Raises:
         OSError: The system does not say.

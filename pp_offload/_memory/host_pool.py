@@ -7,7 +7,7 @@
     host.last_use = d2h.record_event()     # and again after each later copy
     del owner                              # its bytes are free at the next take
 
-A step usually takes the sizes of the last step. So freed memory keeps its views and waits, idle,
+A step usually takes the same sizes as the last. So freed memory keeps its views and waits, idle,
 for the same sizes: a take is then two Python calls. When other sizes need room, all idle memory is
 merged into free ranges, which serve any size.
 
@@ -46,7 +46,7 @@ Allocate = Callable[[int], Tensor]
 """Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError."""
 
 ALIGNMENT = 64
-"""Of each payload in its slab, in bytes: a cache line."""
+"""Alignment of each payload in its slab, in bytes: a cache line."""
 
 MIN_SLAB_BYTES = 2**21
 """No slab is smaller, except near the end of the budget."""
@@ -55,7 +55,7 @@ MIN_SETTLED_BYTES = 2**16
 """No settled slab is smaller."""
 
 GROWTH_FRACTION = 32
-"""A new slab is at least this part of what is reserved, so that slabs stay few."""
+"""A new slab has at least this part of the reserved bytes, so that slabs stay few."""
 
 SETTLED_FRACTION = 64
 """Settled slabs exceed the peak by this part, for the ends of slabs that no payload fits in."""
@@ -64,8 +64,8 @@ SETTLED_GRANULES = 128
 """The smallest settled slab is about this part of the peak."""
 
 NOTED_S, SLOW_S = 0.1, 1.0
-"""A step whose allocations take so long logs that, as information and as a warning. Ordinary memory
-never takes so long; a first step that is seconds slower than others looks like slow training.
+"""A step whose allocations take this long logs the time, as information and as a warning. Ordinary
+memory is faster; a first step that is seconds slower than others looks like slow training.
 """
 
 WASTE_ALLOWED = 1.03
@@ -73,7 +73,7 @@ WASTE_ALLOWED = 1.03
 
 
 class Slab(NamedTuple):
-    """One system allocation, of flat ``uint8``, and its part of the budget."""
+    """One allocation of flat ``uint8`` from the system, and its part of the budget."""
 
     data: Tensor
     reserved: Reserved
@@ -87,7 +87,7 @@ class HostBytes:
     """Bytes of each payload."""
 
     nbytes: int
-    """Their sum."""
+    """Sum of ``sizes``."""
 
     views: list[Tensor]
     """A flat ``uint8`` tensor for each payload."""
@@ -95,17 +95,17 @@ class HostBytes:
     ranges: Ranges
     slabs: list[Slab]  # the budget counts them while an owner outlives the pool
     waits_for: tuple[Event, ...]
-    """Events of former owners' copies. The stream that first writes waits for them."""
+    """Events of copies of former owners. The stream that first writes waits for them."""
 
     last_use: Event | None = None
-    """Of the latest copy to or from these bytes; None before the first copy."""
+    """Event of the latest copy to or from these bytes; None before the first copy."""
 
     is_in_graph: bool = False  # then never free: each launch of the graph copies to or from them
     specs: Any = None
     """The shapes of :attr:`tensors`."""
 
     tensors: Sequence[Tensor] = ()
-    """The views as their owner shaped them, kept for the next owner."""
+    """The views in their owner's shapes, kept for the next owner."""
 
 
 class PendingUse(NamedTuple):
@@ -126,7 +126,7 @@ class HostPool:
     Args:
         allocate: Makes a slab.
         budget: This rank's share of the available memory when not given.
-        trim: Empties the cache of an allocator that keeps freed memory.
+        trim: Empties the cache of an allocator that retains freed memory.
         is_capturing: Whether a graph is being captured. Then no event may be queried.
 
     Attributes:
@@ -160,12 +160,12 @@ class HostPool:
         self._new_bytes, self._new_s = 0, 0.0  # allocated since the last settle(), and how long
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
-        """Host memory that is free at the next call after ``owner`` is garbage.
+        """Return host memory that is free at the next call after ``owner`` is garbage.
 
         Args:
             sizes: Bytes of each payload. A payload is contiguous; two may lie in two slabs.
             owner: Any object that can be referred to weakly.
-            force: Go over the budget, by no more than is missing.
+            force: Exceed the budget, by no more than is missing.
 
         Raises:
             MemoryError: The budget or the system has no room. Nothing has changed.
@@ -176,7 +176,7 @@ class HostPool:
         same = self._idle.get(sizes)
         # Oldest first: the copies of the latest are the least likely to have finished.
         host = same.popleft() if same else self._carve(sizes, force)
-        # Last, or a refusal's traceback would keep a reference that has no memory.
+        # Last, or the traceback of a refusal would keep a reference that has no memory.
         ref = weakref.ref(owner, self._returned.append)
         self._lent[id(ref)] = ref, host
         self._in_use_bytes += host.nbytes
@@ -214,7 +214,7 @@ class HostPool:
         self._new_bytes, self._new_s = 0, 0.0
 
     def _fit_slabs(self) -> None:
-        """Where no byte is in use and no copy runs: see NOTE [ Footprint ]."""
+        """Replace slabs if no byte is in use and no copy runs: see NOTE [ Footprint ]."""
         self._collect()
         peak = self._peak_bytes
         if self._lent or peak == self._settled_bytes:
@@ -239,7 +239,7 @@ class HostPool:
         self._peak_bytes = self._settled_bytes = 0
 
     def copies(self) -> list[Event]:
-        """Events of copies that may still access the slabs."""
+        """Return events of copies that may still access the slabs."""
         events = [use.event for use in self._pending]
         for host in chain((host for _, host in self._lent.values()), *self._idle.values()):
             events += host.waits_for
@@ -248,7 +248,7 @@ class HostPool:
         return events
 
     def _collect(self) -> None:
-        """Make memory idle whose owner is garbage."""
+        """Make memory idle if its owner is garbage."""
         if self._in_use_bytes > self._peak_bytes:
             self._peak_bytes = self._in_use_bytes  # bytes in use only rise between two calls
         returned, lent, idle = self._returned, self._lent, self._idle
@@ -256,15 +256,15 @@ class HostPool:
             ref = returned.popleft()
             _, host = lent.pop(id(ref))
             if host.is_in_graph:
-                lent[id(ref)] = ref, host  # lent for good
+                lent[id(ref)] = ref, host  # never free again
                 continue
             self._in_use_bytes -= host.nbytes
-            if host.last_use is not None:  # else it was never used, and still waits as before
+            if host.last_use is not None:  # else never used: ``waits_for`` stays
                 host.waits_for, host.last_use = (host.last_use,), None
             idle[host.sizes].append(host)
 
     def _carve(self, sizes: tuple[int, ...], force: bool) -> HostBytes:
-        """Memory from the free ranges, then from idle memory, then from a new slab."""
+        """Return memory from the free ranges, then from idle memory, then from a new slab."""
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT for size in sizes]
         starts = self._place(rooms)
         if starts is None and self._idle:
@@ -275,7 +275,7 @@ class HostPool:
         assert starts is not None
         addresses = list(self._slabs)
         views, slabs = [], []
-        with torch.inference_mode(False):  # or nobody could write to the views outside
+        with torch.inference_mode(False):  # or the views could not be written outside it
             for start, size in zip(starts, sizes, strict=True):
                 address = addresses[bisect_right(addresses, start) - 1]
                 slab = self._slabs[address]
@@ -293,10 +293,10 @@ class HostPool:
         """Take a range for each payload, largest first, so that the small ones fill the gaps.
 
         Returns:
-            Their starts; None, and nothing taken, where they do not all fit.
+            Their starts; None, and nothing taken, if they do not all fit.
 
         Raises:
-            MemoryError: The pool may grow, and cannot. Nothing is taken.
+            MemoryError: The pool may grow, but cannot. Nothing is taken.
         """
         missing = sum(rooms)
         starts: dict[int, int] = {}
@@ -318,7 +318,7 @@ class HostPool:
         return None if missing else [starts[index] for index in range(len(rooms))]
 
     def _claim(self, ranges: Ranges) -> tuple[Event, ...]:
-        """Events of copies that may still access ``ranges``; their new owner waits for them."""
+        """Return events of copies that may still access ``ranges``; the new owner waits."""
         if not self._pending:
             return ()
         events: dict[int, Event] = {}
@@ -338,7 +338,7 @@ class HostPool:
         return tuple(self._unfinished(events.values()))
 
     def _unfinished(self, events: Iterable[Event]) -> list[Event]:
-        """Events that may not have passed."""
+        """Return events that may not have passed."""
         is_capturing = self._is_capturing()
         return [event for event in events if is_capturing or not event.query()]
 
@@ -415,7 +415,7 @@ class HostPool:
 
 
 def pageable(nbytes: int) -> Tensor:
-    """Ordinary host memory; raises a MemoryError if the system has not so much."""
+    """Return ordinary host memory; raises a MemoryError if the system has too little."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as failure:
@@ -423,7 +423,7 @@ def pageable(nbytes: int) -> Tensor:
 
 
 def slabs_for(nbytes: int) -> list[int]:
-    """Powers of two that hold ``nbytes`` together, largest first; few, and hardly more."""
+    """Return few powers of two, largest first, that hold ``nbytes`` together, and hardly more."""
     granule = max(MIN_SETTLED_BYTES, floor_power(nbytes // SETTLED_GRANULES))
     rest_bytes = -(-nbytes // granule) * granule
     sizes = []
@@ -434,10 +434,10 @@ def slabs_for(nbytes: int) -> list[int]:
 
 
 def floor_power(nbytes: int) -> int:
-    """The largest power of two that is not above ``nbytes``; 0 for 0."""
+    """Return the largest power of two that is not above ``nbytes``; 0 for 0."""
     return 1 << nbytes.bit_length() - 1 if nbytes else 0
 
 
 def ceil_power(nbytes: int) -> int:
-    """The least power of two that is not below ``nbytes``, which is at least 1."""
+    """Return the least power of two that is not below ``nbytes``, which is at least 1."""
     return 1 << (nbytes - 1).bit_length()

@@ -18,7 +18,7 @@ from pp_offload._memory.storages import owned_by
 
 
 class Owner:
-    """Keeps host memory, which the budget counts even when the pool is gone."""
+    """Keeps host memory, counted by the budget even when the pool is gone."""
 
     __slots__ = ("__weakref__", "host")
 
@@ -26,15 +26,15 @@ class Owner:
 
 
 def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False) -> list[Tensor]:
-    """Host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
+    """Return host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
 
     Args:
         likes: Tensors on any device.
-        pool: No copy may use what it has free.
-        force: Take the memory even over the budget.
+        pool: Gives the memory. No copy may use its free memory.
+        force: Take the memory even if it exceeds the budget.
 
     Returns:
-        Each has its own storage. All of the memory is taken as long as one of them lives.
+        Tensors with a storage each. All of the memory is taken as long as one of them lives.
 
     Raises:
         MemoryError: The pool has no room.

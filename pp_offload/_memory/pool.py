@@ -30,17 +30,17 @@ _Key = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Lease:
-    """A tensor of the pool, and the bytes it lies on."""
+    """A tensor of the pool, and the bytes under it."""
 
     __slots__ = ("data", "freed_at", "key", "tensor")
 
     def __init__(self, key: _Key, data: Tensor) -> None:
         self.key, self.data = key, data
-        self.freed_at = 0  # how many tensors the pool had taken back by then
+        self.freed_at = 0  # number of tensors the pool had taken back by then
         self.make_tensor()
 
     def make_tensor(self) -> None:
-        """A new tensor on the same bytes."""
+        """Make a new tensor on the same bytes."""
         shape, dtype = self.key
         self.tensor = self.data.view(dtype).view(shape).detach()
 
@@ -69,7 +69,7 @@ class GPUTensorPool:
     only after waiting for the copies that use it. It is not safe to call from two threads at once.
 
     Args:
-        device: Where the tensors live.
+        device: Device of the tensors.
         pin_memory: Page-lock them, for asynchronous copies. Only for host tensors, and without
             effect where there is no accelerator to copy to.
 
@@ -91,10 +91,10 @@ class GPUTensorPool:
         self._num_freed = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A contiguous tensor with undefined contents: the longest free one, or else a new one.
+        """Return a contiguous tensor with undefined contents: the longest free one, else a new one.
 
         Raises:
-            MemoryError: Host memory would be over this process's share of what there is.
+            MemoryError: Host memory would exceed this process's share of the available memory.
         """
         key = self._get_pool_key(shape, dtype)
         lease = self._pop_free(key) if key in self._free else self._make(key)
@@ -113,7 +113,7 @@ class GPUTensorPool:
     def get_pool_status(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> PoolStatus:
-        """Counts and bytes of the whole pool, or of one shape and dtype; all zero without any."""
+        """Return counts and bytes of the pool, or of one shape and dtype; all zero without any."""
         if (shape is None) != (dtype is None):
             raise ValueError(f"found shape={shape}, dtype={dtype}; pass both, or neither")
         in_use = [lease.key for lease in self._in_use.values()]
@@ -135,7 +135,7 @@ class GPUTensorPool:
         )
 
     def reset(self) -> None:
-        """Make every tensor available, also those in use: others may get their bytes."""
+        """Make every tensor available, also tensors in use: others may get their bytes."""
         for lease in list(self._in_use.values()):
             self._recycle(lease)
 
@@ -150,7 +150,7 @@ class GPUTensorPool:
             torch.accelerator.empty_cache()
 
     def __del__(self) -> None:
-        """The reference has this name. Tensors go with the pool without it."""
+        """Exists for the reference, which has this name: tensors are freed with the pool anyway."""
 
     def _get_pool_key(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Key:
         try:
@@ -175,7 +175,7 @@ class GPUTensorPool:
         return _Lease(key, self._bytes(nbytes))
 
     def _bytes(self, nbytes: int) -> Tensor:
-        """New memory; that of the host is counted for as long as a tensor is on it."""
+        """Return new memory; host memory is counted for as long as a tensor is on it."""
         if self._budget is None or not nbytes:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         reserved = self._budget.reserve(nbytes)
@@ -183,7 +183,7 @@ class GPUTensorPool:
         return owned_by(reserved, allocate(nbytes))
 
     def _let_go(self) -> int:
-        """Forget the longest unused tensor; returns its bytes."""
+        """Drop the longest unused tensor; return its bytes."""
         longest = min(self._free, key=lambda key: self._free[key][0].freed_at)
         return self._pop_free(longest).data.numel()
 
@@ -194,7 +194,7 @@ class GPUTensorPool:
         return queue.popleft()
 
     def _recycle(self, lease: _Lease) -> None:
-        """Queue a tensor; or a new one on its bytes, if it requires grad or was reshaped."""
+        """Queue a tensor, or a new one on its bytes if it requires grad or was reshaped."""
         tensor, key = lease.tensor, lease.key
         del self._in_use[id(tensor)]
         if tensor.requires_grad or tensor.shape != key[0] or not tensor.is_contiguous():
@@ -203,7 +203,7 @@ class GPUTensorPool:
         self._free.setdefault(key, deque()).append(lease)
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
-        """The lease of the same storage."""
+        """Return the lease with the same storage."""
         check_kind("tensor", tensor, Tensor, "one that allocate() gave")
         what = f"{described(tensor)} on {tensor.device}"
         if has_storage(tensor):

@@ -27,7 +27,7 @@ class Ranges:
         return zip(self._starts, self._sizes, strict=True)
 
     def take(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` out; returns where they start, or None if no range is long enough."""
+        """Take ``nbytes`` out; return where they start, or None if no range is long enough."""
         for index, size in enumerate(self._sizes):
             if size >= nbytes:
                 start = self._starts[index]

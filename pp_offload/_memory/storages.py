@@ -1,4 +1,4 @@
-"""Which tensors are memory that can be addressed, and how it is read without a trace."""
+"""Tensors as addressable memory, which is read without a trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 class _Memory:
-    """What numpy makes an array of: the memory of ``tensor``, which it keeps with its ``owner``."""
+    """Source of a numpy array: the memory of ``tensor``, kept alive with its ``owner``."""
 
     def __init__(self, tensor: Tensor, owner: object) -> None:
         self.tensor, self.owner = tensor, owner
@@ -31,13 +31,13 @@ class _Memory:
 
 
 def as_array(tensor: Tensor, owner: object = None) -> NDArray[np.uint8]:
-    """The memory of a flat ``uint8`` host tensor, which it keeps, and ``owner`` with it.
+    """Return the memory of a flat ``uint8`` host tensor; it keeps the tensor, and ``owner``.
 
-    ``Tensor.numpy()`` has the storage refuse another size for good, and it may be the user's.
+    ``Tensor.numpy()`` forbids the storage another size for good, and the user may own it.
     """
     return np.asarray(_Memory(tensor, owner)) if tensor.numel() else np.empty(0, np.uint8)
 
 
 def owned_by(owner: object, memory: Tensor) -> Tensor:
-    """The bytes of flat ``uint8`` host memory as a storage of its own, which keeps ``owner``."""
+    """Return flat ``uint8`` host memory as a storage of its own, which keeps ``owner``."""
     return torch.frombuffer(as_array(memory, owner), dtype=torch.uint8)
