@@ -21,7 +21,7 @@ NOTE [ When the disk fails ]
 
 NOTE [ On the way ]
     Host memory that bytes pass through is bounded like device memory in flight. If it is full, the
-    caller waits for the thread's work that frees memory next, without the lock. Without such work, a
+    caller waits for the thread's work that frees some next, without the lock. Without such work, a
     batch that leaves stays on the device, and one that must come back exceeds the budget: it has no
     other way. A thread's work may outlive the batch, so a read keeps memory until it ends.
 """
@@ -65,7 +65,7 @@ FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whol
 
 
 class Busy(Exception):
-    """Raised if there is no room until ``event`` has ended. Nothing has changed: wait, then retry."""
+    """Raised if there is no room until ``event`` has ended. Nothing changed: wait, then retry."""
 
     def __init__(self, event: Event) -> None:
         self.event = event

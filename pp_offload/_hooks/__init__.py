@@ -1,1 +1,1 @@
-"""Autograd's stack of hooks: which are ours, and where a checkpoint decides."""
+"""Autograd's stack of hooks: our hooks on it, and regions that a checkpoint decides."""

@@ -22,8 +22,8 @@ NOTE [ Interrupts ]
        :class:`exact_exit` makes a bound object for each ``with``, and :class:`HookScope` refers to
        this object weakly: when it is gone, a callback in C pops the hooks.
 
-    Popping goes down to the hooks that were on top on entering. It also takes off what others were
-    cut off with inside, and does nothing where nothing was pushed.
+    Popping goes down to the hooks that were on top on entering. It also takes off hooks of
+    interrupted scopes inside, and does nothing where nothing was pushed.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from pp_offload._hooks.transformer_engine import turn_off, turn_on
 T = TypeVar("T")
 
 unpack: Callable[[Any], Tensor] = methodcaller("unpack")
-"""The unpack hook of all scopes: gives what their pack hooks returned as it was saved."""
+"""Unpack hook of all scopes: returns tensors as they were saved."""
 
 
 def saving(
     pack: Callable[[Tensor], Any] | None, call: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """What ``call`` returns, with tensors saved through ``pack``. See NOTE [ Interrupts ].
+    """Return ``call(...)``, with tensors saved through ``pack``. See NOTE [ Interrupts ].
 
     Args:
-        pack: Returns something with an ``unpack``. None leaves the hooks as they are.
-        call: Computes.
-        args, kwargs: Of ``call``.
+        pack: Returns an object with an ``unpack``. None leaves the hooks as they are.
+        call: Function that computes.
+        args, kwargs: Arguments of ``call``.
     """
     pops = popped(until=top_hooks(True))
     is_on = False
@@ -89,8 +89,8 @@ class HookScope:
         """Save tensors through ``pack``, until the scope is left.
 
         Args:
-            pack: Returns something with an ``unpack``. No other scope has this object.
-            owner: Has the ``__exit__`` of the ``with``.
+            pack: Returns an object with an ``unpack``. No other scope has this pack.
+            owner: Object with the ``__exit__`` of the ``with``.
         """
         self._pack = pack
         self._pops = pops = popped(until=top_hooks(True))
@@ -99,18 +99,18 @@ class HookScope:
         push_hooks(pack, unpack)
 
     def leave(self, failure: BaseException | None = None) -> None:
-        """Pop the hooks, and what was left inside. A second call does nothing.
+        """Pop the hooks, and hooks that scopes inside did not pop. A second call does nothing.
 
         Args:
-            failure: What the ``with`` raised.
+            failure: Exception that the ``with`` raised.
         """
         end_checkpoints(failure)
         is_on, self._is_on = self._is_on, False
         turn_off(is_on)
         if self._thread != threading.get_ident():
-            self._exit = None  # a generator that ends elsewhere: no hook of that thread is ours
+            self._exit = None  # a generator that ends on a thread without our hooks
             return
-        # Where a scope around this one was left first, its hooks are off with those of that.
+        # If a scope around this one was left first, it has popped this one's hooks, too.
         if top_pack() is self._pack or self._pack in all_packs():
             deque(self._pops, maxlen=0)
         self._exit = self._pack = None
@@ -127,7 +127,7 @@ class _BoundExit(partial):  # type: ignore[type-arg]
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As of a method: a compiler asks for it."""
+        """As a method has it: a compiler asks for it."""
         return self.func
 
 

@@ -1,6 +1,6 @@
-"""Where a checkpoint decides what is saved, and where code runs again.
+"""Regions where a checkpoint decides what is saved, and where code runs again.
 
-    is_in_region()           # a checkpoint gets what is saved now
+    is_in_region()           # a checkpoint gets tensors saved now
     is_in_backward()         # a backward runs this code
     is_left_to_checkpoint()  # either: groups and contexts do nothing
 
@@ -9,7 +9,7 @@ NOTE [ Inside a checkpoint ]
     recomputation is the n-th of the forward. Hooks inside its region would take tensors away from
     the checkpoint, and would have to take the same ones away when the region runs again. So we push
     no hooks inside a region, neither in forward nor in recomputation: the checkpoint drops and
-    recomputes what is saved there. The hook on top of autograd's stack shows the region. A
+    recomputes tensors saved there. The hook on top of autograd's stack shows the region. A
     reentrant checkpoint has no hooks: its region runs without grad, and again inside a backward.
 """
 
@@ -44,13 +44,13 @@ class PackHook(partial):  # type: ignore[type-arg]
 
 
 class Chaining(PackHook):
-    """It passes tensors on to the hooks entered before it."""
+    """A pack hook that passes tensors on to the hooks entered before it."""
 
     outer: Pack | None = None
 
 
 def top_pack() -> Pack | None:
-    """The pack hook that this thread saves tensors through, if any."""
+    """Return the pack hook that this thread saves tensors through, if any."""
     hooks = top_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -58,14 +58,14 @@ def top_pack() -> Pack | None:
 def is_in_region() -> bool:
     """Whether this code is inside a checkpoint that has hooks, in forward or in recomputation."""
     pack = _last_pack()
-    if pack is None or isinstance(pack, PackHook):  # none of ours is inside a checkpoint
+    if pack is None or isinstance(pack, PackHook):  # our hooks are never inside a checkpoint
         return False
-    # Hooks of others may pass tensors on to those of a checkpoint.
+    # Hooks of other code may pass tensors on to those of a checkpoint.
     return _is_checkpoint(pack) or any(map(_is_checkpoint, all_packs()))
 
 
 def all_packs() -> list[Pack]:
-    """The pack hooks of this thread, outermost first."""
+    """Return the pack hooks of this thread, outermost first."""
     hooks: list[tuple[tuple[Pack, Pack], None]] = []
     # Each ``deque`` is one call in C, and no signal is handled before it ends.
     popping = map(partial(hooks.insert, 0), popped(until=None))
@@ -78,7 +78,7 @@ def all_packs() -> list[Pack]:
 
 
 def popped(until: object) -> Iterator[tuple[Any, None]]:
-    """Pops hooks as it is iterated over, until ``until`` is on top; all of them if None."""
+    """Return an iterator that pops hooks until ``until`` is on top; all of them if None."""
     never = object()
     return zip(iter(partial(top_hooks, True), until), iter(pop_hooks, never), strict=False)
 
@@ -94,7 +94,7 @@ def is_left_to_checkpoint() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this code runs again: in a backward, or for somebody who looks at a saved tensor."""
+    """Whether this code runs again: in a backward, or for a look at a saved tensor."""
     if graph_task_id() != -1:
         return True
     pack = _last_pack()
@@ -119,13 +119,13 @@ def warn_of_region(what: str) -> None:
 
 
 def was_warned_of(what: str) -> bool:
-    """Whether :func:`warn_of_region` has named it."""
+    """Whether :func:`warn_of_region` has named ``what``."""
     return what in _warned
 
 
 @contextmanager
 def expected() -> Iterator[None]:
-    """No warning of groups inside on this thread: the user asked for a recomputation of all."""
+    """Warn of no groups inside on this thread: the user asked for a recomputation of all."""
     before, _here.is_expected = _here.is_expected, True
     try:
         yield
@@ -143,7 +143,7 @@ _warned: set[str] = set()
 
 
 def _last_pack() -> Pack | None:
-    """The pack hook that tensors saved now end up in, behind those that pass them on."""
+    """Return the pack hook that tensors saved now end up in, behind hooks that pass them on."""
     hooks = top_hooks(True)
     if hooks is None:  # nearly always
         return None

@@ -5,10 +5,10 @@
     turn_off(is_on)
 
 NOTE [ Transformer Engine ]
-    Its FP8 layers save a quantized copy of the weight with every microbatch. They mark the copy, by
-    an attribute in :data:`pp_offload._core.tensors.MARKS`, only while TE's own offload is on. Only
-    then do they hold the parameter for fused gradients, for hooks give back a plain tensor in its
-    place. The switch is a variable of the process; each generation of TE's offload has another.
+    TE's FP8 layers save a quantized copy of the weight with every microbatch. They mark the copy,
+    by an attribute in :data:`pp_offload._core.tensors.MARKS`, only while TE's own offload is on.
+    Only then do they hold the parameter for fused gradients, since hooks return a plain tensor in
+    its place. The switch is a variable of the process; each generation of TE's offload has another.
 
 Source: Transformer Engine ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``; Megatron-LM
 ``PipelineOffloadManager.__enter__``.
@@ -25,7 +25,7 @@ SWITCHES = {
     "transformer_engine.pytorch.cpu_offload": ("CPUOffloadEnabled", "OFFLOAD_SYNCHRONIZER"),
     "transformer_engine.pytorch.cpu_offload_v1": ("CPUOffloadEnabled",),
 }
-"""Variables by module: each is off while it is False or None."""
+"""Variables by module; each is off while it is False or None."""
 
 _lock = threading.Lock()
 _before: list[tuple[ModuleType, str, Any]] = []
@@ -33,7 +33,7 @@ _num_on = 0
 
 
 def turn_on() -> bool:
-    """Turn the switch on; False without Transformer Engine, where there is none."""
+    """Turn the switch on; return False if Transformer Engine is not loaded."""
     global _num_on
     if "transformer_engine" not in sys.modules:
         return False
@@ -50,7 +50,7 @@ def turn_on() -> bool:
 
 
 def turn_off(is_on: bool) -> None:
-    """Restore the switch when the last that turned it on has turned it off.
+    """Restore the switch when its last user has turned it off.
 
     Args:
         is_on: What :func:`turn_on` returned.
