@@ -163,7 +163,7 @@ def _put(
 ) -> None:
     if module.training != is_training:
         module.training = is_training
-    module._buffers.clear()  # the order is that of the state dict
+    module._buffers.clear()  # in the order of the state dict
     module._buffers.update(buffers)
     for name, tensor in parameters.items():
         module._parameters[name] = tensor

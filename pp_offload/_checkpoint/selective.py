@@ -154,8 +154,8 @@ class KeptOutputs(TorchDispatchMode):
         self._preserve_rng_state = preserve_rng_state
         # See NOTE [ Cached casts ].
         is_cached = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-        kept = policy.kept - ({CAST} if is_cached else frozenset())
-        self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in kept}
+        ops = policy.kept - ({CAST} if is_cached else frozenset())
+        self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in ops}
         self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[OpOverload, int]]]
         self._calls_in = WeakKeyDictionary()
 

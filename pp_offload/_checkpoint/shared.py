@@ -134,7 +134,7 @@ def checkpoint_wrapper(
         module: Not changed. Without grad it is called plainly.
         offload_to_cpu: ``offload_inputs`` by fairscale's name.
         backend: Device to work on; the accelerator if present, else the CPU.
-        options: Those of :func:`checkpoint_function`.
+        options: Options of :func:`checkpoint_function`.
 
     Returns:
         The wrapper, to put in the place of ``module``.

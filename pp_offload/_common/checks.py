@@ -128,7 +128,7 @@ def check_switch(name: str, value: object) -> None:
     """
     if value is True or value is False or value is None:
         return
-    is_number = isinstance(value, int) or type(value).__name__ == "bool"  # that of NumPy
+    is_number = isinstance(value, int) or type(value).__name__ == "bool"  # NumPy has its own
     if not is_number or value not in (0, 1):
         check_all(flag_problem(name, value))
 

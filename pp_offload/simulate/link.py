@@ -97,9 +97,9 @@ class Link:
     def _free(self, uses: list[Use], now_s: float, *, to_host: bool) -> float:
         """Return the rate left for another copy in this direction."""
         running = _running_at(uses, now_s)
-        here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
+        this_way = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
-        free = min(self._rates[to_host] - here, self._both_rate - both)
+        free = min(self._rates[to_host] - this_way, self._both_rate - both)
         return free if free > ROUNDING * both else 0.0
 
     def _uses_after(self, now_s: float) -> list[Use]:

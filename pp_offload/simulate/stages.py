@@ -248,23 +248,23 @@ class _ModuleWork(RankWork):
         self._attached.begin_step()
 
     def forward(self, stage: int, microbatch: int) -> int:
-        here = self._stages[stage]
-        args = self._inputs[microbatch] if here.is_first else ()
-        outputs = here.forward_one_chunk(microbatch, args, save_forward_output=False)
-        if here.is_last:
+        runner = self._stages[stage]
+        args = self._inputs[microbatch] if runner.is_first else ()
+        outputs = runner.forward_one_chunk(microbatch, args, save_forward_output=False)
+        if runner.is_last:
             self._losses[microbatch] = self._work.loss_fn(outputs)
         if stage + 1 in self._stages:
-            self._stages[stage + 1].set_local_fwd_input(here.fwd_cache[microbatch][0], microbatch)
+            self._stages[stage + 1].set_local_fwd_input(runner.fwd_cache[microbatch][0], microbatch)
         return sum(tensor.nbytes for tensor in tensors_in(outputs))
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        here = self._stages[stage]
+        runner = self._stages[stage]
         is_full = kind == "FULL_BACKWARD"
         loss = self._losses.get(microbatch)
-        here.backward_one_chunk(microbatch, loss=loss, full_backward=is_full)
-        if here.is_first:
+        runner.backward_one_chunk(microbatch, loss=loss, full_backward=is_full)
+        if runner.is_first:
             return 0
-        gradients = here.get_local_bwd_output(microbatch)
+        gradients = runner.get_local_bwd_output(microbatch)
         if stage - 1 in self._stages:
             self._stages[stage - 1].set_local_bwd_input(gradients, microbatch)
         return sum(tensor.nbytes for tensor in tensors_in(gradients))
@@ -343,7 +343,7 @@ def _process_group() -> Iterator[None]:
         return
     hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sys.excepthook = hook  # PyTorch's has tracebacks begin with a rank, for good
+    sys.excepthook = hook  # PyTorch replaced it to prefix tracebacks with a rank
     try:
         yield
     finally:

@@ -111,11 +111,11 @@ def run_step(
     return results
 
 
-def same_bits(first: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def same_bits(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether all tensors are equal bit for bit."""
-    return len(first) == len(right) and all(
+    return len(first) == len(second) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        for a, b in zip(first, right, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 

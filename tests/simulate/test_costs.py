@@ -77,9 +77,9 @@ def test_an_operator_takes_its_bytes(work: Any, tensors: list[Tensor], nbytes: i
 
 
 def test_a_product_takes_its_operations() -> None:
-    first, right = meta(1024, 2048), meta(2048, 4096)
+    first, second = meta(1024, 2048), meta(2048, 4096)
     seconds = 2 * 1024 * 2048 * 4096 / 0.5e12
-    assert busy_s(torch.mm, first, right) == approx(seconds)
+    assert busy_s(torch.mm, first, second) == approx(seconds)
     with torch.inference_mode():
         assert busy_s(F.linear, first, meta(4096, 2048)) == approx(seconds)
 
