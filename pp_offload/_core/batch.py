@@ -163,12 +163,12 @@ class Batch:
     def use_again(self, index: int, num: int, group: int) -> None:
         """Add ``num`` uses of a payload, by saved tensors of the group with this ``id``."""
         back = self.back
-        uses = self.later.setdefault(index, {None: back.left[index]})
+        uses = self.later.setdefault(index, {None: back.uses_left[index]})
         uses[group] = uses.get(group, 0) + num  # shared, and needed by a recipe, too
         back.uses[index] += num
-        if back.left[index] == 0 and back.device[index] is None:
+        if back.uses_left[index] == 0 and back.device[index] is None:
             back.num_away += 1  # it was used up, and will be used again
-        back.left[index] += num
+        back.uses_left[index] += num
 
 
 class Back(weakref.ref[Batch]):
@@ -181,7 +181,7 @@ class Back(weakref.ref[Batch]):
         versions: Version of the memory when it was last given out; -1 before.
         given: Weak reference to the tensor that autograd got when a payload left ``device``.
         uses: Uses of each payload in all; counted anew if it comes back after the last.
-        left: Remaining uses of each payload; 0 when it is used up.
+        uses_left: Remaining uses of each payload; 0 when it is used up.
         num_away: Number of payloads with remaining uses, in any part of backward, that are neither
             on the device nor on the way.
         part: Payloads that the first part of a split backward has still to use; all others are for
@@ -190,7 +190,7 @@ class Back(weakref.ref[Batch]):
         checksums: Checksum of each payload when it left, with ``verify``.
     """
 
-    __slots__ = "checksums device given left num_away part reloads sizes uses versions".split()
+    __slots__ = "checksums device given num_away part reloads sizes uses uses_left versions".split()
 
     __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
     __hash__ = object.__hash__
@@ -203,7 +203,7 @@ class Back(weakref.ref[Batch]):
         self.device: list[Tensor | None] = [None] * num
         self.reloads: list[Reload | None] = [None] * num
         self.given: list[weakref.ref[Tensor] | None] = [None] * num
-        self.versions, self.uses, self.left = [-1] * num, uses, uses.copy()
+        self.versions, self.uses, self.uses_left = [-1] * num, uses, uses.copy()
         self.part: frozenset[int] | None = None
         self.sizes = batch.sizes
         self.checksums: Sequence[int] = ()
@@ -212,17 +212,17 @@ class Back(weakref.ref[Batch]):
         """Return payloads that this part of backward will use and that are neither on the device
         nor on the way.
         """
-        uses_left, part = self.left, self.part
+        uses_left, part = self.uses_left, self.part
         away = [i for i, tensor in enumerate(self.device) if tensor is None and uses_left[i] > 0]
         return away if part is None else [i for i in away if i in part]
 
     def put(self, index: int, tensor: Tensor, reload: Reload) -> None:
         """Set a payload's memory, filled or awaited; a used-up payload gets all uses anew."""
         self.reloads[index], self.versions[index], self.device[index] = reload, -1, tensor
-        if self.left[index] > 0:
+        if self.uses_left[index] > 0:
             self.num_away -= 1
         else:
-            self.left[index] = self.uses[index]
+            self.uses_left[index] = self.uses[index]
 
 
 Wanted = tuple[Batch, list[int]]

@@ -180,7 +180,7 @@ class Group:
         batch = None if self.batch is None else self.batch()
         uses = []
         if batch is not None:
-            part, uses_left = batch.back.part, batch.back.left
+            part, uses_left = batch.back.part, batch.back.uses_left
             indices = range(len(uses_left)) if part is None else part
             uses.append((batch, [index for index in indices if uses_left[index] > 0]))
         if not self.is_used:

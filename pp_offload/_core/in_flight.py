@@ -115,7 +115,7 @@ class Arrived:
         for index, num in enumerate(uses):
             if num <= 0:
                 self.put_away(back, index)
-        back.left = list(uses)
+        back.uses_left = list(uses)
         payloads = zip(back.device, uses, strict=True)
         back.num_away = sum([tensor is None and num > 0 for tensor, num in payloads])
 

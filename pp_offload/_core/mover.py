@@ -340,10 +340,10 @@ class Mover:
             is_there = reload is not None and reload.is_there and reload.stream == live
             if is_there and not batch.changed and not self.backend.is_capturing:
                 tensor = back.device[index]
-                if tensor is not None and back.left[index] == 1 and back.versions[index] == -1:
+                if tensor is not None and back.uses_left[index] == 1 and back.versions[index] == -1:
                     self.arrived.unused_bytes -= back.sizes[index]  # as _use(), without a call
                     back.given[index], back.device[index] = weakref.ref(tensor), None
-                    back.left[index], back.versions[index] = 0, tensor._version
+                    back.uses_left[index], back.versions[index] = 0, tensor._version
                 else:
                     tensor = self._use(batch, index)
         if tensor is None:
@@ -373,7 +373,7 @@ class Mover:
             self.arrived.put_away(back, index)
             return None
         back.versions[index] = version
-        uses_left = back.left[index] = back.left[index] - 1
+        uses_left = back.uses_left[index] = back.uses_left[index] - 1
         if uses_left == 0:
             back.given[index] = weakref.ref(tensor)
             back.device[index] = None
@@ -493,7 +493,7 @@ class Mover:
         for index, source in enumerate(leaving.sources):
             if back.device[index] is not None or index in batch.changed:
                 continue
-            if back.left[index] > 0 or index == asked:
+            if back.uses_left[index] > 0 or index == asked:
                 back.put(index, source, reload)
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]

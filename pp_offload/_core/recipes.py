@@ -95,13 +95,13 @@ class Recipe:
         checksum: Checksum of the storage, with ``verify``.
     """
 
-    __slots__ = ("_checksum", "_label", "_left", "_mover", "_uses", "given", "term")
+    __slots__ = ("_checksum", "_label", "_mover", "_uses", "_uses_left", "given", "term")
 
     def __init__(
         self, term: Call, mover: Any, uses: int, label: str, checksum: int | None = None
     ) -> None:
         self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
-        self._uses = self._left = uses
+        self._uses = self._uses_left = uses
         self.given: tuple[Any, int, Any] | None = None
         """Last tensor (weak reference after the last use), its version then, and its stream."""
 
@@ -121,12 +121,12 @@ class Recipe:
                 tensor = None  # a backward has changed it in place
         if tensor is None:
             tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
-            self._left = self._uses
+            self._uses_left = self._uses
             if self._checksum is not None:
                 came = f"a tensor of group '{self._label}' was computed again"
                 check_same(_whole(tensor), self._checksum, came)
-        self._left -= 1
-        held: Any = tensor if self._left > 0 else weakref.ref(tensor)
+        self._uses_left -= 1
+        held: Any = tensor if self._uses_left > 0 else weakref.ref(tensor)
         self.given = held, tensor._version, live
         return tensor
 

@@ -215,7 +215,7 @@ class Window:
         the next window of bytes. It was used just now.
         """
         later, back = batch.later.get(index), batch.back
-        if later is None or back.left[index] > sum(later.values()):
+        if later is None or back.uses_left[index] > sum(later.values()):
             return True
         group, room = self._current, self.bound.nbytes
         if back.part is not None:

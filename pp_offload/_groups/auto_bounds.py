@@ -254,7 +254,7 @@ class StepTimes(Laps):
         reload = batch.back.reloads[index]
         if reload is None or reload.event is None:
             return
-        nbytes, uses_left = batch.sizes[index], batch.back.left[index]
+        nbytes, uses_left = batch.sizes[index], batch.back.uses_left[index]
         is_first, is_last = uses_left >= batch.back.uses[index] - 1, uses_left <= 0
         self._mark(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
 

@@ -204,7 +204,7 @@ class WeightVisit:
         batch = None if self.batch is None else self.batch()
         if batch is None:
             return []
-        counts = enumerate(batch.back.left)
+        counts = enumerate(batch.back.uses_left)
         return [(batch, [index for index, num in counts if num > 0 and index in self._used])]
 
 

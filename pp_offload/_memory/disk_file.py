@@ -309,7 +309,7 @@ class DiskFile:
         for view in views:
             while len(view):  # a system call may do only a part
                 if not is_wanted():
-                    raise ClosedError("nobody needs it any more")
+                    raise ClosedError("no saved tensor needs it now")
                 done = step(file.fd, view[:BLOCK_BYTES], offset)
                 if done <= 0:
                     raise ValueError(f"the file ends at {offset}, before the end of the batch")

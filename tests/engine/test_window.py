@@ -67,7 +67,7 @@ class Bench:
             if batch is not None:
                 for index, nbytes in reversed(list(enumerate(batch.sizes))):
                     is_on_device = batch.back.device[index] is not None
-                    if batch.back.left[index] > 0 and (is_on_device or not is_there):
+                    if batch.back.uses_left[index] > 0 and (is_on_device or not is_there):
                         payloads.append((group.name, index, nbytes))
         return payloads
 

@@ -242,7 +242,7 @@ PACKAGE = {
         _SHARING,
     ),
     "uses by other groups are not counted": Fault(
-        "_core/batch:Batch.use_again", "back.left[index] += num", "pass", _SHARING
+        "_core/batch:Batch.use_again", "back.uses_left[index] += num", "pass", _SHARING
     ),
     "a shared copy has one shape for all": Fault(
         "_core/shared:restored_from",
