@@ -77,7 +77,7 @@ class Engine:
         self.reach = self.window.reach
         self.current_stream = backend.current_stream
         self.follow = self.mover.in_flight.streams.follow
-        self.follow(backend.current_stream())  # inputs may be made where no forward computes
+        self.follow(backend.current_stream())  # inputs may be made on it, outside forwards
         self.is_enabled = True
         self.is_torn = False
         self._has_warned = False

@@ -35,7 +35,7 @@ class GroupState(enum.Enum):
 
 
 class Counts:
-    """Sizes of a group, and of what it moved.
+    """Numbers of payloads and bytes that a group may send, and that it sent.
 
     Attributes:
         num_tensors: Number of recipes, and of payloads that may leave, whatever the plan.
@@ -142,7 +142,7 @@ class Group:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether it was never committed, and no backward has used what it saved."""
+        """Whether the group saved tensors, was never committed, and backward has not used it."""
         return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)
 
     def on_use(self) -> None:

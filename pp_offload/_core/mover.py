@@ -211,7 +211,7 @@ class Mover:
             self.in_flight.after_last(action)
 
     def poll(self) -> None:
-        """Let go of what finished copies kept alive. Never blocks."""
+        """Release memory that finished copies kept alive. Never blocks."""
         with self.lock:
             if self.arrived.gone:
                 self.arrived.let_go()
@@ -254,7 +254,7 @@ class Mover:
                 hosts = [hosts[index] for index in indices]
             selected.append((batch, indices))
             begun.append(list(map(partial(torch.empty_like, device=device), hosts)))
-        # All memory is allocated. Without it, each payload would be where it was.
+        # All memory is allocated; a failure before this line has changed no payload.
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []

@@ -43,7 +43,7 @@ class Lap(NamedTuple):
 
 
 class Observer:
-    """Does nothing. Override what you want to observe."""
+    """An observer that does nothing. Override the methods of events to observe."""
 
     def opened(self, group: Group) -> None:
         """Called when a group opens, before autograd saves into it. Under the lock."""
@@ -89,7 +89,7 @@ class Observers:
     waited: tuple[Callable[[Lap | None, Event], None], ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Call the methods that ``observer`` overrides, behind those of observers added before."""
+        """Call the methods that ``observer`` overrides, after the methods of earlier observers."""
         for event in fields(self):
             if getattr(type(observer), event.name) is not getattr(Observer, event.name):
                 setattr(

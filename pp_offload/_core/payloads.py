@@ -1,4 +1,4 @@
-"""Payloads: what of a group's saved tensors is copied, each storage once.
+"""Payloads: the bytes of a group's saved tensors that are copied, each storage once.
 
 Saved tensors are sorted by storage. A storage moves whole, and every view is made of it again, if
 one view covers it, or if several views reach from its first byte to its last and together cover at

@@ -85,7 +85,7 @@ class Search:
         self._parts: ByStorage = {}
 
     def take_out(self) -> list[Computable]:
-        """Find recipes; remove what they give from the group's saved tensors, and add inputs."""
+        """Find recipes, take their storages out of the saved tensors, and add their inputs."""
         computable: list[Computable] = []
         order = {key: at for at, key in enumerate(self._saved)}
         for key, (storage, members) in self._saved.items():
@@ -263,7 +263,7 @@ class Walk:
         return packed
 
     def _note(self, tensor: Tensor) -> None:
-        """Add to ``kind`` what kernels are chosen by."""
+        """Add the properties of an input that kernels are chosen by to ``kind``."""
         if tensor.is_contiguous():
             self.kind += tensor.dtype, tensor.dim()
         else:

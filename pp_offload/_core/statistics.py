@@ -34,7 +34,7 @@ class OffloadStatistics:
     """Host bytes that a living saved tensor needs, at rest or on the way to and from the disk."""
 
     host_bytes_peak: int
-    """The most host bytes that were ever in use; with a disk tier, those passing through added."""
+    """Most host bytes that were ever in use; with a disk tier, bytes passing through included."""
 
     host_bytes_reserved: int
     """Host bytes taken from the system, in use or kept for reuse."""
@@ -54,7 +54,7 @@ class OffloadStatistics:
     """Payloads reloaded before their group's backward began."""
 
     on_demand_reloads: int
-    """Payloads reloaded only when backward was there; each may have made compute wait."""
+    """Payloads reloaded only when backward had reached them; each may have made compute wait."""
 
     taken_back: int
     """Payloads asked for while their copy to the host was under way, and given back without one."""

@@ -72,7 +72,7 @@ class Geometry:
 
     @property
     def span_numel(self) -> int:
-        """Number of elements from the first to the last, with both and those between."""
+        """Number of elements from the first to the last, both included."""
         if 0 in self.size:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
@@ -260,7 +260,7 @@ class Eligibility:
         )
 
     def can_move(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is dense memory on the device, and its bytes are all there is to it.
+        """Whether ``tensor`` is dense memory on the device, and its bytes alone define it.
 
         The flag of a lazily conjugated or negated tensor is not part of the bytes, and the zeros
         that forward-mode AD makes have none.

@@ -220,7 +220,7 @@ class Window:
         group, room = self._current, self.bound.nbytes
         if back.part is not None:
             back.part -= {index}
-            room = self._few_bytes  # what stays for the second part must not block others
+            room = self._few_bytes  # payloads for the second part must not block others
         for visit in () if group is None else self._order.after(group):
             for used_batch, indices in visit.uses():
                 if used_batch is batch and index in indices:

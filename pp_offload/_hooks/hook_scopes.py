@@ -153,7 +153,7 @@ class _Lookups(threading.local):
         self.last: weakref.ref[_BoundExit] | None = None
 
     def of(self, owner: object, when_gone: Callable[..., Any]) -> weakref.ref[_BoundExit] | None:
-        """A reference to the last lookup, with a callback; None if it was of another object."""
+        """Return a reference to the last lookup, with a callback; None if of another object."""
         ref, self.last = self.last, None
         bound = None if ref is None else ref()
         if bound is None or bound.args[0] is not owner:

@@ -155,7 +155,7 @@ class DiskFile:
         self.listeners: tuple[Listener, ...] = ()
         self.written_bytes = self.read_bytes = self.peak_bytes = 0
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
-        # The threads close the file: in a destructor, what a signal handler raises is lost.
+        # The threads close the file: a destructor loses what a signal handler raises.
         self._threads = Workers("disk", num_threads, keep=self._file)
         new_checksum()  # imports now: a fork during an import leaves a child that hangs
         self._owner = current()

@@ -388,7 +388,7 @@ class HostPool:
         self.reserved_bytes += nbytes
 
     def _has_fallen_back(self, nbytes: int, failure: MemoryError, force: bool) -> bool:
-        """Use ordinary memory from now on, if pinned memory is what is missing."""
+        """Use ordinary memory from now on, and return True, if pinned memory is missing."""
         is_over = not force and nbytes > self._budget.left_bytes
         if is_over or self._allocate is pageable or isinstance(failure, NotWhileCapturingError):
             return False

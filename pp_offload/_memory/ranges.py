@@ -53,7 +53,7 @@ class Ranges:
             sizes.insert(index, nbytes)
 
     def take_whole(self, start: int, nbytes: int) -> bool:
-        """Take exactly this range out, if it is there and has no neighbour."""
+        """Take exactly this range out; return False if it is not free or has a neighbour."""
         index = bisect_left(self._starts, start)
         if (self._starts[index : index + 1], self._sizes[index : index + 1]) != ([start], [nbytes]):
             return False

@@ -66,7 +66,7 @@ class AcceleratorBackend(Backend):
         self._capturing: Stream | None = None  # stream where the running capture was first seen
 
     is_capturing = property(methodcaller("_ask"))
-    """Whether what is queued now becomes part of a graph instead of being run."""
+    """Whether work queued now becomes part of a graph instead of being run."""
 
     def capture_id(self) -> int:
         """Return the number of the running capture; 0 outside.

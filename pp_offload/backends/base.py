@@ -79,7 +79,7 @@ class Backend(Protocol):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what is queued now becomes part of a graph instead of being run."""
+        """Whether work queued now becomes part of a graph instead of being run."""
 
     d2h: Stream
     """Stream of copies from device to host, in order."""
