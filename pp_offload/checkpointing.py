@@ -94,7 +94,7 @@ class ActivationCheckpointing:
         if every > len(layers._modules):
             raise ValueError(
                 f"ac_freq is {every}, but {layers_fqn!r} has {len(layers._modules)} layers; "
-                "expected no more than that, for none would be checkpointed"
+                "expected at most that: otherwise no layer is checkpointed"
             )
         wrapped: dict[Module, Module] = {}
         for number, (name, layer) in enumerate(list(layers._modules.items()), start=1):

@@ -177,7 +177,7 @@ class OffloadModel(CacheFigures, nn.Module):
         if len(layers) != (num := self._slices[-1].stop):
             raise OffloadError(
                 f"the OffloadModel has {len(layers)} layers, {list(self._modules)}; expected the "
-                f"{num} that it was made of, for these were cut into slices; put one in the place "
+                f"{num} that it was made of: these were cut into slices; put one in the place "
                 "of another, or make a new OffloadModel of the layers"
             )
         return [
@@ -247,7 +247,7 @@ def _check_numbers(
         most = f"1 to {num_layers}" if num_layers > 1 else "1"
         raise ValueError(
             f"num_slices is {said(num_slices)}; expected {most}, the number of layers, as an "
-            "integer, for each slice has at least one"
+            "integer: each slice has at least one"
         )
 
 

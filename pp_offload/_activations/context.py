@@ -83,7 +83,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if sizes:
             raise TypeError(
                 f"found {', '.join(map(said, sizes))} behind use_streams; expected sizes by name, "
-                "for torchtune and TRL have them in a different order: min_offload_size=1024, "
+                "because torchtune and TRL have them in a different order: min_offload_size=1024, "
                 "max_fwd_stash_size=5"
             )
         check_all(

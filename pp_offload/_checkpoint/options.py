@@ -105,7 +105,7 @@ class FullACParams:
         if self.use_reentrant and not (self.early_stop and self.determinism_check == "default"):
             raise ValueError(
                 "use_reentrant is True, with early_stop or determinism_check; expected one or the "
-                "other, for reentrant checkpoints run all again, and compare nothing"
+                "other: reentrant checkpoints run all again, and compare nothing"
             )
 
     def policy(self) -> OpPolicy | None:

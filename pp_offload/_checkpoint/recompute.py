@@ -92,8 +92,8 @@ class Recompute:
         if self in _of_default:
             return shared_for, (self.params,)
         raise TypeError(
-            "a model with checkpoints of pp_offload cannot be pickled, for streams and host memory "
-            "are part of it; save model.state_dict(), whose names are those without checkpoints"
+            "a model with checkpoints of pp_offload cannot be pickled: streams and host memory "
+            "belong to it; save model.state_dict(), whose names are those without checkpoints"
         )
 
     @never_compiled

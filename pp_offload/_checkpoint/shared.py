@@ -150,7 +150,7 @@ def checkpoint_wrapper(
     if isinstance(module, CheckpointWrapper):
         raise ValueError(
             f"module is a {type(module).__name__}, which is computed again already; expected a "
-            "module without, for twice would cost time and free nothing"
+            "module without: twice costs time and frees nothing"
         )
     if offload_to_cpu:
         options = {"offload_inputs": True, **options}

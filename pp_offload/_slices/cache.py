@@ -79,8 +79,8 @@ class SliceCache:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a model whose parameters wait on the host cannot be pickled, for streams and host "
-            "memory are part of it; save model.state_dict(), whose names are those without offload"
+            "a model whose parameters wait on the host cannot be pickled: streams and host "
+            "memory belong to it; save model.state_dict(), whose names are those without offload"
         )
 
     @property

@@ -59,7 +59,7 @@ def sharded_problem(model: Module) -> str | None:
     if not names:
         return None
     return (
-        f"parameters of {names[:3]} are owned by FSDP; expected layers that are not sharded, for a "
+        f"parameters of {names[:3]} are owned by FSDP; expected layers that are not sharded: a "
         "slice is copied to the device as a whole; wrap the OffloadModel in "
         "DistributedDataParallel, with gloo for tensors of the host, or do without it: "
         "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps the shards on the host"
@@ -166,6 +166,6 @@ def waiting_parameters(
         raise ValueError(
             f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
             "could wait on the host; name another list of layers, freeze the base with "
-            "requires_grad_(False) first, or say frozen_only=False"
+            "requires_grad_(False) first, or pass frozen_only=False"
         )
     return waiting

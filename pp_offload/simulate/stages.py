@@ -158,7 +158,7 @@ class Modules:
         if optimizer is not None and not callable(optimizer):
             raise TypeError(
                 f"optimizer is {said(optimizer)}, expected a function of a list of parameters that "
-                "makes one, for each rank has its own: lambda p: torch.optim.AdamW(p)"
+                "makes one: each rank has its own: lambda p: torch.optim.AdamW(p)"
             )
         for index, stage in enumerate(stages):
             check_kind(f"stages[{index}]", stage, nn.Module, "a module")
