@@ -291,8 +291,8 @@ def _check_free(stages: list[Any]) -> None:
     for stage in stages:
         if _ATTACHED in getattr(stage, "__dict__", {}):
             raise OffloadError(
-                f"stage {stage.stage_index} is attached through another schedule; detach() that "
-                "one's handle first"
+                f"stage {stage.stage_index} is attached through another schedule; detach() "
+                "the handle of that schedule first"
             )
 
 

@@ -187,7 +187,7 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
             return
         if wait_s == WARN_S:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            logger.warning("the table of all ranks waits for ranks %s", missing)
+            logger.warning("the summary of all ranks waits for ranks %s", missing)
     if num_here <= 0 or store.add(key, -GIVEN_UP) + GIVEN_UP != len(ranks):
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         cause = f"ranks {missing} did not ask for it within {PATIENCE_S} s"

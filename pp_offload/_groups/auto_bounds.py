@@ -127,7 +127,7 @@ class AutoBounds:
         except RuntimeError as failure:  # events of this device, or of another stream, have no time
             self._timed = None
             self._num_left = max(0, self._num_left - 1)
-            logger.debug("the bounds stay as they are, for a step was not timed: %s", str(failure))
+            logger.debug("bounds do not change, because a step was not timed: %s", str(failure))
         self._sent = self._offloader.engine.mover.counts.bytes_offloaded
 
     def end_step(self, plan: Plan, *, is_complete: bool) -> None:

@@ -62,7 +62,7 @@ class Manager:
 
     Attributes:
         config: The options.
-        step: What happened since the last :meth:`reset`.
+        step: Record of the step since the last :meth:`reset`.
         offloader: Engine and plan that the chunks share.
         forward: Forward of the calling thread.
         idle_groups: Warnings of expected groups that do nothing.
@@ -319,7 +319,7 @@ class Manager:
         self._call_on_begin()
         if forgotten:
             raise GroupStateError(
-                f"groups {forgotten} were started and never committed, so nothing of them was "
+                f"groups {forgotten} were started and never committed, so they were not "
                 "offloaded; call group_commit(output, name) at the end of each group's forward"
             )
 
@@ -386,8 +386,8 @@ class Manager:
         has_same_room = (plan.stay, plan.lean) == (old.stay, old.lean)
         if not self.step.is_warmup and plan != old and has_same_room:
             logger.info(
-                "the step changed from %d chunks with %d groups to %d with %d; the plan is made "
-                "anew and keeps %d groups on the device",
+                "the step changed from %d chunks with %d groups to %d with %d; the new plan keeps "
+                "%d groups on the device",
                 *(len(old.names), sum(map(len, old.names.values()))),
                 *(len(plan.names), sum(map(len, plan.names.values()))),
                 len(plan.kept),
@@ -396,8 +396,8 @@ class Manager:
         self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)
         if plan.num_unplanned and plan != old:
             logger.warning(
-                "%d groups of a microbatch are not in the plan of OffloadConfig, or have other "
-                "bytes than there, and leave: %s",
+                "%d groups of a microbatch do not match the plan of OffloadConfig (unknown, or of "
+                "another size) and will be offloaded: %s",
                 plan.num_unplanned,
                 why_unplanned(self.config, smallest),
             )

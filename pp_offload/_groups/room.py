@@ -20,14 +20,14 @@ NOTE [ Room follows the steps ]
     reserved from then on. After two equal smaller steps the larger ones are forgotten, and the room
     is filled for the smaller; if a larger step comes back, twice as many are needed next time.
 
-NOTE [ What is needed whatever leaves ]
+NOTE [ Needed bytes ]
     This memory is read when a backward goes on to another chunk: bytes allocated, less bytes of
     copies in flight and of groups that stay, which can be counted at that time. The height of the
     step's peak above these readings is added, such as the memory of a loss's backward. As many
     bytes may be in flight as the bounds allow, even if this step had fewer: the less leaves, the
     sooner it comes back.
 
-NOTE [ What a peak does not say ]
+NOTE [ Peaks of the device ]
     A device reports its peak since the last reset, and only the user resets it. This peak may come
     from another program, from loading a checkpoint, or from an evaluation after the last backward,
     outside of groups: only a peak that rose where groups begin, end and are reached is a step's.
@@ -70,7 +70,7 @@ GIB = 2**30
 
 @dataclass
 class StepMemory:
-    """Memory of the device in a step so far, in bytes. See NOTE [ What a peak does not say ]."""
+    """Memory of the device in a step so far, in bytes. See NOTE [ Peaks of the device ]."""
 
     begin: Allocated
     """Figures of the device when the step began."""
@@ -209,8 +209,8 @@ class DeviceRoom(Observer):
             return
         if allocated is None:
             self._warn(
-                "device_limit_bytes is given, but %s does not tell what is allocated: all groups "
-                "leave; name a plan that was made before, or leave the option out",
+                "device_limit_bytes is given, but %s does not report allocated bytes: all groups "
+                "leave; give a plan that was made before, or omit the option",
                 backend.name,
             )
             return
@@ -253,7 +253,7 @@ class DeviceRoom(Observer):
             seen.beside[key.place] = Beside(*map(max, seen.beside.get(key.place, Beside()), now))
 
     def reached(self, group: Group) -> None:
-        """Read memory; for a new chunk, see NOTE [ What is needed whatever leaves ]."""
+        """Read memory; for a new chunk, see NOTE [ Needed bytes ]."""
         seen, key = self._seen, group.key
         if seen is None or key is None or key.chunk == seen.in_backward:
             self._read()
@@ -344,7 +344,7 @@ class DeviceRoom(Observer):
         if seen.has_risen:
             self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
         peak_bytes = max(seen.peak_bytes, self._risen_bytes)
-        if not self._risen_bytes:  # see NOTE [ What a peak does not say ]
+        if not self._risen_bytes:  # see NOTE [ Peaks of the device ]
             peak_bytes += max(self._history.demand.sizes.values(), default=0)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
         needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin_bytes
@@ -382,8 +382,8 @@ class DeviceRoom(Observer):
             stay_bytes = demand.nbytes(self._stay)
             logger.debug(
                 "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
-                "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as "
-                "long as something leaves; the limit is %.1f MiB",
+                "needs %.1f MiB besides, and up to %.1f for copies in flight while groups leave; "
+                "the limit is %.1f MiB",
                 *(len(self._stay), len(demand.sizes)),
                 *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
             )

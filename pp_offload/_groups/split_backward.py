@@ -68,7 +68,7 @@ class SplitBackward(Observer):
         self.order: dict[int, list[int]] = {}
         self._is_keeping = is_keeping
         self._running: Running | None = None
-        self._kept: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
+        self._shared: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
         """Payloads of the first part, by position and index. While one lives, the mover gives it to
         the second part as well.
         """
@@ -106,7 +106,7 @@ class SplitBackward(Observer):
         if self._is_keeping and running.part is BackwardPass.INPUT:
             place = Place(running.key.vp_stage, position)
             if saved.index in self.uses[BackwardPass.WEIGHT].get(place, ()):
-                self._kept.setdefault(running.key, {})[position, saved.index] = payload
+                self._shared.setdefault(running.key, {})[position, saved.index] = payload
 
     def stop(self) -> None:
         """End the running part after an exception, and learn nothing from it."""
@@ -128,16 +128,16 @@ class SplitBackward(Observer):
             before = self.order.get(key.vp_stage, [])
             if not set(order) < set(before):  # groups may have stayed in this chunk
                 self.order[key.vp_stage] = order
-            self._kept.pop(key, None)
+            self._shared.pop(key, None)
 
     def clear(self) -> None:
         """End the step: forget the running part and the payloads kept for it."""
         self._running = None
-        self._kept.clear()
+        self._shared.clear()
 
     def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
         """Expect the uses of the stage's last second part, or all uses, without kept payloads."""
-        payloads = self._kept.get(key, {})
+        payloads = self._shared.get(key, {})
         for position, group in enumerate(groups):
             batch = _batch(group)
             if batch is None or group.key is None:

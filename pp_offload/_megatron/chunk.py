@@ -328,8 +328,8 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
                 return open_group
         raise GroupStateError(
             f"group '{group.name}' is not open in this chunk; its open groups are "
-            f"{[open_group.name for open_group in self.open_groups]}; give one that "
-            "on_group_start_forward returned and nobody has committed"
+            f"{[open_group.name for open_group in self.open_groups]}; give an uncommitted "
+            "group that on_group_start_forward returned"
         )
 
     @property

@@ -105,7 +105,7 @@ class PipelineOffloadManager(Manager):
         return _handler(self.forward.chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """Return :meth:`cur_forward_chunk`, whatever ``name`` is."""
+        """Return :meth:`cur_forward_chunk` for any ``name``."""
         return self.cur_forward_chunk()
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
@@ -242,14 +242,14 @@ class PipelineOffloadManager(Manager):
 
     @never_compiled
     def on_save_for_backward(self, tensor: Tensor) -> Packed:
-        """The pack hook: return a tag that is bound to the group open now."""
+        """Save ``tensor`` (pack hook), and return a tag that is bound to the group open now."""
         chunk = self.forward.chunk
         if chunk is None or not chunk.open_groups or is_in_backward():
             return Resident(tensor)  # in backward, a recomputation belongs to another chunk
         return chunk.pack(chunk.open_groups[-1], tensor)
 
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
-        """The unpack hook. May be called any number of times, in any order."""
+        """Return a saved tensor (unpack hook). May be called repeatedly, in any order."""
         return unpack(saved_state)
 
 

@@ -327,7 +327,7 @@ class Chooser:
 
     def _settled(self, way: Tried, limit_bytes: int, play: Play) -> Tried | None:
         """Take groups off ranks above the limit until all fit: first one, then two, four and so on.
-        None if a rank is above the limit whatever leaves.
+        Return None if a rank is above the limit even if all groups leave.
         """
         choice, num = way.choice, 1
         while (tried := play(choice)).peak_bytes > limit_bytes:
@@ -508,7 +508,7 @@ class Chooser:
         of_that = f", {size_said(state_bytes)} of that for its optimizer's state"
         return InfeasibleError(
             f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
-            f"{bytes_said(least, is_least=True)}, which rank {rank} needs whatever leaves"
+            f"{bytes_said(least, is_least=True)}, which rank {rank} needs even if all groups leave"
             f"{of_that if state_bytes else ''}; {self._more_host_memory(least)}name more modules "
             "as groups, take more ranks, shorter microbatches or fewer in flight",
             least,

@@ -165,7 +165,7 @@ class NumberDevice(VirtualBackend):
         self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
 
     def current_stream(self) -> VirtualStream:
-        """The compute stream, which is the only one of the device."""
+        """Return the compute stream, the only one of the device."""
         return self.compute
 
     def open_disk(self, directory: object) -> VirtualFile:

@@ -69,7 +69,7 @@ def largest_first(tapes: RankTapes) -> list[Candidate]:
 
 
 def first_saved(tapes: RankTapes) -> list[Candidate]:
-    """Sort groups, the first saved first, whatever their size."""
+    """Sort groups of any size, the first saved first."""
     return sorted(_candidates(tapes), key=lambda group: group.place)
 
 

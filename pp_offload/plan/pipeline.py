@@ -88,13 +88,13 @@ def predict_each(
 def _check_options(config: OffloadConfig) -> None:
     if isinstance(config.limit, int):
         raise ValueError(
-            "device_limit_bytes is given, which an engine keeps by what its device tells; expected "
-            "a plan of choose(), or none: see what that costs with run_pipeline"
+            "device_limit_bytes is given, which an engine meets by measuring its device; expected "
+            "a plan of choose(), or no limit; measure the cost of a limit with run_pipeline"
         )
     if not {"host", "disk"}.issuperset(config.tiers):
         raise ValueError(
-            f"tiers is {config.tiers}, expected the host, the disk, or both; see what others cost "
-            "with run_pipeline"
+            f"tiers is {config.tiers}, expected host, disk, or both; measure the cost of other "
+            "tiers with run_pipeline"
         )
 
 

@@ -144,7 +144,7 @@ class Tape:
     """Bytes that a microbatch sends to the stage before."""
 
     def nbytes(self, group: GroupTape) -> int:
-        """Bytes that a group of the tape may send."""
+        """Return the bytes that a group of the tape may send."""
         payloads = [self.payloads[index] for index in group.payloads]
         return sum([payload.nbytes for payload in payloads if payload.again is None])
 

@@ -110,7 +110,7 @@ def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "TIERS", [*config.TIERS, "own"])  # as add_tier does it
     drawn = draw_pipeline(0)
     tapes = record(drawn.order, drawn.work, drawn.hardware)
-    with pytest.raises(ValueError, match="expected the host, the disk, or both"):
+    with pytest.raises(ValueError, match="expected host, disk, or both"):
         predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(tiers=("own",)))
     with pytest.raises(ValueError, match="rank by rank"):
         predict(drawn.order, tapes[:-1], drawn.hardware)

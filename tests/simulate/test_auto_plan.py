@@ -155,7 +155,7 @@ def test_a_device_that_tells_nothing_has_all_groups_leave(
             y.sum().backward()
         manager = PipelineOffloadManager.get_instance()
         assert manager.statistics().bytes_offloaded > 0
-    warnings = [text for text in caplog.messages if "does not tell what is allocated" in text]
+    warnings = [text for text in caplog.messages if "does not report allocated bytes" in text]
     assert len(warnings) == 1
 
 
