@@ -171,7 +171,7 @@ def vectors_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small vectors leave as well, which stay since they may be statistics: to see how bytes of
     any shape move.
     """
-    monkeypatch.setattr("pp_offload._core.tensors.MAX_STATISTICS", 0)
+    monkeypatch.setattr("pp_offload._core.eligibility.MAX_STATISTICS", 0)
 
 
 @pytest.fixture

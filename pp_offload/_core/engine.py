@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.batch import Batch
+from pp_offload._core.eligibility import Eligibility, StorageSet
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Mover
 from pp_offload._core.observer import Observers
@@ -25,7 +26,6 @@ from pp_offload._core.payloads import Payloads, by_storage, collect
 from pp_offload._core.recipes import Chosen, Recipes
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
-from pp_offload._core.tensors import Eligibility, StorageSet
 from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window

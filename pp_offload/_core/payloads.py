@@ -19,13 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from pp_offload._core.geometry import Geometry, has_new_strides, storage_bytes
 from pp_offload._core.saved import Saved
 from pp_offload._core.subclasses import is_pending
-from pp_offload._core.tensors import (
-    Geometry,
-    has_new_strides,
-    storage_bytes,
-)
 
 
 class Payloads:

@@ -39,7 +39,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload._common.torch_private import NODES, disable_current_modes
-from pp_offload._core.operators import (
+from pp_offload._core.cheap_operators import (
     CHEAP,
     EPS,
     OPERATORS,
@@ -50,10 +50,11 @@ from pp_offload._core.operators import (
     Number,
     viewed,
 )
+from pp_offload._core.eligibility import Eligibility
+from pp_offload._core.geometry import Geometry, flat_bytes, storage_bytes
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved, modified
 from pp_offload._core.search import Narrow, Search, Walk
-from pp_offload._core.tensors import Eligibility, Geometry, flat_bytes, storage_bytes
 from pp_offload._core.verify import check_same, checksum_of
 
 MOST_TRIALS = 30

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import NODES, disable_current_modes
-from pp_offload._core.operators import (
+from pp_offload._core.cheap_operators import (
     CHEAP,
     OPERATORS,
     OPTIONAL,
@@ -27,9 +27,10 @@ from pp_offload._core.operators import (
     call_of,
     operator_of,
 )
+from pp_offload._core.eligibility import may_be_statistics
+from pp_offload._core.geometry import Geometry, storage_bytes
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
-from pp_offload._core.tensors import Geometry, may_be_statistics, storage_bytes
 
 MOST_CALLS = 12
 """Most calls in one recipe. Each reads and writes about as much as the tensor has, and device

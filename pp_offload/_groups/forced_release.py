@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from pp_offload._common.checks import described
 from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import use_count
-from pp_offload._core.tensors import StorageSet
+from pp_offload._core.eligibility import StorageSet
 from pp_offload._memory.storages import has_storage
 
 logger = logger_of(__name__)

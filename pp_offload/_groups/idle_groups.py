@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from torch import Size
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.tensors import Eligibility
+from pp_offload._core.eligibility import Eligibility
 from pp_offload._groups.plan import ChunkRecord
 from pp_offload._hooks.regions import was_warned_of
 

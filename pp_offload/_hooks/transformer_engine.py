@@ -6,7 +6,7 @@
 
 NOTE [ Transformer Engine ]
     TE's FP8 layers save a quantized copy of the weight with every microbatch. They mark the copy,
-    by an attribute in :data:`pp_offload._core.tensors.MARKS`, only while TE's own offload is on.
+    by an attribute in ``MARKS`` of ``_core/eligibility.py``, only while TE's own offload is on.
     Only then do they hold the parameter for fused gradients, since hooks return a plain tensor in
     its place. The switch is a variable of the process; each generation of TE's offload has another.
 

@@ -21,7 +21,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 
 from pp_offload._common.checks import said
-from pp_offload._core.tensors import is_dense
+from pp_offload._core.geometry import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends import Backend, check_backend
 

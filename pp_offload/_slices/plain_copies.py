@@ -25,9 +25,9 @@ from torch import Tensor
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
+from pp_offload._core.geometry import as_dense
 from pp_offload._core.in_flight import ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics
-from pp_offload._core.tensors import as_dense
 from pp_offload._core.verify import check_same, checksum_of
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.host_pool import HostPool

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import neg_view, never_compiled, top_hooks
+from pp_offload._core.geometry import Geometry, flat_bytes
 from pp_offload._core.saved import Resident, modified
-from pp_offload._core.tensors import Geometry, flat_bytes
 from pp_offload._hooks.regions import Chaining, is_in_backward
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache

@@ -22,10 +22,10 @@ from typing import Any
 from torch import UntypedStorage
 
 from pp_offload._core.batch import Batch
+from pp_offload._core.cheap_operators import Call
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.keys import GroupKey, Place
-from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved

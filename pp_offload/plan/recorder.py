@@ -22,9 +22,9 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload._core.batch import Batch
+from pp_offload._core.cheap_operators import Call
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
-from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import computed
 from pp_offload._core.saved import Saved

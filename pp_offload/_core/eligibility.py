@@ -1,7 +1,4 @@
-"""Decides which tensors may move, and counts their bytes.
-
-``payloads.py`` says when a storage moves whole; other views are gathered. Bytes are always counted
-on distinct elements: a broadcast is one element, however large its shape.
+"""Decides which saved tensors may leave the device.
 
 NOTE [ Statistics ]
     A small vector that needs no gradient may hold statistics that batch norm, or an observer, keeps
@@ -12,27 +9,18 @@ NOTE [ Statistics ]
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from pp_offload._common.torch_private import disable_current_modes
 from pp_offload._core.subclasses import plain_tensors
 from pp_offload._memory.storages import has_storage
 
 StorageRef = weakref.ref[torch.UntypedStorage]
-
-ALIGNMENT = 512
-"""Bytes to which device allocators align; kernels may choose their path by it."""
-
-MAX_PADDING_BYTES = 2**20
-"""Device memory that may be spent to give a gathered view the offset it had."""
 
 FLAGGED_DTYPES = frozenset(
     dtype
@@ -50,112 +38,6 @@ MARKS = frozenset({"_TE_do_not_offload", "weight_offloading"})
 """Attributes that Transformer Engine sets on a saved copy of a weight, old versions the second; see
 NOTE [ Transformer Engine ].
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Layout of a view in its storage. Counts are in elements of ``dtype``."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Geometry:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    @property
-    def distinct_numel(self) -> int:
-        """Number of elements in memory, a broadcast dimension counted once."""
-        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
-
-    @property
-    def span_numel(self) -> int:
-        """Number of elements from the first to the last, both included."""
-        if 0 in self.size:
-            return 0
-        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-
-    def compact_offset(self) -> int:
-        """Return the offset of a view that comes back after it alone was gathered.
-
-        The offset itself, unless the memory before the view would be more than the view's own and
-        more than :data:`MAX_PADDING_BYTES`; then the largest multiple of :data:`ALIGNMENT` bytes
-        is taken off, so that kernels see the same alignment.
-        """
-        if self.offset <= max(self.span_numel, MAX_PADDING_BYTES // self.dtype.itemsize):
-            return self.offset
-        return self.offset % max(1, ALIGNMENT // self.dtype.itemsize)
-
-    def narrowed(self) -> Geometry:
-        """Return this geometry with each broadcast dimension narrowed to one element."""
-        size = torch.Size(
-            1 if s == 0 and n > 1 else n for n, s in zip(self.size, self.stride, strict=True)
-        )
-        return Geometry(self.dtype, size, self.stride, self.offset)
-
-    def on_storage_of(self, payload: Tensor) -> Tensor:
-        """Return this view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
-
-        Such views share one version counter, as the views that autograd saved did.
-        """
-        if payload.dtype != self.dtype:
-            whole = payload.nbytes - payload.nbytes % self.dtype.itemsize
-            payload = payload[:whole].view(self.dtype)
-        return payload.as_strided(self.size, self.stride, self.offset)
-
-    def scattered(self, payload: Tensor) -> Tensor:
-        """Return this view in a storage of its own, filled from its gathered elements."""
-        offset = self.compact_offset()
-        room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
-        moved = replace(self, offset=offset)
-        moved.narrowed().on_storage_of(room).copy_(payload)
-        return moved.on_storage_of(room)
-
-
-def storage_bytes(tensor: Tensor) -> Tensor | None:
-    """Return the storage of ``tensor`` as a flat ``uint8`` view with its version counter; no copy.
-
-    None if the storage is no whole number of elements of this dtype.
-    """
-    numel, rest = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
-    return None if rest else tensor.as_strided((numel,), (1,), 0).view(torch.uint8)
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as a flat ``uint8`` tensor; no copy.
-
-    A contiguous tensor of one element may have any stride, and ``view`` keeps it.
-    """
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def as_dense(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its elements do not fill one piece of memory, each once."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if is_dense(tensor) else tensor.clone()
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor fill one piece of memory, each once."""
-    with disable_current_modes():  # a meta tensor is no device memory
-        return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-
-
-def has_new_strides(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor has the strides of a new one of its shape.
-
-    A dimension of size one may have any stride; a microbatch of one sample has such a dimension.
-    """
-    if 1 not in tensor.shape:
-        return True
-    stride = 1
-    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if given != stride:
-            return False
-        stride *= size
-    return True
 
 
 class _KeyedRef(StorageRef):
