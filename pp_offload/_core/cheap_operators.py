@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pp_offload._common.torch_private import NODES
+from pp_offload.errors import OffloadError
 
 
 class _Unknown:
@@ -47,6 +48,38 @@ class Guess(NamedTuple):
 
     weight: Any
     """Weight of the norm: an ``eps`` that was right once for a weight always is."""
+
+
+class ProvedEps(float):
+    """The ``eps`` with which a norm once gave the same bits.
+
+    Attributes:
+        forget: Called if the norm has another one now.
+    """
+
+    forget: Callable[[], None]
+
+    def check(self, computed: Tensor, saved: Tensor) -> None:
+        """Compare the reciprocal deviations of both forwards: a program may change ``eps``, and no
+        other saved tensor tells. A GPU compares them without the host, and asserts.
+
+        Raises:
+            OffloadError: They differ, on the host's own memory.
+        """
+        if saved.is_meta:
+            return
+        is_same = (computed.view(torch.uint8) == saved.view(torch.uint8)).all()
+        if saved.device.type != "cpu":
+            torch._assert_async(is_same, EPS_HAS_CHANGED)
+        elif not is_same:
+            self.forget()
+            raise OffloadError(EPS_HAS_CHANGED)
+
+
+EPS_HAS_CHANGED = (
+    "a norm has another eps than in earlier steps, with which its output would be computed again; "
+    "expected the same: give each eps a norm of its own, or offload with rematerialize='none'"
+)
 
 
 class Number(NamedTuple):
@@ -98,8 +131,13 @@ def _slice(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
     return x[tuple(index)]
 
 
-def _layer_norm(x: Tensor, weight: Any, bias: Any, eps: Any, shape: tuple[int, ...]) -> Tensor:
-    return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+def _layer_norm(
+    x: Tensor, weight: Any, bias: Any, rstd: Tensor, eps: Any, shape: tuple[int, ...]
+) -> Tensor:
+    output, _, computed = torch.native_layer_norm(x, shape, weight, bias, eps or EPS[0])
+    if type(eps) is ProvedEps:
+        eps.check(computed, rstd)
+    return output
 
 
 def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -117,7 +155,7 @@ _NAMED = {
     "Div": Operator(torch.div, ("self", "other")),
     "Pow": Operator(torch.pow, ("self",), ("exponent",)),
     "NativeLayerNorm": Operator(
-        _layer_norm, ("input", "weight", "bias"), ("eps", "normalized_shape")
+        _layer_norm, ("input", "weight", "bias", "result2"), ("eps", "normalized_shape")
     ),
     "FusedRmsNorm": Operator(
         lambda x, weight, eps, shape: F.rms_norm(x, shape, weight, eps),

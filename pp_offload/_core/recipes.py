@@ -48,6 +48,7 @@ from pp_offload._core.cheap_operators import (
     Guess,
     Made,
     Number,
+    ProvedEps,
     viewed,
 )
 from pp_offload._core.eligibility import Eligibility
@@ -223,7 +224,13 @@ class Recipes:
             proof = proofs[kind] = proof + 1 if eps is UNKNOWN else eps
         if proof is _REFUSED or type(proof) is int:
             return UNKNOWN
-        return _with_eps(term, proof) if guesses else term
+        if not guesses:
+            return term
+        eps = proof
+        if proof is not None:
+            eps = ProvedEps(proof)
+            eps.forget = proofs.clear
+        return _with_eps(term, eps)
 
     def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
         """Return the eps (None without one), _REFUSED, or UNKNOWN if the tensor proves none."""

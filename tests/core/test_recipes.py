@@ -25,8 +25,8 @@ from helpers.sessions import group as group_alone
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import SavedTensorModifiedError, VerifyError
-from pp_offload._core import operators
+from pp_offload import OffloadError, SavedTensorModifiedError, VerifyError
+from pp_offload._core import cheap_operators as operators
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
 
@@ -372,6 +372,22 @@ def test_norms_of_one_shape_have_an_eps_each() -> None:
     run = one_group(compute)
     check(run, verify=True)
     assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+def test_a_norm_whose_eps_changes_is_refused_once() -> None:
+    """Its other saved tensors would not tell that its output is computed with the old one."""
+    norm = nn.LayerNorm(COLUMNS)
+    run = one_group(lambda x: norm(x.sin()).square())
+    with session("late", rematerialize="cheap") as manager:
+        for norm.eps in (1e-5, 1e-3):
+            begin_step()
+            if norm.eps > 1e-5:
+                with pytest.raises(OffloadError, match="another eps"):
+                    run(True)
+                begin_step()
+            assert_same(run(True), run(False), f"eps {norm.eps}")
+            assert manager.statistics().bytes_computed_again > 0
+    assert_idle(manager)
 
 
 @pytest.mark.parametrize(
