@@ -113,7 +113,9 @@ class Net(nn.Module):
 
 def train(library: Any, product: Any) -> tuple[list[Tensor], list[int]]:
     """Gradients, and the bytes that each step offloads."""
-    net = Net(library)
+    device = product.backend.device
+    with device:
+        net = Net(library)
     net = product.inside(net)
     product.outside(net)
     moved = [0]
@@ -122,7 +124,7 @@ def train(library: Any, product: Any) -> tuple[list[Tensor], list[int]]:
         losses = []
         for number in range(MICROBATCHES):
             torch.manual_seed(10 * step + number)
-            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            x = torch.randn(ROWS, WIDTH).to(device).requires_grad_()
             with product.forward():
                 losses.append(net(x).sum())
         for loss in reversed(losses):
