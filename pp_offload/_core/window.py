@@ -170,6 +170,8 @@ class Window:
                     enough = max(0, self.bound.nbytes - next_bytes) + 1
                     self.below_bytes = min(self._few_bytes, enough)
                     return False
+                if batch.place is None:
+                    continue  # it was listed before, and has come with those just queued
                 together.append((batch, indices))
                 nbytes += size
                 room -= size
