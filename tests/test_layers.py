@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1478,
     "_common": 1281,
     "_core": 4610,
-    "_groups": 3476,
+    "_groups": 3486,
     "_hooks": 386,
     "_megatron": 1383,
     "_memory": 1470,

@@ -17,14 +17,14 @@ from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 FREE_PART = 0.01
 """Part of a step up to which waiting for copies is no reason for a warning."""
 
 TABLE_TITLE = (
     "a step and the device's peak: now, in the first step, and without offload (~: estimated);\n"
-    "GiB of saved tensors at the peak: kept on the device, copied, computed again"
+    "saved tensors at the peak: kept on the device, copied, computed again"
 )
 
 
@@ -77,6 +77,13 @@ class Gain(NamedTuple):
         """
         return self.groups.copied + self.groups.again
 
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Unit in which these figures are not all near 0, and its bytes."""
+        peak_bytes = 0 if self.device is None else self.device.peak_bytes
+        is_small = max(self.groups.saved, self.spared_bytes, peak_bytes) < GIB / 10
+        return ("MiB", MIB) if is_small else ("GiB", GIB)
+
 
 def groups_sum(groups: Iterable[GroupBytes]) -> GroupBytes:
     """Return the sum of the bytes of groups."""
@@ -95,10 +102,11 @@ def log_gain(gain: Gain) -> None:
 def step_line(gain: Gain) -> tuple[int, str]:
     """Level and text of the log line, without the rank: a warning if copies cost time."""
     now, groups, device = gain.now, gain.groups, gain.device
-    kept, copied, again = (n / GIB for n in (groups.kept, groups.copied, groups.again))
+    unit, size = gain.unit
+    kept, copied, again = (n / size for n in (groups.kept, groups.copied, groups.again))
     line = (
-        f"at the peak, {kept:.2f} GiB of saved tensors stay on the device, {copied:.2f} are on the "
-        f"host, and {again:.2f} are computed again"
+        f"at the peak, {kept:.2f} {unit} of saved tensors stay on the device, {copied:.2f} are on "
+        f"the host, and {again:.2f} are computed again"
     )
     if now.step_ms:
         line += f"; a step takes {now.step_ms:.1f} ms"
@@ -107,14 +115,14 @@ def step_line(gain: Gain) -> tuple[int, str]:
         if gain.first.step_ms:
             line += f", and took {gain.first.step_ms:.1f} as the first"
     if device is None:
-        line += f"; without offload the peak is {copied + again:.2f} GiB higher (estimated)"
+        line += f"; without offload the peak is {copied + again:.2f} {unit} higher (estimated)"
     else:
-        line += f"; the device's peak is about {device.peak_bytes / GIB:.2f} GiB"
+        line += f"; the device's peak is about {device.peak_bytes / size:.2f} {unit}"
         if device.limit_bytes is not None:
-            line += f" of at most {device.limit_bytes / GIB:.2f}"
+            line += f" of at most {device.limit_bytes / size:.2f}"
         if device.first_peak_bytes:
-            line += f", was {device.first_peak_bytes / GIB:.2f} in the first step"
-        without = (device.peak_bytes + gain.spared_bytes) / GIB
+            line += f", was {device.first_peak_bytes / size:.2f} in the first step"
+        without = (device.peak_bytes + gain.spared_bytes) / size
         line += f", and {without:.2f} without offload (estimated)"
         if device.elsewhere:
             line += f"; {device.elsewhere}"
@@ -130,31 +138,33 @@ def step_line(gain: Gain) -> tuple[int, str]:
 
 def gain_table(gains: Mapping[str, Gain | None]) -> str:
     """Format a row for each rank by its label; empty before a rank has measured a step."""
-    rows = [(label, *_cells(gain)) for label, gain in gains.items() if gain is not None]
-    if not rows:
+    ranks = {label: gain for label, gain in gains.items() if gain is not None}
+    if not ranks:
         return ""
-    columns = ("step ms", "first", "without", "peak GiB", "first", "without")
+    unit, size = max([gain.unit for gain in ranks.values()], key=lambda unit: unit[1])
+    rows = [(label, *_cells(gain, size)) for label, gain in ranks.items()]
+    columns = ("step ms", "first", "without", f"peak {unit}", "first", "without")
     return f"{TABLE_TITLE}\n{format_table([('', *columns, 'kept', 'copied', 'again'), *rows])}"
 
 
-def _cells(gain: Gain) -> list[str]:
+def _cells(gain: Gain, size: int) -> list[str]:
     now, device, groups = gain.now, gain.device or DeviceFigures(0), gain.groups
     is_offloading = gain.spared_bytes > 0
     without_ms = now.step_ms - now.waiting_ms if now.has_waits or not is_offloading else 0.0
     without_bytes = device.peak_bytes and device.peak_bytes + gain.spared_bytes
     mark = "~" if is_offloading else ""
     if not device.peak_bytes and is_offloading:
-        without = f"~+{gain.spared_bytes / GIB:.2f}"
+        without = f"~+{gain.spared_bytes / size:.2f}"
     else:
-        without = _or_dash(without_bytes / GIB, 2, mark)
+        without = _or_dash(without_bytes / size, 2, mark)
     return [
         _or_dash(now.step_ms, 1),
         _or_dash(gain.first.step_ms, 1),
         _or_dash(without_ms, 1, mark),
-        _or_dash(device.peak_bytes / GIB, 2),
-        _or_dash(device.first_peak_bytes / GIB, 2),
+        _or_dash(device.peak_bytes / size, 2),
+        _or_dash(device.first_peak_bytes / size, 2),
         without,
-        *(f"{nbytes / GIB:.2f}" for nbytes in (groups.kept, groups.copied, groups.again)),
+        *(f"{nbytes / size:.2f}" for nbytes in (groups.kept, groups.copied, groups.again)),
     ]
 
 

@@ -87,6 +87,9 @@ def test_where_copies_cost_time_it_is_a_warning() -> None:
     assert "a larger device_limit_bytes, fewer groups" in text
     cells = gain_table({"rank 3": gain}).splitlines()[-1].split()[2:]
     assert cells == "120.0 150.0 ~100.0 1.00 2.00 ~6.00 0.00 5.00 0.00".split()
+    small = gain._replace(groups=GroupBytes(copied=5 * 2**20), device=None)
+    assert "the peak is 5.00 MiB higher" in step_line(small)[1]
+    assert gain_table({"rank 0": small}).splitlines()[-1].split()[-2] == "5.00"
     few_waits = gain._replace(now=StepTime(120.0, 1.0), device=None)
     assert step_line(few_waits)[0] == logging.INFO
 
