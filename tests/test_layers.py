@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 755,
     "_checkpoint": 1478,
     "_common": 1281,
-    "_core": 4610,
+    "_core": 4611,
     "_groups": 3486,
     "_hooks": 386,
     "_megatron": 1383,

@@ -191,8 +191,9 @@ class DiskTier(HostTier):
         """
         passage = self.passage(batch.sizes, batch.specs, force=force)
         host = passage.host
-        batch.reading = self.disk.read_into(batch.write, host.views, after=host.waits_for)
-        self.reads.append(Read(weakref.ref(batch), batch.reading, passage))
+        event = self.disk.read_into(batch.write, host.views, after=host.waits_for)
+        self.reads.append(Read(weakref.ref(batch), event, passage))
+        batch.reading = event  # last: a read that poll() does not know of would never end
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
         """Return host memory that bytes pass through; see NOTE [ On the way ].
@@ -240,7 +241,6 @@ class DiskTier(HostTier):
                     self._note(batch.write.failure)
             self.writing.popleft()
         for read in [read for read in self.reads if read.event.query()]:  # in any order
-            self.reads.remove(read)
             if (batch := read.batch()) is not None:
                 try:
                     read.event.synchronize()  # ended; raises its failure
@@ -248,6 +248,7 @@ class DiskTier(HostTier):
                     batch.reading = None
                 else:
                     batch.passage, batch.place = read.passage, read.passage.host
+            self.reads.remove(read)  # last, as an interrupt may come before it
 
     def _note(self, failure: Exception) -> None:
         self._failure = failure
