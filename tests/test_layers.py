@@ -15,7 +15,7 @@ from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 MOST_LINES = {
     "_activations": 755,
     "_checkpoint": 1478,
-    "_common": 1281,
+    "_common": 1282,
     "_core": 4611,
     "_groups": 3486,
     "_hooks": 386,

@@ -59,6 +59,7 @@ try:
 
     DisableTorchDispatch = torch._C._DisableTorchDispatch
     SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
+    assert_async: Callable[[Tensor, str], None] = torch._assert_async
     foreach_copy_ = torch._foreach_copy_
     has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
     neg_view: Callable[[Tensor], Tensor] = torch._neg_view

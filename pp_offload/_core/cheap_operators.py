@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pp_offload._common.torch_private import NODES
+from pp_offload._common.torch_private import NODES, assert_async
 from pp_offload.errors import OffloadError
 
 
@@ -70,7 +70,7 @@ class ProvedEps(float):
             return
         is_same = (computed.view(torch.uint8) == saved.view(torch.uint8)).all()
         if saved.device.type != "cpu":
-            torch._assert_async(is_same, EPS_HAS_CHANGED)
+            assert_async(is_same, EPS_HAS_CHANGED)
         elif not is_same:
             self.forget()
             raise OffloadError(EPS_HAS_CHANGED)
