@@ -61,6 +61,7 @@ try:
     SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
     assert_async: Callable[[Tensor, str], None] = torch._assert_async
     foreach_copy_ = torch._foreach_copy_
+    fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch._fused_rms_norm
     has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
     neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 

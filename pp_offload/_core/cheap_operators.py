@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pp_offload._common.torch_private import NODES, assert_async
+from pp_offload._common.torch_private import NODES, assert_async, fused_rms_norm
 from pp_offload.errors import OffloadError
 
 
@@ -47,26 +47,27 @@ class Guess(NamedTuple):
     """The ``eps`` of a norm, which its node does not save."""
 
     weight: Any
-    """Weight of the norm: an ``eps`` that was right once for a weight always is."""
+    """Weight of the norm, to which an ``eps`` belongs once it has been tried."""
 
 
-class ProvedEps(float):
-    """The ``eps`` with which a norm once gave the same bits.
+class Eps(NamedTuple):
+    """The ``eps`` of a norm."""
 
-    Attributes:
-        forget: Called if the norm has another one now.
-    """
+    value: float | None
+    """None for the function's own."""
 
-    forget: Callable[[], None]
+    forget: Callable[[], None] | None = None
+    """Forgets the value, if it is wrong by now; None while it is tried."""
 
     def check(self, computed: Tensor, saved: Tensor) -> None:
-        """Compare the reciprocal deviations of both forwards: a program may change ``eps``, and no
-        other saved tensor tells. A GPU compares them without the host, and asserts.
+        """Compare reciprocal deviations, computed again and saved by the forward: a program may
+        change ``eps``, and nothing else that the norm saves depends on it alone. A GPU compares
+        them without the host, and asserts.
 
         Raises:
-            OffloadError: They differ, on the host's own memory.
+            OffloadError: They differ, and the host can tell.
         """
-        if saved.is_meta:
+        if self.forget is None or saved.is_meta:
             return
         is_same = (computed.view(torch.uint8) == saved.view(torch.uint8)).all()
         if saved.device.type != "cpu":
@@ -77,8 +78,9 @@ class ProvedEps(float):
 
 
 EPS_HAS_CHANGED = (
-    "a norm has another eps than in earlier steps, with which its output would be computed again; "
-    "expected the same: give each eps a norm of its own, or offload with rematerialize='none'"
+    "the eps of a norm has changed since an earlier step, so its output cannot be computed again; "
+    "expected the same eps in each step: give each eps a norm of its own, or use "
+    "OffloadConfig(rematerialize='none')"
 )
 
 
@@ -132,11 +134,17 @@ def _slice(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
 
 
 def _layer_norm(
-    x: Tensor, weight: Any, bias: Any, rstd: Tensor, eps: Any, shape: tuple[int, ...]
+    x: Tensor, weight: Any, bias: Any, rstd: Tensor, eps: Eps, shape: tuple[int, ...]
 ) -> Tensor:
-    output, _, computed = torch.native_layer_norm(x, shape, weight, bias, eps or EPS[0])
-    if type(eps) is ProvedEps:
-        eps.check(computed, rstd)
+    value = EPS[0] if eps.value is None else eps.value
+    output, _, computed = torch.native_layer_norm(x, shape, weight, bias, value)
+    eps.check(computed, rstd)
+    return output
+
+
+def _rms_norm(x: Tensor, weight: Any, rstd: Tensor, eps: Eps, shape: tuple[int, ...]) -> Tensor:
+    output, computed = fused_rms_norm(x, shape, weight, eps.value)
+    eps.check(computed, rstd)
     return output
 
 
@@ -158,9 +166,7 @@ _NAMED = {
         _layer_norm, ("input", "weight", "bias", "result2"), ("eps", "normalized_shape")
     ),
     "FusedRmsNorm": Operator(
-        lambda x, weight, eps, shape: F.rms_norm(x, shape, weight, eps),
-        ("input", "weight"),
-        ("eps", "normalized_shape"),
+        _rms_norm, ("input", "weight", "result1"), ("eps", "normalized_shape")
     ),
     "NativeGroupNorm": Operator(
         lambda x, weight, bias, groups, eps: F.group_norm(x, groups, weight, bias, eps),

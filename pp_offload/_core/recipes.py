@@ -45,10 +45,10 @@ from pp_offload._core.cheap_operators import (
     OPERATORS,
     UNKNOWN,
     Call,
+    Eps,
     Guess,
     Made,
     Number,
-    ProvedEps,
     viewed,
 )
 from pp_offload._core.eligibility import Eligibility
@@ -224,13 +224,7 @@ class Recipes:
             proof = proofs[kind] = proof + 1 if eps is UNKNOWN else eps
         if proof is _REFUSED or type(proof) is int:
             return UNKNOWN
-        if not guesses:
-            return term
-        eps = proof
-        if proof is not None:
-            eps = ProvedEps(proof)
-            eps.forget = proofs.clear
-        return _with_eps(term, eps)
+        return _with_eps(term, Eps(proof, proofs.clear)) if guesses else term
 
     def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
         """Return the eps (None without one), _REFUSED, or UNKNOWN if the tensor proves none."""
@@ -240,12 +234,14 @@ class Recipes:
                 if not walk.guesses:
                     return None if self._gives(term, tensor, walk) else _REFUSED
                 for eps in EPS:
-                    if not self._gives(_with_eps(term, eps), tensor, walk):
+                    if not self._gives(_with_eps(term, Eps(eps)), tensor, walk):
                         continue
                     if tensor.is_meta:
                         return eps
                     size = torch.finfo(tensor.dtype).eps if eps is None else eps
-                    near_terms = [_with_eps(term, size * factor) for factor in (15 / 16, 17 / 16)]
+                    near_terms = [
+                        _with_eps(term, Eps(size * factor)) for factor in (15 / 16, 17 / 16)
+                    ]
                     if any([self._gives(near, tensor, walk) for near in near_terms]):
                         return UNKNOWN
                     return eps
@@ -293,7 +289,7 @@ class Recipes:
             return resident
         tensor = resident.tensor
         storage = tensor.untyped_storage()
-        if not self.eligibility.kept.has(storage):
+        if not self.eligibility.residents.has(storage):
             return resident
         key = storage._cdata, Geometry.of(tensor), tensor._version
         of, copy = self.copies.get(key, (None, resident))
@@ -341,5 +337,5 @@ def _whole(tensor: Tensor) -> Tensor:
     return flat_bytes(tensor) if whole is None else whole
 
 
-def _with_eps(term: Call, eps: float | None) -> Call:
+def _with_eps(term: Call, eps: Eps) -> Call:
     return term.with_leaves(lambda part: eps if type(part) is Guess else part)

@@ -382,12 +382,26 @@ def test_a_norm_whose_eps_changes_is_refused_once() -> None:
         for norm.eps in (1e-5, 1e-3):
             begin_step()
             if norm.eps > 1e-5:
-                with pytest.raises(OffloadError, match="another eps"):
+                with pytest.raises(OffloadError, match="eps of a norm has changed"):
                     run(True)
                 begin_step()
             assert_same(run(True), run(False), f"eps {norm.eps}")
             assert manager.statistics().bytes_computed_again > 0
     assert_idle(manager)
+
+
+def test_a_fused_rms_norm_is_compared_as_well() -> None:
+    """Its node is one of devices that have a kernel for it, so the operator is called by hand."""
+    fused = operators.OPERATORS[operators.NODES["FusedRmsNormBackward0"]]
+    assert fused.inputs[-1] == "_raw_saved_result1"
+    x, forgotten = drawn(ROWS, COLUMNS), []
+    expected, rstd = torch._fused_rms_norm(x, (COLUMNS,), WEIGHT, 1e-5)
+    proved = operators.Eps(1e-5, lambda: forgotten.append(True))
+    again = fused.function(x, WEIGHT, rstd, proved, (COLUMNS,))
+    assert torch.equal(again, expected) and not forgotten
+    with pytest.raises(OffloadError, match="eps of a norm has changed"):
+        fused.function(x, WEIGHT, rstd, proved._replace(value=1e-3), (COLUMNS,))
+    assert forgotten
 
 
 @pytest.mark.parametrize(
