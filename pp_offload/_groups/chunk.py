@@ -109,6 +109,9 @@ class Chunk:
     pack: Callable[[Group, Tensor], Packed] = staticmethod(Group.pack)
     """Save a tensor in a group. A method here would cost a call for each saved tensor."""
 
+    may_delay = True
+    """Whether commits may be delayed."""
+
     def commit(
         self,
         name: str,
@@ -144,7 +147,7 @@ class Chunk:
             self.open_groups.remove(group)
         if group.state is not GroupState.OPEN:
             return group  # the group was left out
-        if delay:
+        if delay and self.may_delay:
             refs = [weakref.ref(tensor) for tensor in released or ()]
             self.offloader.delayed.append(partial(self._close_delayed, group, refs))
         else:

@@ -23,7 +23,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn import Parameter
 
-from pp_offload._common.checks import check_count, check_kind, check_switch
+from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident, Saved
@@ -262,7 +262,7 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
     def pack(self, group: Group, tensor: Tensor) -> Packed:
         """Save ``tensor`` in ``group``; a flagged tensor stays, and so does its storage."""
         if is_flagged(tensor):
-            self.offloader.engine.eligibility.kept.add(tensor)
+            self.offloader.engine.eligibility.residents.add(tensor)
             return Resident(tensor)
         return super().pack(group, tensor)
 
@@ -270,24 +270,16 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         """Whether ``tensor`` may be offloaded, and is not flagged."""
         return not is_flagged(tensor) and super().tensor_need_offloading_checker(tensor)
 
-    def commit(
-        self,
-        name: str,
-        forced_released_tensors: Sequence[Tensor] | None = None,
-        *,
-        delay: bool = False,
-    ) -> Group:
-        """See :meth:`Chunk.commit`. A commit is delayed only while a graph is launched."""
-        if delay and not self.graphs.is_in_replay:
-            check_switch("delay_offload", delay)
-            delay = False
-        return super().commit(name, forced_released_tensors, delay=delay)
+    @property
+    def may_delay(self) -> bool:
+        """Whether a graph is launched: a commit is delayed only then."""
+        return self.graphs.is_in_replay
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """See :meth:`Chunk.close`; then compute may have to wait for earlier groups."""
         for tensor in released or ():
             if is_flagged(tensor):
-                self.offloader.engine.eligibility.kept.add(tensor)
+                self.offloader.engine.eligibility.residents.add(tensor)
         super().close(group, released)
         if group.state is GroupState.OFFLOADED and self.max_inflight_offloads is not None:
             self._limit(group.name, self.max_inflight_offloads)
