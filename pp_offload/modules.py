@@ -32,8 +32,9 @@ from torch.nn import Module
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.module_names import listed, matching
+from pp_offload._common.sizes import size_said
 from pp_offload._common.torch_private import never_compiled
-from pp_offload._groups.step_line import GIB, groups_sum
+from pp_offload._groups.step_line import groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
 
@@ -84,10 +85,9 @@ class OffloadModulesHandle:
         named = ", ".join(f"{name} ({len(each)} modules)" for name, each in self.modules.items())
         step = self.manager.group_bytes
         total = groups_sum(step[name] for name in self.modules if name in step)
-        kept, copied, again = (n / GIB for n in (total.kept, total.copied, total.again))
         return (
-            f"groups {named}; at the peak of the last step {kept:.2f} GiB kept on the device, "
-            f"{copied:.2f} copied, {again:.2f} computed again"
+            f"groups {named}; at the peak of the last step {size_said(total.kept)} stay on the "
+            f"device, {size_said(total.copied)} copied, {size_said(total.again)} computed again"
         )
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ def offload_modules(
     ]
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
-    PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept.add_module(model)
+    PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents.add_module(model)
     return mark_modules({"": model}, groups)
 
 
@@ -254,9 +254,9 @@ def _is_fully_sharded(module: Module) -> bool:
 
 @never_compiled
 def _keep_parameters(module: Module, args: object) -> None:
-    kept_storages = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
+    residents = PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents
     for parameter in module.parameters():
-        kept_storages.add(parameter)
+        residents.add(parameter)
 
 
 class _Lifetime:
@@ -356,9 +356,9 @@ class _Forward:
 
 def _keep_buffers(module: Module) -> None:
     """Keep buffers on the device at each forward: a copied or moved model has new buffers."""
-    kept_storages = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
+    residents = PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents
     for buffer in module.buffers():
-        kept_storages.add(buffer)
+        residents.add(buffer)
 
 
 class _OfThread(threading.local):

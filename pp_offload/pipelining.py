@@ -184,11 +184,11 @@ class AttachedSchedule:
 
     def _keep_modules(self) -> None:
         # In each step, because memory of parameters and modules of stages may change.
-        kept_storages = self.manager.offloader.engine.eligibility.kept
+        residents = self.manager.offloader.engine.eligibility.residents
         for stage in self._stages:
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
-                if tensor not in kept_storages:
-                    kept_storages.add(tensor)
+                if tensor not in residents:
+                    residents.add(tensor)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         inner, own = getattr(owner, name), owner.__dict__.get(name)

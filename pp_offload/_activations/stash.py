@@ -175,10 +175,10 @@ class ActivationStash:
         return bool(chunk.groups)
 
     def keep_module(self, model: Module) -> None:
-        self._offloader.engine.eligibility.kept.add_module(model)
+        self._offloader.engine.eligibility.residents.add_module(model)
 
     def keep(self, tensor: Tensor) -> None:
-        self._offloader.engine.eligibility.kept.add(tensor)
+        self._offloader.engine.eligibility.residents.add(tensor)
 
     def statistics(self) -> OffloadStatistics:
         return self._offloader.statistics()

@@ -3,10 +3,10 @@
 A dispatch mode around the forward saves or offloads the outputs that the policy chooses. A dispatch
 mode around the recomputation answers the same calls with these outputs, and runs all others.
 
-    kept = KeptOutputs(policy, stash, counts, preserve_rng_state=True)
-    with kept:
+    outputs = KeptOutputs(policy, stash, counts, preserve_rng_state=True)
+    with outputs:
         y = function(x)
-    with kept.again():  # in backward, any number of times
+    with outputs.again():  # in backward, any number of times
         function(x)
 
 NOTE [ Numbers not drawn ]

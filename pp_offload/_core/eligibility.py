@@ -111,7 +111,7 @@ class Eligibility:
 
     Args:
         device: The device; tensors on other devices stay there.
-        kept: Storages of parameters, buffers and marked tensors. They and their views stay.
+        residents: Storages of parameters, buffers and marked tensors. They and their views stay.
 
     Attributes:
         elsewhere: Device of the last tensor that stays for being on another device; None without.
@@ -119,9 +119,9 @@ class Eligibility:
             None if not recorded.
     """
 
-    def __init__(self, device: torch.device, kept: StorageSet) -> None:
+    def __init__(self, device: torch.device, residents: StorageSet) -> None:
         self.device = device
-        self.kept = kept
+        self.residents = residents
         self.elsewhere: torch.device | None = None
         self.largest_small: dict[str, torch.Size] | None = None
 
@@ -159,15 +159,15 @@ class Eligibility:
         """Whether ``tensor`` may be offloaded when autograd saves it.
 
         True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move`, is not
-        kept and cannot be statistics. A parameter, a view of one, or a tensor with one of
-        :data:`MARKS` is kept from now on.
+        resident and cannot be statistics. A parameter, a view of one, or a tensor with one of
+        :data:`MARKS` is resident from now on.
         """
         if type(tensor) is not Tensor:
             is_plain = type(tensor) is Parameter and tensor.layout is torch.strided
-            if is_plain and self.kept.has(tensor.untyped_storage()):
+            if is_plain and self.residents.has(tensor.untyped_storage()):
                 return False
             if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
-                self.kept.add(tensor)
+                self.residents.add(tensor)
             return False
         numel = tensor.numel()
         if numel < min_numel or numel == 0:  # first: most tensors that stay are small
@@ -185,10 +185,10 @@ class Eligibility:
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):
-            self.kept.add(tensor)
+            self.residents.add(tensor)
             return False
         if tensor.__dict__ and any(map(tensor.__dict__.get, MARKS)):
-            self.kept.add(tensor)
+            self.residents.add(tensor)
             return False
-        storages = self.kept
+        storages = self.residents
         return tensor.untyped_storage()._cdata not in storages.refs or tensor not in storages

@@ -120,14 +120,14 @@ class Engine:
         several microbatches saved stay from now on.
         """
         for storage in self.shared.repeated():
-            self.eligibility.kept.add_storage(storage)
+            self.eligibility.residents.add_storage(storage)
         self.shared.clear()
         if self.recipes is not None:
             self.recipes.forget_copies()
 
     def go_on_as(self, old: Engine) -> None:
         """Take over from ``old``: its marked storages, its proofs, and whether it is enabled."""
-        self.eligibility.kept, self.is_enabled = old.eligibility.kept, old.is_enabled
+        self.eligibility.residents, self.is_enabled = old.eligibility.residents, old.is_enabled
         if self.recipes is not None and old.recipes is not None:
             self.recipes.go_on_as(old.recipes)
 

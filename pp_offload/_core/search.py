@@ -206,7 +206,7 @@ class Walk:
         if name == PARAMETER:
             if type(edge[0]) is not _LEAF or not _is_of_parameter(edge):
                 return UNKNOWN
-            self._search.recipes.eligibility.kept.add(edge[0].variable)
+            self._search.recipes.eligibility.residents.add(edge[0].variable)
             return self._resident(Resident(edge[0].variable))
         if name:
             packed = getattr(node, name).data
@@ -214,7 +214,7 @@ class Walk:
                 if edge[0] is None and may_be_statistics(packed.tensor):
                     return UNKNOWN  # its kernels write it and count no change
                 if _is_of_parameter(edge):
-                    self._search.recipes.eligibility.kept.add(packed.tensor)
+                    self._search.recipes.eligibility.residents.add(packed.tensor)
             if packed is not None:
                 return self._leaf(packed)
         if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
@@ -255,7 +255,7 @@ class Walk:
         is_like_it = tensor._version == packed.version and type(tensor) in (Tensor, Parameter)
         if not is_like_it or tensor.device != recipes.mover.backend.device:
             return UNKNOWN
-        if recipes.eligibility.kept.has(tensor.untyped_storage()):
+        if recipes.eligibility.residents.has(tensor.untyped_storage()):
             # A copy of a tensor with gaps has other strides; a kernel may round otherwise.
             if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
                 return UNKNOWN
@@ -318,8 +318,8 @@ class Walk:
             return self._earlier(term)
         if kind is not Call:
             if kind is Resident:
-                kept_storages = self._search.recipes.eligibility.kept
-                self.has_parameter |= kept_storages.has(term.tensor.untyped_storage())
+                residents = self._search.recipes.eligibility.residents
+                self.has_parameter |= residents.has(term.tensor.untyped_storage())
                 self._note(term.tensor)
             elif kind is Number:
                 self.kind.append(type(term.value))

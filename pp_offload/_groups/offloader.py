@@ -158,8 +158,8 @@ class Offloader:
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
         """Empty the storages of ``tensors``, once the copies queued so far are over."""
         refs = [weakref.ref(tensor) for tensor in tensors]
-        kept_storages = self.engine.eligibility.kept
-        self.engine.mover.after_copies(partial(release, refs, kept_storages, self._warned_releases))
+        residents = self.engine.eligibility.residents
+        self.engine.mover.after_copies(partial(release, refs, residents, self._warned_releases))
 
     @_tears
     def resume(self, group: Group | None) -> None:

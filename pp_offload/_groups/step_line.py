@@ -103,10 +103,10 @@ def step_line(gain: Gain) -> tuple[int, str]:
     """Level and text of the log line, without the rank: a warning if copies cost time."""
     now, groups, device = gain.now, gain.groups, gain.device
     unit, size = gain.unit
-    kept, copied, again = (n / size for n in (groups.kept, groups.copied, groups.again))
+    staying, copied, again = (n / size for n in (groups.kept, groups.copied, groups.again))
     line = (
-        f"at the peak, {kept:.2f} {unit} of saved tensors stay on the device, {copied:.2f} are on "
-        f"the host, and {again:.2f} are computed again"
+        f"at the peak, {staying:.2f} {unit} of saved tensors stay on the device, {copied:.2f} are "
+        f"on the host, and {again:.2f} are computed again"
     )
     if now.step_ms:
         line += f"; a step takes {now.step_ms:.1f} ms"

@@ -176,7 +176,7 @@ class PipelineOffloadManager(Manager):
     def mark_not_offloadable(self, tensor: Tensor) -> None:
         """Keep ``tensor`` and every view of it on the device, as long as its storage lives."""
         check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
-        self.offloader.engine.eligibility.kept.add(tensor)
+        self.offloader.engine.eligibility.residents.add(tensor)
 
     # Delayed groups
 
