@@ -109,8 +109,10 @@ class Chunk:
     pack: Callable[[Group, Tensor], Packed] = staticmethod(Group.pack)
     """Save a tensor in a group. A method here would cost a call for each saved tensor."""
 
-    may_delay = True
-    """Whether commits may be delayed."""
+    @property
+    def may_delay(self) -> bool:
+        """Whether commits may be delayed."""
+        return True
 
     def commit(
         self,
