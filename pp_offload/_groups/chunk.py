@@ -110,7 +110,7 @@ class Chunk:
     """Save a tensor in a group. A method here would cost a call for each saved tensor."""
 
     @property
-    def may_delay(self) -> bool:
+    def _may_delay(self) -> bool:
         """Whether commits may be delayed."""
         return True
 
@@ -149,7 +149,7 @@ class Chunk:
             self.open_groups.remove(group)
         if group.state is not GroupState.OPEN:
             return group  # the group was left out
-        if delay and self.may_delay:
+        if delay and self._may_delay:
             refs = [weakref.ref(tensor) for tensor in released or ()]
             self.offloader.delayed.append(partial(self._close_delayed, group, refs))
         else:

@@ -271,7 +271,7 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         return not is_flagged(tensor) and super().tensor_need_offloading_checker(tensor)
 
     @property
-    def may_delay(self) -> bool:
+    def _may_delay(self) -> bool:
         """Whether a graph is launched: a commit is delayed only then."""
         return self.graphs.is_in_replay
 
