@@ -82,7 +82,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--rank": {"type": int, "action": "append", "help": "only this rank; may be given again"},
     "--step": {"type": int, "help": "step of the trace; the last if unset"},
     "--predicted": {"type": Path, "help": "another trace, drawn dashed over this one; with --png"},
-    "--disk-dir": {"type": Path, "help": "whose disk is tried; that of temporary files if unset"},
+    "--disk-dir": {"type": Path, "help": "where the disk is tested; a temporary one if unset"},
     "--disk-mib": {"type": number(int, 0), "default": 64, "help": "MiB to write and read there"},
     "--device": {"help": "device to measure, such as cuda:1; the accelerator in use if unset"},
     "--measure": {"type": Path, "help": "measure the device into a file, for --hardware"},
@@ -110,49 +110,49 @@ COUNTED = f"Parameters, gradients and activations count, and with --optimizer it
 
 COMMANDS = {
     "simulate": Command(
-        "What a step costs on devices that are not here.",
+        "Simulate a step on devices that are not here.",
         "A step of a pipeline, without and with offload: a row for each rank. The engine runs as "
         "it is, on tensors without data and streams with clocks. The exit code is 1 where a rank "
         f"is above the limit of its plan. {VIRTUAL}",
         (*ENGINE, "--fraction", "--plan", "--trace", "--json"),
     ),
     "profile": Command(
-        "What groups save, and what stages take.",
+        "List the bytes that groups save, and the times of stages.",
         "Bytes, compute and copies of each kind of group, and memory and times of each stage, of "
         "one microbatch: what is worth sending away, and what recomputation would take instead. "
         f"{VIRTUAL}",
         (*PIPELINE, "--recompute", "--json"),
     ),
     "plan": Command(
-        "What each rank keeps, sends away and recomputes.",
+        "Choose what each rank keeps, offloads and recomputes.",
         "The shortest step found in which no device holds more than the limit. The file is for "
         f'OffloadConfig(plan="plan.json"). {COUNTED}',
         (*ENGINE, "--limit", "--recompute", "--for", "--output -o", "--png"),
     ),
     "sweep": Command(
-        "How much longer a step is for less memory.",
+        "Compare the time of a step over limits of memory.",
         "A plan for each of some limits, from the least that can be met to what a step needs "
         f"without offload. {COUNTED}",
         (*ENGINE, "--recompute", "--limits", "--png", "--json"),
     ),
     "trace": Command(
-        "What happened in a step, as a table or as a picture.",
+        "Show a traced step as a table or as a picture.",
         "The files are of one run.",
         ("files", "--png", "--rank", "--step", "--predicted", "--json"),
     ),
     "compare": Command(
-        "A plan beside what a run by it did.",
+        "Compare a plan with a traced run.",
         "A row for each rank, and below it what is worse than planned by more than 2 %, with the "
         "input of the plan that was wrong. The exit code is 0 where nothing is worse; 1 where "
         "something is, or the plan is of another model, schedule or number of microbatches.",
         ("planned", "files", "--step", "--json"),
     ),
     "doctor": Command(
-        "What is here, for a bug report.",
-        "Devices, versions, memory and its limits, how fast the disk is, what the environment "
-        "says. With --measure also rates of the device and its link, and what launches and "
-        "pinning cost: the accelerator's, or the CPU's where there is none. It takes less than a "
-        "minute. The report names no user, no host and no path. What cannot be found says why.",
+        "Describe this machine and its libraries, for a bug report.",
+        "Devices, versions, memory and its limits, the speed of the disk, environment variables. "
+        "--measure adds rates of the device and its link, and the cost of launches and pinning: "
+        "of the accelerator, or of the CPU without one, in less than a minute. The report names "
+        "no user, host or path. A fact that cannot be read says why.",
         ("--disk-dir", "--disk-mib", "--json", "--measure", "--measure-mib", "--device"),
     ),
 }
