@@ -31,7 +31,7 @@ from pp_offload._checkpoint.options import (
     SelectiveOpACParams,
     params_for,
 )
-from pp_offload._checkpoint.recompute import Recompute, recompute_for
+from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute_layers
 from pp_offload._checkpoint.shared import (
     CheckpointedModule,
@@ -89,7 +89,7 @@ class ActivationCheckpointing:
         """
         params = params_for(ac_variant, ac_fun_params)
         layers = _container(model, layers_fqn)
-        recompute = recompute_for(params, backend)
+        recompute = Recompute(params, backend)
         every = params.ac_freq if isinstance(params, SelectiveLayerACParams) else 1
         if every > len(layers._modules):
             raise ValueError(
@@ -157,7 +157,7 @@ def apply_activation_checkpointing_fsdp1_inplace(
     if isinstance(ac_fun_params, SelectiveOpACParams):
         variant = ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING
     params = params_for(variant, FullACParams() if ac_fun_params is None else ac_fun_params)
-    recompute = recompute_for(params, backend)
+    recompute = Recompute(params, backend)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=partial(CheckpointWrapper, checkpoint_fn=recompute),

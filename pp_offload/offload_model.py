@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pp_offload._activations.stash import ActivationStash
+from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_all, check_count, check_flag, count_problem, said
 from pp_offload._common.torch_private import ActivationWrapper
@@ -106,8 +106,7 @@ class OffloadModel(CacheFigures, nn.Module):
         self._cache = SliceCache(PlainCopies(backend, config))
         self._recompute: Recompute | None = None
         if checkpoint_activation:
-            inputs = ActivationStash("slice inputs", config, backend=backend)
-            self._recompute = Recompute(inputs)
+            self._recompute = Recompute(FullACParams(offload_inputs=True, config=config), backend)
         slices = [layers.places.parameters() for layers in self._slice_layers()]
         move_to_host(slices, self._cache.copies)
         move_buffers(self, backend.device)

@@ -18,7 +18,6 @@ from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, ma
 from helpers.toy import assert_no_hooks, make_model, same_bits
 from torch import Tensor, nn
 
-from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.checkpointing import (
     ActivationCheckpointedModelConfig,
@@ -73,11 +72,10 @@ def test_backward_twice(backend, way: str) -> None:
 @on_two_backends
 def test_a_checkpoint_in_a_checkpoint_offloads_nothing_of_its_own(backend) -> None:
     with backend.activate():
-        stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
-        inner, outer = Recompute(stash), Recompute(stash)
+        run = Recompute(FullACParams(offload_inputs=True, min_offload_size=1), backend)
         x, z = (torch.ones(64, device=backend.device, requires_grad=True) for _ in range(2))
-        y = outer(lambda x: inner(torch.tanh, inner(torch.cos, inner(torch.sin, x))), x * 1)
-        assert stash.statistics().bytes_offloaded == x.nbytes
+        y = run(lambda x: run(torch.tanh, run(torch.cos, run(torch.sin, x))), x * 1)
+        assert run.stash.statistics().bytes_offloaded == x.nbytes
         y.sum().backward()
         (z * 1).sin().cos().tanh().sum().backward()
         assert same_bits([x.grad], [z.grad])
@@ -115,7 +113,7 @@ class Hidden:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_outputs_in_a_tree_have_gradients_and_objects_may_be_refused(use_reentrant: bool) -> None:
-    recompute = Recompute(use_reentrant=use_reentrant)
+    recompute = Recompute(FullACParams(use_reentrant=use_reentrant))
     x = torch.ones(3, requires_grad=True)
 
     def returns_object(x: Tensor) -> tuple[Tensor, Hidden]:
@@ -142,10 +140,10 @@ def test_a_kept_operator_that_runs_more_often_is_an_error() -> None:
             x.detach() @ x.detach()
         return x.sin()
 
-    policy = SelectiveOpACParams(save_ops_keys=[OP], recompute_every={}).policy()
+    params = SelectiveOpACParams(save_ops_keys=[OP], recompute_every={}, early_stop=False)
     x = torch.ones(4, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="more often .* called 1 times; expected the same calls"):
-        Recompute(policy=policy, early_stop=False)(uneven, x).sum().backward()
+        Recompute(params)(uneven, x).sum().backward()
 
 
 def draws(x):
@@ -166,11 +164,10 @@ DRAWN = {
 def test_numbers_behind_a_kept_operator_are_the_same(backend, options: str) -> None:
     """PyTorch's selective checkpoints draw others there, and say nothing."""
     with backend.activate():
-        policy = SelectiveOpACParams(**DRAWN[options]).policy()
-        stash = ActivationStash("ops", min_offload_size=1, backend=backend)
+        params = SelectiveOpACParams(offload_inputs=True, min_offload_size=1, **DRAWN[options])
         gradients, after = [], []
         for run in (
-            Recompute(stash, policy=policy),
+            Recompute(params, backend),
             lambda function, x: function(x),
         ):
             torch.manual_seed(0)

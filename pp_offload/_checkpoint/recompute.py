@@ -4,7 +4,7 @@ A tensor anywhere in the arguments is handed to :func:`torch.utils.checkpoint.ch
 that it saves, so it passes the hooks of autograd, and with a stash it leaves the device. A function
 that runs again sees its modules' buffers as they were, and changes none.
 
-    recompute = Recompute(ActivationStash("inputs"))
+    recompute = Recompute(FullACParams(offload_inputs=True))
     y = recompute(layer, x, mask=mask)
 
 A function that is called per layer has no place to keep streams and host memory, and inputs of
@@ -30,7 +30,7 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload._checkpoint.options import FullACParams
-from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
+from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs
 from pp_offload._common.torch_private import (
     is_transformed,
     never_compiled,
@@ -56,34 +56,35 @@ class Recompute:
     """Runs functions under a checkpoint.
 
     Args:
-        stash: Offloads inputs, and outputs of chosen operators; None keeps them on the device.
-        policy: Chooses operators whose outputs are not recomputed; None recomputes all.
-        offload_inputs: Whether inputs go to the stash.
+        params: The options.
+        backend: Device to work on; the accelerator if present, else the CPU.
         warns_of_groups: Whether to warn that groups inside do nothing.
-        params: Options of the checkpoints; made from ``options`` when None.
 
     Attributes:
-        params: The options.
         counts: Counts of calls, operators and bytes so far.
+        stash: Offloads inputs, and outputs of chosen operators; None if all stay on the device.
     """
 
     def __init__(
         self,
-        stash: ActivationStash | None = None,
+        params: FullACParams,
+        backend: Backend | None = None,
         *,
-        policy: OpPolicy | None = None,
-        offload_inputs: bool = True,
         warns_of_groups: bool = True,
-        params: FullACParams | None = None,
-        **options: Any,
     ) -> None:
-        self.params = FullACParams(**options) if params is None else params
+        if backend is not None:
+            check_backend(backend)
+        self.params = params
         self.counts = CheckpointCounts()
-        self.stash = stash
+        self.stash: ActivationStash | None = None
         self.warns_of_groups = warns_of_groups
-        self._policy = policy
-        self._inputs = stash if offload_inputs else None
+        self._policy = params.policy()
         self._is_checked = self._has_warned_of_cache = False
+        if params.offload_inputs or (self._policy is not None and self._policy.offload):
+            smallest = params.min_offload_size
+            self.stash = ActivationStash(
+                "checkpoints", params.config, min_offload_size=smallest, backend=backend
+            )
 
     def __deepcopy__(self, memo: object) -> Recompute:
         return self  # copies of a model share what moves their tensors
@@ -192,9 +193,10 @@ class Recompute:
 
     def _pack(self) -> PackHook | None:
         """Return the hook that saves inputs; None if they stay."""
-        if self._inputs is None or is_left_to_checkpoint() or is_transformed():
+        stash = self.stash if self.params.offload_inputs else None
+        if stash is None or is_left_to_checkpoint() or is_transformed():
             return None  # for the last condition see NOTE [ Recorded operators ]
-        return PackHook(self._inputs.pack)
+        return PackHook(stash.pack)
 
     def _send(self) -> None:
         if self.stash is not None:
@@ -243,20 +245,6 @@ def _is_cache(value: object) -> bool:
     return ("transformers.cache_utils", "Cache") in kinds
 
 
-def recompute_for(params: FullACParams, backend: Backend | None = None) -> Recompute:
-    """Make an engine for these options."""
-    if backend is not None:
-        check_backend(backend)
-    policy, stash = params.policy(), None
-    if params.offload_inputs or (policy is not None and policy.offload):
-        size = params.min_offload_size
-        stash = ActivationStash(
-            "checkpoints", params.config, min_offload_size=size, backend=backend
-        )
-    inputs = params.offload_inputs
-    return Recompute(stash, policy=policy, offload_inputs=inputs, params=params)
-
-
 def shared_for(params: FullACParams, backend: Backend | None = None) -> Recompute:
     """Return the engine for these options; make it if needed."""
     if backend is None:
@@ -268,5 +256,5 @@ def shared_for(params: FullACParams, backend: Backend | None = None) -> Recomput
         for engine in engines:
             if type(engine.params) is type(params) and engine.params == params:
                 return engine
-        engines.append(recompute_for(params, backend))
+        engines.append(Recompute(params, backend))
         return engines[-1]

@@ -11,8 +11,9 @@ from collections.abc import Collection
 
 from torch.nn import Module
 
+from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._common.checks import check_kind, said
 from pp_offload._common.torch_private import CheckpointWrapper
 
 
@@ -65,16 +66,14 @@ def recompute_layers(
             checkpoints already. The model is unchanged.
     """
     check_kind("model", model, Module, "an nn.Module")
-    check_flag("preserve_rng_state", preserve_rng_state)
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"names is {said(names)}, expected a list of names of modules")
     for name in names:
         _check_layer(model, name, names)
     if len(set(names)) != len(names):
         raise ValueError(f"names is {list(names)}, expected each name once")
-    recompute = Recompute(
-        offload_inputs=False, preserve_rng_state=preserve_rng_state, warns_of_groups=False
-    )
+    params = FullACParams(preserve_rng_state=preserve_rng_state)
+    recompute = Recompute(params, warns_of_groups=False)
     return RecomputedLayers(model, names, recompute)
 
 

@@ -80,5 +80,7 @@ def test_a_layer_that_only_reads_is_not_warned_of() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Recompute(use_reentrant=True)(Reads(4, 4), x, past_key_values=DynamicCache())
-        Recompute(use_reentrant=True)(Reads(4, 4).forward, x, past_key_values=DynamicCache())
+        Recompute(FullACParams(use_reentrant=True))(Reads(4, 4), x, past_key_values=DynamicCache())
+        Recompute(FullACParams(use_reentrant=True))(
+            Reads(4, 4).forward, x, past_key_values=DynamicCache()
+        )

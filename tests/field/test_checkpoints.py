@@ -43,14 +43,12 @@ from pp_offload import (
     offload_modules,
     recompute_layers,
 )
-from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._common.torch_private import checkpoint_wrapper as torch_wrapper
 from pp_offload._hooks import regions
 from pp_offload._hooks.regions import is_in_backward, top_pack
 from pp_offload.backends import Backend, CpuBackend
-from pp_offload.checkpointing import SelectiveOpACParams
+from pp_offload.checkpointing import FullACParams, SelectiveOpACParams
 from pp_offload.testing import SimulatedBackend
 
 Function = Callable[..., Tensor]
@@ -58,7 +56,7 @@ Run = Callable[..., Tensor]
 """A checkpoint: takes the function and its arguments."""
 
 ADDMM, MM, TOPK = "ops.aten.addmm.default", "ops.aten.mm.default", "ops.aten.topk.default"
-CAST = "ops.aten._to_copy.default"
+CAST, TANH = "ops.aten._to_copy.default", "ops.aten.tanh.default"
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -71,12 +69,12 @@ def torchs(stops: bool = True, **options: Any) -> Run:
 
 
 def ours(stops: bool = True, **options: Any) -> Run:
-    return Recompute(early_stop=stops, **options)
+    return Recompute(FullACParams(early_stop=stops, **options))
 
 
 def ours_offloaded(stops: bool = True) -> Run:
-    stash = ActivationStash("inputs", min_offload_size=1, backend=make_backend("cpu"))
-    return Recompute(stash, early_stop=stops)
+    params = FullACParams(offload_inputs=True, min_offload_size=1, early_stop=stops)
+    return Recompute(params, make_backend("cpu"))
 
 
 def nested(stops: bool = True) -> Run:
@@ -92,11 +90,10 @@ CHECKPOINTS: dict[str, Callable[..., Run]] = {
     "torch, nested": nested,
     "torch, reentrant": lambda stops=True: partial(checkpoint, use_reentrant=True),
     "ours": ours,
-    "ours, reentrant": lambda stops=True: Recompute(use_reentrant=True),
+    "ours, reentrant": lambda stops=True: Recompute(FullACParams(use_reentrant=True)),
     "ours, offloaded": ours_offloaded,
-    "ours, selective": partial(
-        ours,
-        policy=OpPolicy(frozenset([torch.ops.aten.tanh.default, torch.ops.aten.addmm.default])),
+    "ours, selective": lambda stops=True: Recompute(
+        SelectiveOpACParams(save_ops_keys=[TANH, ADDMM], early_stop=stops)
     ),
 }
 
@@ -214,9 +211,8 @@ def test_one_warning_for_each_name(
 
 
 def recompute_for(backend: Backend, **options: Any) -> Recompute:
-    """Keeps what it is told to, in the stash if it is to be offloaded."""
-    stash = ActivationStash("ops", min_offload_size=1, backend=backend)
-    return Recompute(stash, policy=SelectiveOpACParams(**options).policy(), offload_inputs=False)
+    """Keeps the outputs of chosen operators, in the stash if they are to be offloaded."""
+    return Recompute(SelectiveOpACParams(min_offload_size=1, **options), backend)
 
 
 class Routed(nn.Module):
@@ -309,9 +305,12 @@ def test_outputs_that_pass_no_hook_are_offloaded_or_counted(keep_inputs: bool) -
     sizes = [("save_ops_keys", 1), ("offload_ops_keys", 1), ("offload_ops_keys", nbytes + 1)]
     with backend.activate():
         for where, min_offload_size in sizes:
-            stash = ActivationStash("ops", min_offload_size=min_offload_size, backend=backend)
-            policy = SelectiveOpACParams(**{where: [ADDMM]}).policy()
-            recompute = Recompute(stash, policy=policy, offload_inputs=not keep_inputs)
+            params = SelectiveOpACParams(
+                offload_inputs=not keep_inputs,
+                min_offload_size=min_offload_size,
+                **{where: [ADDMM]},
+            )
+            recompute = Recompute(params, backend)
             held_bytes(recompute, chain, backend)  # makes gradients
             held = held_bytes(recompute, chain, backend)
             is_saved = where == "save_ops_keys" or min_offload_size > 1
@@ -348,8 +347,8 @@ def test_arguments_are_offloaded_wherever_they_stand(
         return x.sum()
 
     def recompute_on(backend: Any) -> Recompute:
-        stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
-        return Recompute(stash, use_reentrant=use_reentrant)
+        params = FullACParams(offload_inputs=True, min_offload_size=1, use_reentrant=use_reentrant)
+        return Recompute(params, backend)
 
     with backend.activate():
         (x,) = make_inputs(1, device=backend.device)
@@ -610,7 +609,7 @@ def test_a_functional_call_computes_again_with_what_it_was_given(
 
 @pytest.mark.field("F65")
 def test_given_tensors_that_are_gone() -> None:
-    model = Checkpointed(nn.Linear(8, 8), Recompute())
+    model = Checkpointed(nn.Linear(8, 8), Recompute(FullACParams()))
     x = torch.randn(6, 8, requires_grad=True)
     y = functional_call(model, {"layer.weight": torch.ones(8, 8)}, x)
     with pytest.raises(OffloadError, match="'weight' of a Linear is another .*keep the tensors"):

@@ -28,10 +28,15 @@ from torch.utils.checkpoint import checkpoint
 
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadActivations, OffloadConfig, offload_modules, use_backend
+from pp_offload import (
+    FullACParams,
+    OffloadActivations,
+    OffloadConfig,
+    offload_modules,
+    use_backend,
+)
 from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._activations.met_modules import _seeing
-from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
 from pp_offload._hooks.regions import all_packs
@@ -94,13 +99,13 @@ class Program:
         if way == "modules":
             self.handle = offload_modules(self.model, {"layer": "*", "part": "*.part"})
         offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=cpu)
-        stash = ActivationStash("inputs", min_offload_size=1, backend=cpu)
+        params = FullACParams(offload_inputs=True, min_offload_size=1)
         runs: dict[str, Callable[..., Tensor]] = {
             "interface": in_interface,
             "manager": in_manager,
             "modules": plainly,
             "activations": partial(in_activations, offload),
-            "checkpoint": Recompute(stash),
+            "checkpoint": Recompute(params, cpu),
             "group around a checkpoint": in_torchs,
             "slices": lambda part, x: Slice("", (), ()).compute((), partial(part, x), (), Resident),
         }
