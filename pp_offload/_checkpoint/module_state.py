@@ -31,8 +31,10 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from torch.nn import Module, Parameter, RReLU
 from torch.nn.parameter import is_lazy
 
 from pp_offload._common.torch_private import is_traceable_wrapper_subclass
+from pp_offload._core.geometry import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload.errors import OffloadError
 
@@ -63,8 +66,8 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}
-        memo: dict[int, Any] = {}
-        self._parts = [_PartState(part, memo) for part in parts.values()]
+        copies = _Copies(buffer for part in parts.values() for buffer in part._buffers.values())
+        self._parts = [_PartState(part, copies) for part in parts.values()]
 
     @property
     def draws_after_saving(self) -> bool:
@@ -80,8 +83,9 @@ class ModuleState:
         Raises:
             OffloadError: A large buffer was changed in place, or an exchanged parameter is gone.
         """
-        memo: dict[int, Any] = {}
-        new = [(part, part.buffers_again(memo), part.parameters_again()) for part in self._parts]
+        tables = chain.from_iterable((p.buffers, p.module._buffers) for p in self._parts)
+        copies = _Copies(chain.from_iterable(table.values() for table in tables))
+        new = [(part, part.buffers_again(copies), part.parameters_again()) for part in self._parts]
         now = [
             (m, m.training, dict(m._buffers), {name: m._parameters[name] for name in exchanged})
             for m, exchanged in [(part.module, exchanged) for part, _, exchanged in new]
@@ -98,38 +102,38 @@ class ModuleState:
 class _PartState:
     """State of a module, without its parts, at the first run."""
 
-    def __init__(self, module: Module, memo: dict[int, Any]) -> None:
+    def __init__(self, module: Module, copies: _Copies) -> None:
         self.module = module
         self.is_training = module.training
         self._attributes = _attributes(module)
-        self._buffers: Buffers = dict(module._buffers)
+        self.buffers: Buffers = dict(module._buffers)
         self._versions = {
             name: _version(buffer)
-            for name, buffer in self._buffers.items()
+            for name, buffer in self.buffers.items()
             if buffer is not None and _is_traced(module, name, buffer)
         }
-        for name in self._buffers.keys() - self._versions.keys():
-            self._buffers[name] = _copy(self._buffers[name], memo)
+        for name in self.buffers.keys() - self._versions.keys():
+            self.buffers[name] = copies.of(self.buffers[name])
         self._parameters = {
             name: (weakref.ref(tensor), vars(tensor))
             for name, tensor in module._parameters.items()
             if tensor is not None and not is_traceable_wrapper_subclass(tensor)
         }
 
-    def buffers_again(self, memo: dict[int, Any]) -> Buffers:
+    def buffers_again(self, copies: _Copies) -> Buffers:
         """Return buffers for a second run, which may change them."""
         if _attributes(self.module) != self._attributes:
-            return {name: _copy(buffer, memo) for name, buffer in self.module._buffers.items()}
+            return {name: copies.of(buffer) for name, buffer in self.module._buffers.items()}
         for name, version in self._versions.items():
-            if _version(self._buffers[name]) != version:
+            if _version(self.buffers[name]) != version:
                 raise OffloadError(
                     f"buffer {name!r} of a {type(self.module).__name__} was changed in place "
                     "between a checkpoint's forward and its backward, which runs that again; "
                     f"expected a large buffer to stay as it is; assign a new tensor to self.{name}"
                 )
         return {
-            name: buffer if name in self._versions else _copy(buffer, memo)
-            for name, buffer in self._buffers.items()
+            name: buffer if name in self._versions else copies.of(buffer)
+            for name, buffer in self.buffers.items()
         }
 
     def parameters_again(self) -> dict[str, Parameter]:
@@ -150,12 +154,31 @@ class _PartState:
         return exchanged
 
 
-def _copy(buffer: Tensor | None, memo: dict[int, Any]) -> Tensor | None:
-    """Copy a buffer; with the same ``memo``, copies share memory where their originals do."""
-    if buffer is None or is_lazy(buffer):
-        return buffer
-    copied: Tensor = copy.deepcopy(buffer.detach(), memo)
-    return copied.requires_grad_(buffer.requires_grad)
+class _Copies:
+    """Copies of buffers, which share memory where their originals do.
+
+    Args:
+        buffers: All that may be copied.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor | None]) -> None:
+        plain = (each for each in buffers if each is not None and has_storage(each))
+        self._num_views = Counter(map(_storage_key, plain))
+        self._memo: dict[int, Any] = {}
+
+    def of(self, buffer: Tensor | None) -> Tensor | None:
+        if buffer is None or is_lazy(buffer):
+            return buffer
+        plain = buffer.detach()
+        if has_storage(plain) and is_dense(plain) and self._num_views[_storage_key(plain)] == 1:
+            copied = plain.clone()  # deepcopy would copy the whole storage, such as a large table
+        else:
+            copied = copy.deepcopy(plain, self._memo)
+        return copied.requires_grad_(buffer.requires_grad)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _put(

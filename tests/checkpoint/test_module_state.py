@@ -22,6 +22,7 @@ from pp_offload import (
     offload_layers,
     recompute_layers,
 )
+from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload.backends import Backend
 from pp_offload.errors import OffloadError
 
@@ -221,6 +222,23 @@ def test_a_large_buffer_stays_or_is_an_error_where_it_changes() -> None:
     y = checkpoint(Masked(changes=True), x)
     with pytest.raises(OffloadError, match="buffer 'mask' of a Masked was changed .* self.mask"):
         y.sum().backward()
+
+
+def test_copies_of_buffers_share_memory_as_these_do_and_take_no_more() -> None:
+    module, table = nn.Module(), torch.zeros(2**20)
+    for name, buffer in {"row": table[:4], "a": torch.zeros(4)}.items():
+        module.register_buffer(name, buffer)
+    module.register_buffer("same", module.a)
+    module.register_buffer("view", module.a[1:3])
+    state = ModuleState([module])
+    for buffer in (module.row, module.a):
+        buffer += 1
+    with state.restored():
+        assert module.row.untyped_storage().nbytes() == 16
+        assert not module.row.any() and not module.a.any()
+        module.a += 5
+        assert torch.equal(module.same, module.a) and torch.equal(module.view, module.a[1:3])
+    assert torch.equal(module.a, torch.ones(4)) and torch.equal(module.row, torch.ones(4))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
