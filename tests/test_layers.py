@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1488,
     "_common": 1283,
     "_core": 4613,
-    "_groups": 3491,
+    "_groups": 3488,
     "_hooks": 386,
     "_megatron": 1375,
     "_memory": 1470,

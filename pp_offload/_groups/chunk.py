@@ -47,7 +47,7 @@ class Chunk:
     Attributes:
         groups: Groups in forward order.
         open_groups: Groups started and not committed, first started first, including groups that
-            were left out, whose state is closed already.
+            :meth:`leaves_out`, whose state is closed already.
         key: Place of the chunk in the step, if any; set when its first group starts.
         thread: Thread that runs the forward.
         is_left: Whether that thread has begun another chunk.
@@ -248,6 +248,10 @@ class Chunk:
 
     # Questions
 
+    def uncommitted(self) -> list[Group]:
+        """Return the groups that still wait for their commit to keep or offload them."""
+        return [group for group in self.open_groups if group.state is GroupState.OPEN]
+
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether the chunk has no group (of this name)."""
         return not any(name in (None, group.name) for group in self.groups)
@@ -264,10 +268,7 @@ class Chunk:
     @property
     def is_awaited(self) -> bool:
         """Whether a group is open, or backward has yet to reach a group with living tensors."""
-        is_open = any(
-            group.state is GroupState.OPEN and not (group.has_failed or group.is_used)
-            for group in self.open_groups
-        )
+        is_open = any(not (group.has_failed or group.is_used) for group in self.uncommitted())
         if is_open and not self.is_left:
             return True
         return any(not group.is_used and group.is_alive for group in self.groups)
@@ -293,13 +294,6 @@ class Chunk:
             record.num_tensors[group.name] += group.counts.num_tensors
             record.num_open[group.name] += group.state is GroupState.OPEN
         return record
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the forward raised in a group, as far as a context saw the exception, or left a
-        group open that no backward has used.
-        """
-        return any(group.has_failed or group.is_left_behind for group in self.groups)
 
     def reset(self) -> None:
         """Forget all groups. Tensors that autograd still holds stay valid."""

@@ -111,7 +111,7 @@ class StepRecord:
     def _leave(self, chunk: Chunk) -> None:
         """Keep only the record of a chunk, if its backward is over."""
         key = chunk.key
-        if key is None or key in self._weight_passes or chunk.open_groups:
+        if key is None or key in self._weight_passes or chunk.uncommitted():
             return
         if chunk.is_over and chunk.is_finished():
             self._backward[key] = chunk.record(key)
@@ -180,16 +180,19 @@ class StepRecord:
     def has_saved_nothing(self) -> bool:
         """Whether the step had groups, all committed, and none saved a tensor that may leave."""
         groups = [group for chunk in self._forward.values() for group in chunk.groups]
-        is_over = not any(chunk.open_groups for chunk in self._forward.values())
+        is_over = not any(chunk.uncommitted() for chunk in self._forward.values())
         return bool(groups) and is_over and not any(g.counts.num_tensors for g in groups)
 
     def has_failed(self) -> bool:
-        """Whether a forward raised inside a group."""
-        return any(chunk.has_failed for chunk in self._forward.values())
+        """Whether a forward raised in a group, as far as a context saw the exception, or left a
+        group open that no backward has used.
+        """
+        groups = (group for chunk in self._forward.values() for group in chunk.groups)
+        return any(group.has_failed or group.is_left_behind for group in groups)
 
     def forgotten(self) -> list[str]:
         """Return names of groups that were started, used by backward, and never committed."""
-        groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
+        groups = (group for chunk in self._forward.values() for group in chunk.uncommitted())
         return [group.name for group in groups if group.is_forgotten]
 
     def in_flight(self) -> ChunksInFlight:

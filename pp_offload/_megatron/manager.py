@@ -237,8 +237,8 @@ class PipelineOffloadManager(Manager):
         scopes[-1].leave(*args[1:2])
         scopes.pop()
         chunk = self.forward.chunk
-        if args and args[0] is not None and chunk is not None and chunk.open_groups:
-            chunk.open_groups[-1].has_failed = True
+        if args and args[0] is not None and chunk is not None and (groups := chunk.uncommitted()):
+            groups[-1].has_failed = True
 
     @never_compiled
     def on_save_for_backward(self, tensor: Tensor) -> Packed:
