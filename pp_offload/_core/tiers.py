@@ -33,8 +33,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -71,13 +72,18 @@ class Busy(Exception):
         self.event = event
 
 
-class Read(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Read:
     """A read of a batch back to host memory, by a thread."""
 
     batch: weakref.ref[Batch]
-    event: Event
     passage: Owner
     """Kept until the read has ended, which may outlive the batch."""
+
+    event: Event | None = None
+    """The end of the read. None if an exception came before it was noted; the passage then lives
+    as long as the engine, as a thread may write to it.
+    """
 
 
 class HostTier:
@@ -191,9 +197,10 @@ class DiskTier(HostTier):
         """
         passage = self.passage(batch.sizes, batch.specs, force=force)
         host = passage.host
-        event = self.disk.read_into(batch.write, host.views, after=host.waits_for)
-        self.reads.append(Read(weakref.ref(batch), event, passage))
-        batch.reading = event  # last: a read that poll() does not know of would never end
+        read = Read(weakref.ref(batch), passage)
+        self.reads.append(read)  # first: an interrupt must not free what a thread writes to
+        read.event = self.disk.read_into(batch.write, host.views, after=host.waits_for)
+        batch.reading = read.event  # last: a read that poll() does not see would never end
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
         """Return host memory that bytes pass through; see NOTE [ On the way ].
@@ -224,7 +231,7 @@ class DiskTier(HostTier):
         for ref in self.writing:
             if (batch := ref()) is not None:
                 return batch.write.event  # type: ignore[no-any-return]
-        return self.reads[0].event if self.reads else None
+        return next((read.event for read in self.reads if read.event is not None), None)
 
     def poll(self) -> None:
         """Free host memory whose bytes are on disk, and give batches the memory read for them; see
@@ -240,7 +247,9 @@ class DiskTier(HostTier):
                 else:
                     self._note(batch.write.failure)
             self.writing.popleft()
-        for read in [read for read in self.reads if read.event.query()]:  # in any order
+        for read in tuple(self.reads):  # they end in any order
+            if read.event is None or not read.event.query():
+                continue
             if (batch := read.batch()) is not None:
                 try:
                     read.event.synchronize()  # ended; raises its failure

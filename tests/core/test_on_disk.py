@@ -215,6 +215,31 @@ def test_a_flipped_bit_is_never_a_gradient(
             y.backward()
 
 
+def test_memory_of_an_interrupted_read_is_not_given_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread writes to it, though nobody got the event to wait for."""
+    read_into = DiskFile.read_into
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        read_into(*args, **options)
+        raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "prefetch_bytes": 0}
+    with session("threads", max_in_flight_bytes=0, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        y = group(x, torch.sin).sum()
+        wait_until_written(manager)
+        with monkeypatch.context() as patch, Gate(patch, "_pread"):
+            patch.setattr(DiskFile, "read_into", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                torch.autograd.grad(y, x, retain_graph=True)
+            del y
+            gc.collect()
+            assert manager.statistics().host_bytes_in_use == x.nbytes
+
+
 def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
     gc.collect()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))

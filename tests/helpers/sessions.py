@@ -153,7 +153,8 @@ def end_reads() -> None:
     for mover in tuple(_MOVERS):
         for read in tuple(mover.tier.reads):
             with suppress(TierError):
-                read.event.synchronize()
+                if read.event is not None:
+                    read.event.synchronize()
 
 
 def in_use(owner: Any) -> dict[str, int]:
