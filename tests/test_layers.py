@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 755,
     "_checkpoint": 1488,
     "_common": 1283,
-    "_core": 4622,
+    "_core": 4625,
     "_groups": 3488,
     "_hooks": 386,
     "_megatron": 1375,

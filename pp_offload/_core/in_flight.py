@@ -136,11 +136,14 @@ class Arrived:
 
     def poll(self) -> None:
         """Let go of abandoned memory whose copy has run. Never blocks."""
-        while self.abandoned:
+        for _ in range(len(self.abandoned)):
             event = self.abandoned[0][1].event
-            if event is None or not event.query():
+            if event is None:
+                self.abandoned.rotate(-1)  # behind those whose copy will end
+            elif event.query():
+                self.abandoned.popleft()
+            else:
                 return
-            self.abandoned.popleft()
 
 
 class ComputeStreams(list[Stream]):
