@@ -200,7 +200,10 @@ class GPUTensorPool:
         if tensor.requires_grad or tensor.shape != key[0] or not tensor.is_contiguous():
             lease.make_tensor()
         self._num_freed = lease.freed_at = self._num_freed + 1
-        self._free.setdefault(key, deque()).append(lease)
+        if key in self._free:
+            self._free[key].append(lease)
+        else:
+            self._free[key] = deque([lease])  # an interrupt must not leave an empty queue
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
         """Return the lease with the same storage."""
