@@ -20,7 +20,7 @@ MOST_LINES = {
     "_groups": 3488,
     "_hooks": 386,
     "_megatron": 1375,
-    "_memory": 1473,
+    "_memory": 1477,
     "_slices": 1592,
     "backends": 721,
     "cli": 1372,

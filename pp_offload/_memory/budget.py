@@ -52,6 +52,10 @@ of the page cache, which counts as used but is given up on demand.
 """
 
 
+class OverBudgetError(MemoryError):
+    """The bytes would be over the budget, whatever the system has."""
+
+
 class Reserved:
     """Bytes counted as used for as long as this object lives."""
 
@@ -132,12 +136,12 @@ class HostBudget:
         """Count ``nbytes`` as used for as long as the result lives.
 
         Raises:
-            MemoryError: Over the limit, and not counted; with ``force`` the bytes are counted.
+            OverBudgetError: Over the limit, and not counted; with ``force``, they are counted.
         """
         process = self._process
         with process.lock:
             if nbytes > self.left_bytes and not force:
-                raise MemoryError(
+                raise OverBudgetError(
                     f"{nbytes} more bytes of host memory would be over the budget of this process: "
                     f"{self.left_bytes} of {self.limit_bytes} bytes are left; {self.advice}"
                 )

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.processes import logger_of
-from pp_offload._memory.budget import HostBudget, Reserved
+from pp_offload._memory.budget import HostBudget, OverBudgetError, Reserved
 from pp_offload._memory.ranges import Ranges
 from pp_offload.backends import Event
 from pp_offload.errors import NotWhileCapturingError
@@ -366,7 +366,7 @@ class HostPool:
             try:
                 return self._add_slab(size, force=force)
             except MemoryError as failure:
-                if size == room and not self._has_fallen_back(room, failure, force):
+                if size == room and not self._has_fallen_back(room, failure):
                     raise
                 size = max(size // 2, room)
 
@@ -387,10 +387,10 @@ class HostPool:
         self._end += nbytes + ALIGNMENT  # a gap, or ranges of two slabs would be merged
         self.reserved_bytes += nbytes
 
-    def _has_fallen_back(self, nbytes: int, failure: MemoryError, force: bool) -> bool:
+    def _has_fallen_back(self, nbytes: int, failure: MemoryError) -> bool:
         """Use ordinary memory from now on, and return True, if pinned memory is missing."""
-        is_over = not force and nbytes > self._budget.left_bytes
-        if is_over or self._allocate is pageable or isinstance(failure, NotWhileCapturingError):
+        other = OverBudgetError, NotWhileCapturingError
+        if self._allocate is pageable or isinstance(failure, other):
             return False
         self._allocate = pageable
         logger.warning(

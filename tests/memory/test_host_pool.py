@@ -17,7 +17,7 @@ from shape_zoo import Shape, shape_zoo
 from torch import Tensor
 
 from pp_offload._memory import host_pool
-from pp_offload._memory.budget import HostBudget, as_another_process
+from pp_offload._memory.budget import HostBudget, Reserved, as_another_process
 from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool
 
 MIB = 2**20
@@ -226,6 +226,26 @@ def test_memory_that_can_be_pinned_only_in_smaller_pieces_comes_in_smaller_piece
     larger = Owner(pool, [4 * MIB])  # in ordinary memory
     assert "ulimit -l" in caplog.text and len(caplog.records) == 1
     assert pool.in_use_bytes == owner.host.nbytes + larger.host.nbytes == pool.reserved_bytes
+
+
+def test_a_refusal_of_the_budget_does_not_end_pinned_memory_though_bytes_are_free_just_after(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with as_another_process():
+        budget = HostBudget(4 * MIB)
+        others = [budget.reserve(4 * MIB)]
+        reserve = budget.reserve
+
+        def refuse(nbytes: int, *, force: bool = False) -> Reserved:
+            try:
+                return reserve(nbytes, force=force)
+            finally:
+                others.clear()  # as another thread may, before the refusal is looked at
+
+        monkeypatch.setattr(budget, "reserve", refuse)
+        with pytest.raises(MemoryError, match="host_budget_bytes"):
+            Owner(HostPool(plain, budget), [2 * MIB])
+        assert budget.left_bytes == 4 * MIB and not caplog.records
 
 
 @pytest.mark.parametrize(("seconds", "levels"), [(0.001, []), (0.3, [logging.WARNING])])
