@@ -15,7 +15,7 @@ from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 MOST_LINES = {
     "_activations": 755,
     "_checkpoint": 1488,
-    "_common": 1283,
+    "_common": 1288,
     "_core": 4625,
     "_groups": 3488,
     "_hooks": 386,

@@ -35,7 +35,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from pp_offload._common.processes import check, current
-from pp_offload.errors import ClosedError
+from pp_offload.errors import ClosedError, OffloadError
 
 _here = threading.local()
 
@@ -155,23 +155,26 @@ class Workers:
     def __init__(self, name: str, num_threads: int = 1, keep: object = None) -> None:
         self._name, self._num_threads, self._keep = name, num_threads, keep
         self._owner: int | None = None  # process that has the threads
+        self._threads: list[threading.Thread] = []
 
     def _begin(self) -> None:
-        queue: SimpleQueue[Any] = SimpleQueue()  # of pieces, and in the end of self._end
+        self._threads = []
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # of pieces, and in the end of self._end
         # The callback is C, so no Python code runs where the last reference is dropped.
-        self._end = end = weakref.ref(self, queue.put)
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(queue, end, self._keep),
-                name=f"pp_offload-{self._name}",
-                daemon=True,
-            )
-            for _ in range(self._num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._queue = queue
+        self._end = weakref.ref(self, self._queue.put)
+        name, args = f"pp_offload-{self._name}", (self._queue, self._end, self._keep)
+        for _ in range(self._num_threads):
+            thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as failure:  # a limit of the system
+                if self._threads:
+                    break  # those that started do the work
+                raise OffloadError(
+                    f"no thread {name} could be started: {failure}; raise the limit "
+                    "of processes (ulimit -u, pids.max of a container), or end other threads"
+                ) from failure
+            self._threads.append(thread)
         self._owner = current()  # last: see NOTE [ Signals and threads ]
 
     def submit(self, work: Callable[[], object]) -> Piece:
@@ -192,17 +195,19 @@ class Workers:
         self._queue.put(piece)
 
     def shutdown(self) -> None:
-        """Finish the queued work, and end the threads. A second call does nothing."""
-        if self._owner == current():
-            self._owner = None
+        """Finish the queued work, and end the threads; a call after an interrupted one goes on."""
+        self._owner = None  # first: work queued behind the end would never be done
+        if self._threads:
             self._queue.put(self._end)
-            for thread in self._threads:
-                thread.join()
+        for thread in self._threads:
+            thread.join()
 
 
 def _serve(queue: SimpleQueue[Any], end: object, keep: object) -> None:
     _here.door = door = threading.RLock()
     _doors.append(door)
+    if _closed:  # the exit may not have seen this door
+        return
     while (piece := queue.get()) is not end:
         piece.run()
         with door:
