@@ -49,9 +49,9 @@ class OffloadModulesHandle:
 
     Args:
         hooks: Callbacks that take the groups off the modules.
-        lifetime: Lifetime of the groups, which this handle ends.
+        groups: The groups.
         modules: Names of the modules of each group.
-        running: Groups that should run in every step.
+        running: Names of the groups that should run in every step.
 
     Attributes:
         manager: Manager of the groups.
@@ -60,11 +60,12 @@ class OffloadModulesHandle:
     def __init__(
         self,
         hooks: ExitStack,
-        lifetime: _Lifetime,
+        groups: Sequence[_GroupAround],
         modules: dict[str, list[str]],
         running: Sequence[str],
     ) -> None:
-        self._hooks, self._lifetime, self._running = hooks, lifetime, running
+        self._hooks, self._groups, self._running = hooks, groups, running
+        self._is_removed = False
         self.modules = modules
         self.manager = PipelineOffloadManager.get_instance()
         self._idle_groups = self.manager.idle_groups
@@ -75,9 +76,11 @@ class OffloadModulesHandle:
 
         An open group is committed when its module's forward ends.
         """
-        if not self._lifetime.is_over:
+        if not self._is_removed:
             self._idle_groups.forget(self._running)
-        self._lifetime.is_over = True
+        self._is_removed = True
+        for group in self._groups:
+            group.is_over = True  # also around copies of the model
         self._hooks.close()
 
     def described(self) -> str:
@@ -91,7 +94,7 @@ class OffloadModulesHandle:
         )
 
     def __repr__(self) -> str:
-        state = "removed; " if self._lifetime.is_over else ""
+        state = "removed; " if self._is_removed else ""
         return f"<OffloadModulesHandle: {state}{self.described()}>"
 
     def __enter__(self) -> OffloadModulesHandle:
@@ -130,7 +133,7 @@ def offload_modules(
         if not matching(model, pattern)
     ]
     if missing and not missing_ok:
-        raise ValueError(_no_match(model, missing))
+        raise ValueError(no_match(model, missing))
     PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents.add_module(model)
     return mark_modules({"": model}, groups)
 
@@ -158,16 +161,14 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
     distinct = _once_each(places)
     names = {group: [place.name for place in places if place.group == group] for group in groups}
     running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
-    lifetime = _Lifetime()
     with ExitStack() as hooks:  # unmarks the others if a module takes no hooks
         _keep_gathered(models.values(), hooks)
-        for place in distinct:
-            _mark(place, lifetime, hooks)
-        return OffloadModulesHandle(hooks.pop_all(), lifetime, names, sorted(running))
+        marked = [_mark(place, hooks) for place in distinct]
+        return OffloadModulesHandle(hooks.pop_all(), marked, names, sorted(running))
 
 
-def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
-    module, around = place.module, _GroupAround(place.group, lifetime)
+def _mark(place: _Place, hooks: ExitStack) -> _GroupAround:
+    module, around = place.module, _GroupAround(place.group)
     for previous in _groups_around(module):
         previous.take_off(module)  # its handle was removed: a living group was refused before
     hooks.callback(around.take_off, module)  # first, because the module may refuse
@@ -179,6 +180,7 @@ def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
             "expected one whose forward is Python code; name a module around it, or leave it out "
             "of the patterns"
         ) from failure
+    return around
 
 
 class _Place(NamedTuple):
@@ -259,35 +261,20 @@ def _keep_parameters(module: Module, args: object) -> None:
         residents.add(parameter)
 
 
-class _Lifetime:
-    """Lifetime of groups, which their handle ends.
-
-    A copied model shares the lifetime with the original. A pickled model has no handle that could
-    be removed, so the lifetime of its groups is over from the start.
+class _GroupAround:
+    """Group of a module and its copies, until their handle is removed. A pickled model has no
+    handle, so its groups are over. See NOTE [ Module forward ].
     """
 
-    def __init__(self, is_over: bool = False) -> None:
-        self.is_over = is_over
-
-    def __deepcopy__(self, memo: object) -> _Lifetime:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Lifetime, (True,)
-
-
-class _GroupAround:
-    """Group of a module and its copies. See NOTE [ Module forward ]."""
-
-    def __init__(self, name: str, lifetime: _Lifetime) -> None:
+    def __init__(self, name: str, is_over: bool = False) -> None:
         self.name = name
-        self.lifetime = lifetime
+        self.is_over = is_over
 
     def __deepcopy__(self, memo: object) -> _GroupAround:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _GroupAround, (self.name, self.lifetime)
+        return _GroupAround, (self.name, True)
 
     def put_on(self, module: Module) -> None:
         compiled = module._compiled_call_impl
@@ -349,7 +336,7 @@ class _Forward:
             return self._own_of(self._module)(*args, **kwargs)
         module = _here.met.pop(self.around, self._module)
         compute = partial(self._own_of(module), *args, **kwargs)
-        if self.around.lifetime.is_over:
+        if self.around.is_over:
             return compute()
         return run_in_group(self.around.name, compute, partial(_keep_buffers, module))
 
@@ -385,7 +372,7 @@ def _once_each(places: Iterable[_Place]) -> list[_Place]:
                 f"module {place} is to be group '{place.group}' and is group '{first.group}' "
                 f"already, as {first}; change the patterns, so that it is one group"
             )
-        living = [each.name for each in _groups_around(place.module) if not each.lifetime.is_over]
+        living = [each.name for each in _groups_around(place.module) if not each.is_over]
         if living:
             raise ValueError(
                 f"module {place} is to be group '{place.group}' and is group '{living[0]}' already;"
@@ -400,7 +387,8 @@ def _groups_around(module: Module) -> list[_GroupAround]:
     return [owner for owner in owners if isinstance(owner, _GroupAround)]
 
 
-def _no_match(model: Module, missing: Sequence[str]) -> str:
+def no_match(model: Module, missing: Iterable[str]) -> str:
+    """Return the message on patterns that match no module of ``model``, with near names."""
     names = [name for name, _ in model.named_modules() if name]
     lines = []
     for pattern in missing:

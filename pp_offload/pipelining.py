@@ -12,11 +12,12 @@ Forwards outside chunks, such as the inference of shapes and ``schedule.eval``, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import said
+from pp_offload._common.module_names import listed
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._groups.manager import differences
@@ -29,7 +30,7 @@ from pp_offload.modules import (
     Patterns,
     check_patterns,
     mark_modules,
-    offload_modules,
+    no_match,
 )
 
 _ATTACHED = "_pp_offload_handle"
@@ -168,19 +169,13 @@ class AttachedSchedule:
         self._modules = mark_modules(models, groups or {})
         for group, patterns in (groups or {}).items():
             if not self._modules.modules[group]:
-                self._raise_no_match(group, patterns)
-
-    def _raise_no_match(self, group: str, patterns: str | Collection[str]) -> None:
-        """Raise the error of a group without modules, with near names of the first stage."""
-        try:
-            offload_modules(self._stages[0].submod, {group: patterns})
-        except ValueError as failure:
-            numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
-            raise ValueError(
-                f"pipeline rank {_rank_of(self._stages)} has no module of group '{group}' in stage "
-                f"{numbers}: {failure}; leave the group out on such a rank, or add a "
-                "pattern of a module that it has"
-            ) from None
+                numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
+                near = no_match(self._stages[0].submod, listed(patterns))
+                raise ValueError(
+                    f"pipeline rank {_rank_of(self._stages)} has no module of group '{group}' in "
+                    f"stage {numbers}: {near}; leave the group out on such a rank, or add a "
+                    "pattern of a module that it has"
+                )
 
     def _keep_modules(self) -> None:
         # In each step, because memory of parameters and modules of stages may change.

@@ -15,10 +15,9 @@ A decoder's output head should be left out: it saves much, and backward needs th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -34,7 +33,7 @@ from pp_offload._common.sizes import size_said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
-from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
+from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
 from pp_offload._hooks.regions import (
     PackHook,
     is_in_region,
@@ -44,7 +43,6 @@ from pp_offload._hooks.regions import (
 )
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default
-from pp_offload.errors import OffloadError
 
 logger = logger_of(__name__)
 
@@ -109,7 +107,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # TRL's name for it
         self.max_fwd_stash_size = max_fwd_stash_size
         self._knows_model = False
-        self._here = _OfThread()
+        self._scopes = HookScopes()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
 
     has_warned_of_copies = False
@@ -138,18 +136,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
-        while self._here.entered and self._here.entered[-1].scope.is_over:
-            self._leave()
-        entered = Entered(HookScope())
-        self._here.entered.append(entered)  # first, or an interrupt would lose it
-        try:
-            self._enter(entered)
-        except BaseException:
-            self._leave()
-            raise
+        self._scopes.enter(Forward(), self._begin)
         return self
 
-    def _enter(self, entered: Entered) -> None:
+    def _begin(self, forward: Forward) -> None:
         if is_left_to_checkpoint():
             if is_in_region():
                 warn_of_region(type(self).__name__)
@@ -158,31 +148,19 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             forget_excluded()
         self.stash.begin()
         if not self._knows_model:
-            entered.met = MetModules(self._keep_buffers)
-            entered.met.begin()
-        entered.scope.enter(PackHook(self.pack_hook), self)
+            forward.met = MetModules(self._keep_buffers)
+            forward.met.begin()
+        forward.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
         """End the forward of a microbatch.
 
         Raises:
-            OffloadError: This thread has not entered it.
+            GroupStateError: This thread has not entered it.
         """
-        if not self._here.entered:
-            raise OffloadError(
-                f"a context is left that thread {threading.get_ident()} did not enter; expected as "
-                "many exits as entries, on the same thread; use it in a with statement"
-            )
-        self._leave(*args[1:2])
+        self._scopes.leave(*args[1:2])
         self.stash.send_if_full()
-
-    def _leave(self, failure: BaseException | None = None) -> None:
-        entered = self._here.entered[-1]
-        if entered.met is not None:
-            entered.met.end()
-        entered.scope.leave(failure)  # last: after an interrupt, nothing else shows that it ended
-        self._here.entered.pop()
 
     def keep_module(self, model: Module) -> None:
         """Keep parameters and buffers on the device, also if a view of them is saved.
@@ -208,19 +186,15 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 self.stash.keep(buffer)
 
 
-@dataclass
-class Entered:
+class Forward(HookScope):
     """Hooks that a ``with`` has put in place: for saved tensors, and for running modules."""
 
-    scope: HookScope
     met: MetModules | None = None
 
-
-class _OfThread(threading.local):
-    """Entered contexts of a thread: autograd's hooks are per thread."""
-
-    def __init__(self) -> None:
-        self.entered: list[Entered] = []
+    def leave(self, failure: BaseException | None = None) -> None:
+        if self.met is not None:
+            self.met.end()
+        super().leave(failure)  # last: after an interrupt, nothing else shows that it ended
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

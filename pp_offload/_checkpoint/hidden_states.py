@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._activations.context import Entered, OffloadActivations
+from pp_offload._activations.context import Forward, OffloadActivations
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
@@ -81,7 +81,7 @@ class OffloadHiddenStates(OffloadActivations):
         self._model = weakref.ref(model)
         self._has_warned = False
 
-    def _enter(self, entered: Entered) -> None:
+    def _begin(self, forward: Forward) -> None:
         model = self._model()
         if model is not None:  # each time: a trainer enables checkpoints when it begins
             layers = list(_checkpointed(model))
@@ -98,7 +98,7 @@ class OffloadHiddenStates(OffloadActivations):
                     "OffloadActivations, with which all activations leave",
                     type(model).__name__,
                 )
-        super()._enter(entered)
+        super()._begin(forward)
 
 
 class _Noting(partial):  # type: ignore[type-arg]

@@ -197,14 +197,13 @@ class KeptOutputs(TorchDispatchMode):
 
     def _drop_written(self, op: Any, args: Any, kwargs: Any) -> None:
         """Recompute the outputs that ``op`` writes into. See NOTE [ Written in place ]."""
-        for tensor in tree_leaves(written_arguments(op, args, kwargs)):
-            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
-                for kept_op, number in self._calls_in.pop(storage, ()):
-                    call = self._calls[kept_op][number]
-                    if call is not None:
-                        self._counts.add(call, -1)
-                        self._counts.written_outputs += len(call.output_bytes)
-                        self._calls[kept_op][number] = None
+        for storage in storages_of(written_arguments(op, args, kwargs)):
+            for kept_op, number in self._calls_in.pop(storage, ()):
+                call = self._calls[kept_op][number]
+                if call is not None:
+                    self._counts.add(call, -1)
+                    self._counts.written_outputs += len(call.output_bytes)
+                    self._calls[kept_op][number] = None
 
 
 class _Recomputation(TorchDispatchMode):
@@ -270,9 +269,11 @@ def same_version_counter() -> Any:
     return SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
 
 
-def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """Return the storages of a dense tensor, or of the parts of a subclass."""
-    return [plain.untyped_storage() for plain in plain_tensors(tensor) if has_storage(plain)]
+def storages_of(values: Any) -> list[UntypedStorage]:
+    """Return the storages of the tensors among values, and of the tensors inside a subclass."""
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+    return [tensor.untyped_storage() for tensor in plain if has_storage(tensor)]
 
 
 def written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:

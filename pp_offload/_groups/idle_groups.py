@@ -58,29 +58,23 @@ class IdleGroups:
     def __init__(self) -> None:
         self.was_disabled = False
         self.num_steps_left = NUM_STEPS
-        self._wanted: Counter[str] = Counter()
-        self._new: Counter[str] = Counter()
-        """Names expected since the running step began, which need not have them yet."""
-
+        self._expected: Counter[str] = Counter()
+        self._expected_at_begin: frozenset[str] = frozenset()
         self._warned: set[str] = set()
 
     def expect(self, names: Iterable[str]) -> None:
         """Expect groups of these names in every step, from the next begin of a step on."""
-        names = list(names)
-        self._wanted.update(names)
-        self._new.update(names)
+        self._expected.update(names)
         self.num_steps_left = NUM_STEPS
 
     def forget(self, names: Iterable[str]) -> None:
         """Undo :meth:`expect`."""
-        names = list(names)
-        self._wanted.subtract(names)
-        self._new.subtract(names)
+        self._expected.subtract(names)
 
     def begin_step(self, *, is_enabled: bool) -> None:
         """Begin a step that must have all names expected so far."""
         self.was_disabled = not is_enabled
-        self._new.clear()
+        self._expected_at_begin = frozenset(+self._expected)
 
     @property
     def is_checking(self) -> bool:
@@ -108,7 +102,7 @@ class IdleGroups:
             started.update(record.shape.names)
             still_open.update(record.num_open)
             tensors.update(record.num_tensors)
-        for name in sorted({*started, *(self._wanted - +self._new)}):
+        for name in sorted({*started, *(self._expected_at_begin & (+self._expected).keys())}):
             num_committed = started[name] - still_open[name]
             if name not in started:
                 problem = _NEVER_RAN

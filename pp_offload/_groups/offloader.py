@@ -17,13 +17,14 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
+from pp_offload._core.mover import Mover
 from pp_offload._core.observer import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tiers import make_tier
@@ -35,23 +36,6 @@ from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.host_pool import Allocate
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
-
-_Act = TypeVar("_Act", bound=Callable[..., Any])
-
-
-def _tears(act: _Act) -> _Act:
-    """End the epoch if an exception comes out of ``act``, a method of :class:`Offloader`."""
-
-    @wraps(act)
-    def guarded(self: Offloader, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        try:
-            return act(self, *args, **kwargs)
-        except BaseException as failure:
-            engine.tear(failure)
-            raise
-
-    return cast(_Act, guarded)
 
 
 class NoStep:
@@ -154,39 +138,40 @@ class Offloader:
         while self.delayed:
             self.delayed.pop(0)()
 
-    @_tears
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
         """Empty the storages of ``tensors``, once the copies queued so far are over."""
-        refs = [weakref.ref(tensor) for tensor in tensors]
-        residents = self.engine.eligibility.residents
-        self.engine.mover.after_copies(partial(release, refs, residents, self._warned_releases))
+        refs, engine = [weakref.ref(tensor) for tensor in tensors], self.engine
+        action = partial(release, refs, engine.eligibility.residents, self._warned_releases)
+        engine.guarded(engine.mover.after_copies, action)
 
-    @_tears
     def resume(self, group: Group | None) -> None:
         """Prefetch for a backward that has reached ``group``; None when the step is over."""
-        self.engine.window.resume(group)
+        self.engine.guarded(self.engine.window.resume, group)
 
-    @_tears
     def settle(self) -> None:
         """Free memory that finished copies kept alive, and fit host memory to its peak."""
         self._end_torn()
         if not self.backend.is_capturing:
-            with self.lock:
-                self.engine.mover.poll()
-                tier = self.engine.mover.tier
-                tier.retry()
-                for pool in tier.pools:
-                    pool.settle()
+            self.engine.guarded(self._settle, self.engine.mover)
 
-    @_tears
+    def _settle(self, mover: Mover) -> None:
+        with mover.lock:
+            mover.poll()
+            mover.tier.retry()
+            for pool in mover.tier.pools:
+                pool.settle()
+
     def trim(self) -> None:
         """Return host memory to the system that no living graph needs. Waits for all copies."""
         if not self.backend.is_capturing:
-            with suppress(RuntimeError):  # a copy that failed is over
-                self.engine.mover.synchronize()
-            with self.lock:
-                for pool in self.engine.mover.tier.pools:
-                    pool.trim()
+            self.engine.guarded(self._trim, self.engine.mover)
+
+    def _trim(self, mover: Mover) -> None:
+        with suppress(RuntimeError):  # a copy that failed is over
+            mover.synchronize()
+        with mover.lock:
+            for pool in mover.tier.pools:
+                pool.trim()
 
     def retire(self) -> None:
         """End offload: keep only the memory that living saved tensors need."""
@@ -196,10 +181,9 @@ class Offloader:
             if disk is not None and not disk.in_use_bytes:
                 disk.close()
 
-    @_tears
     def statistics(self) -> OffloadStatistics:
         """Return bytes moved and bytes in use, exact at the call."""
-        return collect(self.engine.mover)
+        return self.engine.guarded(collect, self.engine.mover)
 
 
 _alive: weakref.WeakSet[Offloader] = weakref.WeakSet()

@@ -41,6 +41,7 @@ from torch import Tensor
 from pp_offload._common.torch_private import end_checkpoints, push_hooks, top_hooks
 from pp_offload._hooks.regions import all_packs, popped, top_pack
 from pp_offload._hooks.transformer_engine import turn_off, turn_on
+from pp_offload.errors import GroupStateError
 
 T = TypeVar("T")
 
@@ -120,6 +121,38 @@ class HookScope:
     def is_over(self) -> bool:
         """Whether an interrupt has ended the ``with`` before its ``__exit__`` ran."""
         return self._exit is not None and self._exit() is None
+
+
+class HookScopes(threading.local):
+    """Scopes of an object that each thread has entered and not left, the innermost last."""
+
+    def __init__(self) -> None:
+        self._entered: list[HookScope] = []
+
+    def enter(self, scope: HookScope, begin: Callable[[Any], object]) -> None:
+        """Enter a scope by ``begin(scope)``, behind scopes that an interrupt has ended."""
+        while self._entered and self._entered[-1].is_over:
+            self.leave()
+        self._entered.append(scope)  # first, or an interrupt would lose it
+        try:
+            begin(scope)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self, failure: BaseException | None = None) -> None:
+        """Leave the innermost scope of this thread.
+
+        Raises:
+            GroupStateError: This thread is in none.
+        """
+        if not self._entered:
+            raise GroupStateError(
+                f"a context is left that thread {threading.get_ident()} did not enter; expected as "
+                "many exits as entries, on the same thread; use it in a with statement"
+            )
+        self._entered[-1].leave(failure)  # an interrupt in between would leave it again
+        self._entered.pop()
 
 
 class _BoundExit(partial):  # type: ignore[type-arg]

@@ -9,7 +9,6 @@ manager.reset()                                               # before each step
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,21 +21,13 @@ from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import GroupBytes
-from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
+from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.backends import Backend, Stream
 from pp_offload.config import OffloadConfig
-from pp_offload.errors import GroupStateError
-
-
-class _Contexts(threading.local):
-    """Scopes of a manager that a thread entered: autograd's hooks are per thread."""
-
-    def __init__(self) -> None:
-        self.scopes: list[HookScope] = []
 
 
 class PipelineOffloadManager(Manager):
@@ -56,7 +47,7 @@ class PipelineOffloadManager(Manager):
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
         super().__init__(config=config, backend=backend)
-        self._contexts = _Contexts()
+        self._scopes = HookScopes()
         self._pool: GPUTensorPool | None = None
         self.graphs = GraphState(self.backend)
 
@@ -213,29 +204,17 @@ class PipelineOffloadManager(Manager):
 
         Inside a checkpoint it does nothing.
         """
-        scopes = self._contexts.scopes
-        while scopes and scopes[-1].is_over:
-            scopes.pop().leave()
-        scopes.append(HookScope())  # first: after an interrupt, __exit__ must find it
-        try:
-            if not is_left_to_checkpoint():
-                scopes[-1].enter(PackHook(self.on_save_for_backward), self)
-        except BaseException:
-            self.__exit__()
-            raise
+        self._scopes.enter(HookScope(), self._begin)
         return self
+
+    def _begin(self, scope: HookScope) -> None:
+        if not is_left_to_checkpoint():
+            scope.enter(PackHook(self.on_save_for_backward), self)
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
         """Leave the innermost scope of this thread. An exception propagates."""
-        scopes = self._contexts.scopes
-        if not scopes:
-            raise GroupStateError(
-                f"a manager is left that thread {threading.get_ident()} did not enter; expected "
-                "as many exits as entries, on the same thread; use it in a with statement"
-            )
-        scopes[-1].leave(*args[1:2])
-        scopes.pop()
+        self._scopes.leave(*args[1:2])
         chunk = self.forward.chunk
         if args and args[0] is not None and chunk is not None and (groups := chunk.uncommitted()):
             groups[-1].has_failed = True

@@ -233,19 +233,14 @@ class _NotedPolicy:
     def offload(self, stash: ActivationStash, output: Any, calls: Calls, number: int) -> None:
         """Replace the mark of a call by its outputs."""
         mark, calls[number] = calls[number], tree_map(partial(_Offloaded, stash), output)
-        for storage in _storages(output):
+        for storage in storages_of(output):
             self._marks.setdefault(storage, []).append((calls, number, mark))
 
     def recompute_written(self, written: Any) -> None:
         """Restore the marks of all outputs that share memory with these arguments."""
-        for storage in _storages(written):
+        for storage in storages_of(written):
             for calls, number, mark in self._marks.pop(storage, ()):
                 calls[number] = mark
-
-
-def _storages(values: Any) -> list[UntypedStorage]:
-    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-    return [storage for tensor in tensors for storage in storages_of(tensor)]
 
 
 _Mode = CachingTorchDispatchMode
