@@ -13,15 +13,15 @@ import pytest
 from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 
 MOST_LINES = {
-    "_activations": 729,
-    "_checkpoint": 1489,
-    "_common": 1288,
+    "_activations": 726,
+    "_checkpoint": 1473,
+    "_common": 1230,
     "_core": 4625,
-    "_groups": 3466,
+    "_groups": 3382,
     "_hooks": 419,
     "_megatron": 1354,
     "_memory": 1477,
-    "_slices": 1592,
+    "_slices": 1589,
     "backends": 721,
     "cli": 1372,
     "compat": 112,

@@ -60,12 +60,9 @@ class ActivationStash:
 
     Args:
         name: Name of its groups, for messages.
-        config: Tiers, and limits on them.
-        min_offload_size: In bytes. Smaller tensors stay on the device.
         max_tensors: Number that is offloaded together without a :meth:`send`; None for no limit.
-        use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
         has_limit: Whether groups stay while ``config.device_limit_bytes`` has room for them.
-        backend: Device to work on; the accelerator if present, else the CPU.
+        config, min_offload_size, use_pin_memory, backend: As of ``OffloadActivations``.
     """
 
     def __init__(

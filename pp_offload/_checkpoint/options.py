@@ -29,20 +29,14 @@ from pp_offload.config import OffloadConfig, check_config
 
 MATMUL = "ops.aten.mm.default"
 
-SAVE_DICT: dict[str, OpOverload] = {
-    MATMUL: torch.ops.aten.mm.default,
-    "ops.aten._scaled_dot_product_efficient_attention.default": (
-        torch.ops.aten._scaled_dot_product_efficient_attention.default
-    ),
-    "ops.aten._scaled_dot_product_flash_attention.default": (
-        torch.ops.aten._scaled_dot_product_flash_attention.default
-    ),
-    "ops._c10d_functional.reduce_scatter_tensor.default": (
-        torch.ops._c10d_functional.reduce_scatter_tensor.default
-    ),
-    "ops.aten.max.default": torch.ops.aten.max.default,
-}
-"""Operators, by name, that are expensive to compute, or whose result must not change."""
+USUAL_OPS = (
+    MATMUL,
+    "ops.aten._scaled_dot_product_efficient_attention.default",
+    "ops.aten._scaled_dot_product_flash_attention.default",
+    "ops._c10d_functional.reduce_scatter_tensor.default",
+    "ops.aten.max.default",
+)
+"""Names of operators that are expensive to compute, or whose result must not change."""
 
 
 class ActivationCheckpointingVariants(enum.Enum):
@@ -130,7 +124,7 @@ class SelectiveLayerACParams(FullACParams):
 class SelectiveOpACParams(FullACParams):
     """Which operators' outputs are kept, and where; and how layers are checkpointed.
 
-    Operators are named as in :attr:`SAVE_DICT`, or like those: ``ops.aten.addmm.default`` is a
+    Operators are named as in :data:`USUAL_OPS`, or like those: ``ops.aten.addmm.default`` is a
     linear layer with a bias.
     """
 
@@ -157,7 +151,7 @@ class SelectiveOpACParams(FullACParams):
         if not self.save_ops_keys and not self.offload_ops_keys:
             raise ValueError(
                 "save_ops_keys is empty; expected at least one operator here or in "
-                f"offload_ops_keys, such as {', '.join(SAVE_DICT)}; to "
+                f"offload_ops_keys, such as {', '.join(USUAL_OPS)}; to "
                 "compute all again use FULL_ACTIVATION_CHECKPOINTING"
             )
         twice = sorted(set(self.save_ops_keys) & set(self.offload_ops_keys))
@@ -202,12 +196,8 @@ PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
-    """Return the parameters of a variant.
-
-    Args:
-        variant: An :class:`ActivationCheckpointingVariants`, or its value, or a member of another
-            library's enum with the value or name of one.
-        given: Our parameters for it, a mapping of them, or an object with such attributes.
+    """Return the parameters of a variant, of which another library's enum may have the value or
+    name. They may be ours, a mapping of options, or an object with such attributes.
 
     Raises:
         ValueError: No such variant exists, or the parameters are not for it.
@@ -245,18 +235,17 @@ def _params_type(variant: object) -> type[FullACParams]:
 
 
 def operator(key: str) -> OpOverload:
-    """Return the operator of this name.
-
-    Raises:
-        ValueError: No such operator exists.
-    """
+    """Return the operator of this name; raise a ValueError if there is none."""
     value: Any = torch
     check_kind("the name of an operator", key, str, f"a str, such as {MATMUL!r}")
     for part in key.split("."):
         value = getattr(value, part, None)
     if not isinstance(value, OpOverload):
         raise ValueError(
-            f"unknown operator {key!r}; expected one of {', '.join(SAVE_DICT)}, or the name of "
+            f"unknown operator {key!r}; expected one of {', '.join(USUAL_OPS)}, or the name of "
             "another with its overload, such as ops.aten.addmm.default"
         )
     return value
+
+
+SAVE_DICT = {key: operator(key) for key in USUAL_OPS}

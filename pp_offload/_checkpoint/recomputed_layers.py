@@ -18,12 +18,7 @@ from pp_offload._common.torch_private import CheckpointWrapper
 
 
 class RecomputedLayers:
-    """Undoes :func:`recompute_layers`.
-
-    Attributes:
-        recompute: The object that runs the layers; its ``counts`` say what was done so far.
-        names: Names of the layers.
-    """
+    """Undoes :func:`recompute_layers`; ``recompute.counts`` say what was done so far."""
 
     def __init__(self, model: Module, names: Collection[str], recompute: Recompute) -> None:
         self.recompute = recompute

@@ -91,30 +91,18 @@ def flag_problem(name: str, value: object) -> str | None:
 
 
 def check_all(*problems: str | None) -> None:
-    """Raise one error that lists all problems, unless all are None.
-
-    Raises:
-        ValueError: There is a problem.
-    """
+    """Raise one ValueError that lists all problems, unless all are None."""
     if any(problems):
         raise ValueError("; ".join([problem for problem in problems if problem]))
 
 
 def check_count(name: str, value: object, *, least: int = 0, unit: str = "") -> None:
-    """Check a count of things, elements or bytes.
-
-    Raises:
-        ValueError: The value is no integer, or below ``least``.
-    """
+    """Raise a ValueError unless ``value`` is an integer of at least ``least``."""
     check_all(count_problem(name, value, least, unit))
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check a flag.
-
-    Raises:
-        ValueError: The value is neither True nor False.
-    """
+    """Raise a ValueError unless ``value`` is True or False."""
     check_all(flag_problem(name, value))
 
 
@@ -136,23 +124,14 @@ def check_switch(name: str, value: object) -> None:
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], expected: str, advice: str = ""
 ) -> None:
-    """Check that an argument is an instance of ``kind``, in words: ``expected``.
-
-    Raises:
-        TypeError: The argument is no instance.
-    """
+    """Raise a TypeError unless ``value`` is an instance of ``kind``, in words: ``expected``."""
     if not isinstance(value, kind):
         more = f"; {advice}" if advice else ""
         raise TypeError(f"{name} is {said(value)}, expected {expected}{more}")
 
 
 def check_group_name(action: str, name: object) -> None:
-    """Check a group's name. Called for every group that runs.
-
-    Raises:
-        TypeError: The name is no ``str``.
-        ValueError: The name is empty.
-    """
+    """Raise a TypeError or ValueError unless ``name`` is a ``str`` that is not empty."""
     if isinstance(name, str) and name:
         return
     kind = ValueError if name == "" else TypeError
@@ -163,11 +142,7 @@ def check_group_name(action: str, name: object) -> None:
 
 
 def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:
-    """Check a collection of tensors, or None.
-
-    Raises:
-        TypeError: ``given`` is a single tensor, no collection, or holds something else.
-    """
+    """Return a collection of tensors, or None; raise a TypeError for something else."""
     if given is None:
         return None
     if isinstance(given, Tensor):
@@ -191,11 +166,7 @@ def near(name: object, names: Sequence[str]) -> str:
 
 
 def check_known(options: Iterable[object], names: Sequence[str], of: str = "") -> None:
-    """Check names of options; the message names their owner ``of``.
-
-    Raises:
-        ValueError: An option does not exist; the message proposes near names.
-    """
+    """Raise a ValueError that proposes near names, if options of the owner ``of`` do not exist."""
     if unknown := [f"{name!r}{near(name, names)}" for name in options if name not in names]:
         whose = f"{of} has " if of else ""
         raise ValueError(

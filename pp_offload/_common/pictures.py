@@ -42,11 +42,7 @@ NEEDS = "a picture needs matplotlib, which is not installed; pip install matplot
 
 
 def new_figure(height_inches: float, **options: Any) -> Figure:
-    """Make an empty picture of the usual width.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Make an empty picture of the usual width."""
     try:
         from matplotlib.figure import Figure
     except ImportError as failure:
@@ -55,21 +51,13 @@ def new_figure(height_inches: float, **options: Any) -> Figure:
 
 
 def check_format(path: str | os.PathLike[str]) -> None:
-    """Check the suffix of a picture's file.
-
-    Raises:
-        ValueError: No picture has this suffix.
-    """
+    """Raise a ValueError if no picture has the suffix of this file."""
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"{path} ends otherwise than pictures do, expected {', '.join(FORMATS)}")
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture, without its date: an unchanged picture gives the same file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a picture, without its date: an unchanged picture gives the same file."""
     dates: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}}
     metadata = dates.get(Path(path).suffix, {"CreationDate": None})
     figure.savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)

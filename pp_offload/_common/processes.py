@@ -42,11 +42,7 @@ def _name_rank(record: logging.LogRecord) -> bool:
 
 
 def check(owner: int, what: str) -> None:
-    """Check that this is process ``owner``, which alone may use ``what``.
-
-    Raises:
-        ForkedError: This is another process.
-    """
+    """Raise a ForkedError unless this is process ``owner``, which alone may use ``what``."""
     if owner != HERE[0]:
         raise ForkedError(
             f"{what} belongs to process {owner}, and this is process {HERE[0]}, forked from it: "

@@ -30,11 +30,8 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
-    """Return the bytes of a number with or without a unit; None if ``text`` is not a size.
-
-    Args:
-        text: A number, and possibly a unit.
-        is_rounded: Round a fraction of a byte down, as of 0.95GiB, instead of returning None.
+    """Return the bytes of a number with or without a unit; None if ``text`` is not a size, or, not
+    ``is_rounded`` down, if it has a fraction of a byte, as 0.95GiB has.
     """
     match = _SIZE.fullmatch(text)
     unit = _TYPED.get(match[2] or "B") if match else None
@@ -45,11 +42,8 @@ def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
 
 
 def size_said(nbytes: int, *, is_least: bool = False) -> str:
-    """Format bytes in GiB or, below a tenth of that, in a smaller unit: ``"1.50 MiB"``.
-
-    Args:
-        nbytes: Number of bytes.
-        is_least: Round up, so that a user who types the text has enough.
+    """Format bytes in GiB or, below a tenth of that, in a smaller unit: ``"1.50 MiB"``. With
+    ``is_least``, rounded up, so that a user who types the text has enough.
     """
     for unit, least in (("GiB", UNITS["GiB"] / 10), ("MiB", UNITS["MiB"]), ("KiB", 100)):
         if nbytes >= least:
@@ -58,14 +52,7 @@ def size_said(nbytes: int, *, is_least: bool = False) -> str:
 
 
 def size_cell(nbytes: int, unit: str = "GiB", digits: int = 2, *, is_least: bool = False) -> str:
-    """Format bytes in the unit of a table's column; if that would read 0, with another unit.
-
-    Args:
-        nbytes: Number of bytes.
-        unit: Unit in the head of the column.
-        digits: Digits after the point.
-        is_least: Round up, so that a user who types the text has enough.
-    """
+    """Format bytes in the unit of a table's column; if that would read 0, with another unit."""
     if 0 < nbytes < UNITS[unit] / 10**digits:
         return size_said(nbytes, is_least=is_least).replace(" ", "")
     return _rounded(nbytes, unit, digits, is_least=is_least)

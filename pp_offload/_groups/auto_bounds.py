@@ -65,18 +65,17 @@ MIB = 2**20
 
 
 class AutoBounds:
-    """Measures steps, and chooses the bounds of copies.
+    """Measures steps, and chooses the bounds of copies that are ``"auto"``.
 
     Args:
-        offloader: Offloader with the cap on bytes in flight, the window, and the observers.
-        config: Options; only bounds that are ``"auto"`` are chosen.
+        offloader: Offloader whose bounds are chosen.
+        config: The options.
         unused_bytes: Function that returns the unused bytes of the device; None for no limit.
 
     Attributes:
         hidden_bytes: Bytes that a step copies while it computes, in any schedule: to the host in a
             third of its time, as forwards take, and back in the rest.
-        first: Time of the first timed step.
-        last: Time of the last timed step.
+        first, last: Times of the first and of the last timed step.
     """
 
     def __init__(
@@ -223,16 +222,7 @@ class Mark:
 
 
 class StepTimes(Laps):
-    """Laps of a step that also mark when groups leave, and when reloaded payloads are used.
-
-    Args:
-        begin: Event from which times count.
-        backend: Backend that records events on the live compute stream.
-
-    Attributes:
-        sent: Marks of offloaded groups, in order.
-        uses: Marks of uses, in order; small uses in a row are added up.
-    """
+    """Laps of a step that also mark when groups leave, and when reloaded payloads are used."""
 
     def __init__(self, begin: TimedEvent, backend: Backend) -> None:
         super().__init__(begin)
@@ -279,14 +269,8 @@ def rate(laps: Sequence[Lap]) -> float | None:
 
 
 def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, int] | None:
-    """Return the least bytes in flight, and ahead, at which compute does not wait for copies.
-
-    Args:
-        times: Times of a step.
-        staying: Groups that the next steps keep.
-
-    Returns:
-        Both bounds; None if the step had no copies to the host, or none back.
+    """Return the least bytes in flight, and ahead, at which compute does not wait for copies, if
+    ``staying`` groups stay; None if the step had no copies to the host, or none back.
     """
     offload_rate, reload_rate = rate(times.offloads), rate(times.reloads)
     if offload_rate is None or reload_rate is None:
@@ -341,11 +325,8 @@ class TimedBytes(NamedTuple):
 
 
 def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """Return the most bytes in flight to the host if compute never waits, newest group included.
-
-    Args:
-        offloads: Offloads of one chunk's forward, in order.
-        bytes_per_s: Rate of the link.
+    """Return the most bytes in flight in a chunk's forward if compute never waits, newest group
+    included.
     """
     under_way: deque[TimedBytes] = deque()
     now = most = 0
@@ -361,11 +342,8 @@ def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """Return nearly the smallest window that is always ahead of the uses.
-
-    Args:
-        uses: Uses of one chunk's backward, in order. The window is full when they begin.
-        bytes_per_s: Rate of the link.
+    """Return nearly the smallest window that is always ahead of the uses of a chunk's backward. It
+    is full when they begin.
     """
     low, high = 0, sum([use.nbytes for use in uses])
     step = max(1, high // PRECISION)

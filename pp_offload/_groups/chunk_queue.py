@@ -22,12 +22,7 @@ QueuedChunk = Chunk | WeightPass
 
 
 class ChunkQueue:
-    """Chunks whose backward has not begun.
-
-    Attributes:
-        is_told: Whether the order comes from a schedule.
-        vp_size: Number of virtual stages.
-    """
+    """Chunks whose backward has not begun."""
 
     def __init__(self) -> None:
         self.is_told = False
@@ -41,9 +36,7 @@ class ChunkQueue:
     def know_order(self, keys: Iterable[Key], *, is_told: bool = False) -> None:
         """Sort chunks by this order of backward from now on; chunks without a key in it come last.
 
-        Args:
-            keys: Keys of chunks, the first to run backward first.
-            is_told: Whether a schedule gave the order; an observed order does not replace it.
+        An observed order does not replace that of a schedule, which ``is_told``.
         """
         self._order = list(keys)
         self._position = {key: position for position, key in enumerate(self._order)}

@@ -59,12 +59,8 @@ class Demand:
         beside: Mapping[Place, Beside],
         in_flight: Iterable[ChunksInFlight],
     ) -> Demand:
-        """Return the demand of one step.
-
-        Args:
-            chunks: Chunks of the step.
-            beside: Bytes by place that groups hold besides those that they may send.
-            in_flight: Chunks in flight, each time that another chunk began.
+        """Return the demand of a step; ``in_flight`` are its chunks in flight, each time that
+        another chunk began.
         """
         sizes, lean, num_chunks = Counter[Place](), Counter[Place](), Counter[int]()
         for chunk in chunks:
@@ -223,11 +219,7 @@ class Change(enum.Enum):
 
 
 class History:
-    """The most memory that steps need, until smaller steps repeat.
-
-    Attributes:
-        demand: Demand of the steps that are not forgotten.
-    """
+    """The most memory that steps need, until smaller steps repeat."""
 
     def __init__(self) -> None:
         self.demand = Demand()

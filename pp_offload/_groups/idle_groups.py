@@ -48,15 +48,11 @@ _NONE_AT_ALL = (
 
 
 class IdleGroups:
-    """Checks steps for expected names.
-
-    Attributes:
-        num_steps_left: Number of steps that are still to be checked.
-        was_disabled: Whether offload was off at any time in this step, which then is not checked.
-    """
+    """Checks steps for expected names."""
 
     def __init__(self) -> None:
         self.was_disabled = False
+        """Whether offload was off at any time in this step, which then is not checked."""
         self.num_steps_left = NUM_STEPS
         self._expected: Counter[str] = Counter()
         self._expected_at_begin: frozenset[str] = frozenset()
@@ -87,13 +83,7 @@ class IdleGroups:
         smallest_numel: int,
         eligibility: Eligibility,
     ) -> None:
-        """Warn of names that did nothing in a step, if it is to be checked.
-
-        Args:
-            records: Function that returns the records of all chunks of the step.
-            smallest_numel: Least number of elements of a tensor that may leave in the step.
-            eligibility: Eligibility that noted tensors too small, or on another device.
-        """
+        """Warn of names that did nothing in a step, if it is to be checked."""
         if not self.is_checking:
             return
         self.num_steps_left -= 1

@@ -61,13 +61,6 @@ class Manager:
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Attributes:
-        config: The options.
-        step: Record of the step since the last :meth:`reset`.
-        offloader: Engine and plan that the chunks share.
-        forward: Forward of the calling thread.
-        idle_groups: Warnings of expected groups that do nothing.
-        plan_check: One warning if the plan was made with other options.
-        bounds: Bounds of copies, chosen from the plan or from times.
         on_begin: Functions that are called when a step begins.
         num_attached: Number of schedules and loops that begin chunks. If 0, a group without a chunk
             raises.
@@ -136,7 +129,6 @@ class Manager:
 
     @property
     def backend(self) -> Backend:
-        """Backend of the manager's device."""
         return self.offloader.backend
 
     # Chunks

@@ -60,7 +60,6 @@ class Offloader:
 
     Attributes:
         engine: Engine of this epoch.
-        plan: Plan of the groups that stay on the device.
         observers: Observers of the engines of all epochs.
         delayed: Delayed commits, in forward order.
         split: Split backward, set while a schedule with backwards in two parts is attached.

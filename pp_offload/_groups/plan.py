@@ -152,13 +152,8 @@ def make_plan(
     pipeline_rank: int,
     stay: Stay = NOTHING_STAYS,
 ) -> Plan:
-    """Make the plan after a step. Cached, because steps repeat.
-
-    Args:
-        chunks: Chunks of the step in backward order; none before the first step.
-        config: The options.
-        pipeline_rank: Pipeline rank of this process.
-        stay: Groups that stay below a limit.
+    """Make the plan after a step, from its chunks in backward order; none before the first step.
+    Cached, because steps repeat.
 
     Raises:
         ConfigError: The plan of the options has fewer ranks.

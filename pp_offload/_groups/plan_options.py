@@ -30,13 +30,7 @@ OTHERS_ON_A_CPU = (
 
 
 def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -> dict[str, Any]:
-    """Return the options that a plan was made with, as JSON values.
-
-    Args:
-        config: Options beside the plan.
-        num_microbatches: Number of microbatches of a step.
-        schedule: Name of the schedule's class, or of its file.
-    """
+    """Return the options that a plan was made with, as JSON values."""
     defaults = _plain(OffloadConfig())
     given = {name: value for name, value in _plain(config).items() if value != defaults[name]}
     return given | {"num_microbatches": num_microbatches, "schedule": schedule}
@@ -60,7 +54,7 @@ class PlanCheck:
         Args:
             config: Options of the run; without a plan nothing is compared.
             pipeline_rank: Pipeline rank of this process.
-            smallest_numel: Least elements of a tensor that may leave, if chunks set that number.
+            smallest_numel: ``min_offloaded_tensor_size`` of the chunks, if that is another number.
             schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, if known.
         """
         plan = config.offload_plan

@@ -139,12 +139,7 @@ class StepMemory:
 
 
 class DeviceRoom(Observer):
-    """Measures steps, and fills the room below the limit.
-
-    Args:
-        offloader: Offloader with the device, the bounds of copies, and the plan.
-        in_flight: Function that counts the chunks of each stage whose backward is not over.
-    """
+    """Measures steps, and fills the room below the limit."""
 
     def __init__(self, offloader: Offloader, in_flight: Callable[[], ChunksInFlight]) -> None:
         self._offloader = offloader
@@ -193,11 +188,7 @@ class DeviceRoom(Observer):
         return Stay(most_bytes, frozenset(is_lean))
 
     def begin_step(self, limit: int | str | None) -> None:
-        """Begin to measure a step.
-
-        Args:
-            limit: As ``OffloadConfig.limit``. If None, nothing is measured, and no group stays.
-        """
+        """Begin to measure a step. Without a limit nothing is measured, and no group stays."""
         backend, self._limit = self._offloader.backend, limit
         if limit is None:
             self._stay, self._foreseen_bytes = {}, None
@@ -279,11 +270,8 @@ class DeviceRoom(Observer):
         return self._offloader.backend.allocated() or seen.begin
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
-        """End the step, and choose which groups stay.
-
-        Args:
-            chunks: Chunks of the step; None if the step is not typical of others.
-            hidden_bytes: Bytes that a step copies while it computes.
+        """End the step, and choose which groups stay; not if ``chunks`` is None, for a step that is
+        not typical of others.
         """
         seen, self._seen = self._seen, None
         if seen is None:

@@ -176,12 +176,7 @@ class WeightPass:
 
 
 class WeightVisit:
-    """Visit of a group in the second part, for the window.
-
-    Args:
-        group: The group.
-        used: Indices of payloads that this part used last time.
-    """
+    """Visit of a group in the second part, which used the payloads ``used`` the last time."""
 
     borrowed = ()
 

@@ -38,17 +38,14 @@ Exchange = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slice:
-    """The parameters of some layers in a forward.
-
-    Attributes:
-        label: For messages.
-        parameters: On the host, each once.
-        places: For each place, a module's parameters, a name in them, and an index of a tensor.
-    """
+    """The parameters of some layers in a forward."""
 
     label: str
     parameters: tuple[Parameter, ...]
+    """On the host, each once."""
+
     places: tuple[tuple[dict[str, Any], str, int], ...]
+    """For each place, a module's parameters, a name in them, and an index of a tensor."""
 
     @property
     def nbytes(self) -> int:
