@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
@@ -92,12 +93,12 @@ class AttachedSchedule:
         self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
         self._stages = _stages(schedule)
-        self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: OffloadModulesHandle | None = None
         _check_free(self._stages)
         self._order = backward_order(schedule, self._stages)
         self._split: SplitBackward | None = None
         self._is_attached = False
+        self._undo = ExitStack()
         try:
             self._attach(groups, config)
         except BaseException:
@@ -106,7 +107,7 @@ class AttachedSchedule:
 
     def _attach(self, groups: Patterns | None, config: OffloadConfig | None) -> None:
         manager = self.manager
-        setattr(self._schedule, _ATTACHED, self)
+        self._set(self._schedule, _ATTACHED, self)
         plan = (config or manager.config).offload_plan
         if plan is not None:
             _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
@@ -120,8 +121,9 @@ class AttachedSchedule:
             self._split = SplitBackward(self._order.split, is_keeping=is_keeping)
         manager.num_attached += 1
         self._is_attached = True
+        self._undo.callback(self._leave_manager)
         for vp_stage, stage in enumerate(self._stages):
-            setattr(stage, _ATTACHED, self)
+            self._set(stage, _ATTACHED, self)
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
             backward = functools.partial(self._backward, vp_stage, BackwardPass.INPUT)
             self._wrap(stage, "backward_one_chunk", backward)
@@ -131,28 +133,19 @@ class AttachedSchedule:
 
     def detach(self) -> None:
         """Restore the schedule and the modules. A second call does nothing."""
-        for owner, name, own in reversed(self._wrapped):
-            owner.__dict__.pop(name, None)
-            if own is not None:
-                setattr(owner, name, own)
-        self._wrapped.clear()
-        if self._modules is not None:
-            self._modules.remove()
-            self._modules = None
-        for owner in (self._schedule, *self._stages):
-            if owner.__dict__.get(_ATTACHED) is self:
-                del owner.__dict__[_ATTACHED]
-        if self._is_attached:
-            self._is_attached = False
-            self.manager.num_attached -= 1
-            self.manager.step.queue.know_order(())
-            self.manager.offloader.follow_parts(None)
-            self.manager.release_idle_memory()
+        self._undo.close()
+
+    def _leave_manager(self) -> None:
+        self._is_attached = False
+        self.manager.num_attached -= 1
+        self.manager.step.queue.know_order(())
+        self.manager.offloader.follow_parts(None)
+        self.manager.release_idle_memory()
 
     def __repr__(self) -> str:
         state = f"{len(self._stages)} stages" if self._is_attached else "detached"
         groups = "groups marked by the model"
-        if self._modules is not None and self._modules.modules:
+        if self._is_attached and self._modules is not None and self._modules.modules:
             groups = self._modules.described()
         name = type(self._schedule).__name__
         return f"<AttachedSchedule of {name}: {state}; {groups}>"
@@ -167,6 +160,7 @@ class AttachedSchedule:
         self._keep_modules()
         models = {f" of stage {stage.stage_index}": stage.submod for stage in self._stages}
         self._modules = mark_modules(models, groups or {})
+        self._undo.callback(self._modules.remove)
         for group, patterns in (groups or {}).items():
             if not self._modules.modules[group]:
                 numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
@@ -186,14 +180,20 @@ class AttachedSchedule:
                     residents.add(tensor)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        inner, own = getattr(owner, name), owner.__dict__.get(name)
+        inner = getattr(owner, name)
 
         @functools.wraps(inner)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(inner, *args, **kwargs)
 
-        setattr(owner, name, wrapper)
-        self._wrapped.append((owner, name, own))
+        self._set(owner, name, wrapper)
+
+    def _set(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute until :meth:`detach`."""
+        attributes = vars(owner)
+        restore = attributes.__setitem__ if name in attributes else attributes.pop
+        self._undo.callback(restore, name, attributes.get(name))
+        attributes[name] = value
 
     def _forward(
         self,

@@ -109,10 +109,7 @@ class ActivationStash:
         self._offloader.renew_if_torn()
         self.send()
         with self._offloader.lock:
-            if self._limit is None:
-                self._step.forget_finished()
-            else:
-                self._end_step()
+            self._end_step()
             # Between two forwards an optimizer may have changed tensors that both save, and fused
             # optimizers count no change.
             self._offloader.engine.begin_step()

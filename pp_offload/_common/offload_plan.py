@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from pp_offload._common.checks import said
 from pp_offload.errors import ConfigError
@@ -26,15 +27,15 @@ FORMAT = "pp_offload plan 1"
 
 HOW = "expected a plan as `pp-offload plan -o` writes it"
 
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
-    "float": (
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
+    float: (
         "seconds of at least 0",
         lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
     ),
-    "Mapping[str, Any]": ("options by name", lambda value: isinstance(value, Mapping)),
+    Mapping[str, Any]: ("options by name", lambda value: isinstance(value, Mapping)),
 }
 """Expected value in a file, in words and as a check, by the type of the field."""
 
@@ -181,17 +182,8 @@ class OffloadPlan:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             actual = content.get("format") if isinstance(content, Mapping) else content
             raise ConfigError(f"the format is {said(actual)}, expected {FORMAT!r}; {HOW}")
-        ranks = [
-            RankPlan(
-                stages=_by_stage(
-                    rank, "stages", lambda group: PlannedGroup(**_plain(PlannedGroup, group))
-                ),
-                recomputed=_by_stage(rank, "recomputed", _layer_name),
-                **_plain(RankPlan, rank),
-            )
-            for rank in _list("ranks", content.get("ranks"))
-        ]
-        return cls(ranks=tuple(ranks), **_plain(cls, content))
+        plan: Self = _record(cls, content)
+        return plan
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -219,37 +211,29 @@ class OffloadPlan:
             file.write("\n")
 
 
-def _plain(record: type, content: Any) -> dict[str, Any]:
-    """Check the fields of a record with types in :data:`KINDS`. Older files lack some fields."""
+def _record(kind: type, content: Any) -> Any:
+    """Make a record of its fields by name. Older files lack some, which have defaults."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"found {said(content)} in place of values by name; {HOW}")
-    values = {}
-    for each in fields(record):
-        kind, value = str(each.type).removesuffix(" | None"), content.get(each.name)
+    types, values = get_type_hints(kind), {}
+    for each in fields(kind):
+        value = content.get(each.name)
         has_default = each.default is not MISSING or each.default_factory is not MISSING
-        if kind in KINDS and not (value is None and has_default):
-            values[each.name] = _checked(kind, each.name, value)
-    return values
+        if not (value is None and has_default):
+            values[each.name] = _value(types[each.name], each.name, value)
+    return kind(**values)
 
 
-def _checked(kind: str, name: str, value: Any) -> Any:
-    expected, is_right = KINDS[kind]
+def _value(kind: Any, name: str, value: Any) -> Any:
+    """Return a field's value, of this type, from a value of JSON."""
+    if is_dataclass(kind):
+        return _record(cast(type, kind), value)
+    origin, (item, *_) = get_origin(kind), get_args(kind) or (kind,)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} is {said(value)}, expected a list; {HOW}")
+        return tuple(_value(item, name, each) for each in value)
+    expected, is_right = KINDS[item if origin is UnionType else kind]
     if not is_right(value):
         raise ConfigError(f"{name} is {said(value)}, expected {expected}; {HOW}")
     return value
-
-
-def _layer_name(content: Any) -> str:
-    return str(_checked("str", "the name of a layer", content))
-
-
-def _list(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"{name} is {said(value)}, expected a list; {HOW}")
-    return value
-
-
-def _by_stage(rank: Any, name: str, make: Callable[[Any], Any]) -> tuple[tuple[Any, ...], ...]:
-    """Read a list for each virtual stage of a rank."""
-    stages = _list(name, rank.get(name) if isinstance(rank, Mapping) else rank)
-    return tuple(tuple(make(item) for item in _list(name, stage)) for stage in stages)
