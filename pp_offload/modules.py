@@ -34,7 +34,7 @@ from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.module_names import listed, matching
 from pp_offload._common.sizes import size_said
 from pp_offload._common.torch_private import never_compiled
-from pp_offload._groups.step_line import groups_sum
+from pp_offload._groups.plan import groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
 

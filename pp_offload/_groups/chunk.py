@@ -30,7 +30,7 @@ from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Packed
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import ChunkRecord, ChunkShape, GroupBytes
+from pp_offload._groups.plan import ChunkRecord, ChunkShape, GroupBytes, groups_sum
 from pp_offload._hooks.regions import is_in_region, warn_of_region
 from pp_offload.errors import GroupStateError
 
@@ -290,7 +290,7 @@ class Chunk:
         for group in self.groups:
             more = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
             before = record.group_bytes.get(group.name, GroupBytes())
-            record.group_bytes[group.name] = before.plus(more)
+            record.group_bytes[group.name] = groups_sum((before, more))
             record.num_tensors[group.name] += group.counts.num_tensors
             record.num_open[group.name] += group.state is GroupState.OPEN
         return record

@@ -7,7 +7,7 @@ function here touches a tensor, a stream or a clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -57,10 +57,6 @@ class GroupBytes(NamedTuple):
     without a loss. The bfloat16 source of a cast has half the bytes.
     """
 
-    def plus(self, other: GroupBytes) -> GroupBytes:
-        """Return the sum of both."""
-        return GroupBytes(*map(sum, zip(self, other, strict=True)))
-
     @classmethod
     def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
         """Return the bytes of a committed group."""
@@ -70,6 +66,11 @@ class GroupBytes(NamedTuple):
         narrowed = counts.narrowed_bytes if is_kept or counts.copied_bytes else 0
         kept_bytes = counts.nbytes if is_kept else 0
         return cls(saved, kept_bytes, counts.copied_bytes, counts.again_bytes, narrowed)
+
+
+def groups_sum(groups: Iterable[GroupBytes]) -> GroupBytes:
+    """Return the sum of the bytes of groups."""
+    return GroupBytes(*map(sum, zip(*groups, strict=True)))
 
 
 class ChunkRecord(NamedTuple):

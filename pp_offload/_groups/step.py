@@ -23,6 +23,7 @@ from pp_offload._groups.plan import (
     GroupBytes,
     Plan,
     Stay,
+    groups_sum,
     make_plan,
 )
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, WeightPass
@@ -226,7 +227,7 @@ class StepRecord:
         for record in _records(self._backward):
             if record.shape.key in self._live_at_peak:
                 for name, more in record.group_bytes.items():
-                    self.summary[name] = self.summary.get(name, GroupBytes()).plus(more)
+                    self.summary[name] = groups_sum((self.summary.get(name, GroupBytes()), more))
         return make_plan(self.shapes(), self.options or config, self.pipeline_rank, stay)
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ gain_table({"rank 0": gain})
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pp_offload._common.processes import logger_of
@@ -83,14 +83,6 @@ class Gain(NamedTuple):
         peak_bytes = 0 if self.device is None else self.device.peak_bytes
         is_small = max(self.groups.saved, self.spared_bytes, peak_bytes) < GIB / 10
         return ("MiB", MIB) if is_small else ("GiB", GIB)
-
-
-def groups_sum(groups: Iterable[GroupBytes]) -> GroupBytes:
-    """Return the sum of the bytes of groups."""
-    total = GroupBytes()
-    for each in groups:
-        total = total.plus(each)
-    return total
 
 
 def log_gain(gain: Gain) -> None:
