@@ -15,7 +15,6 @@ NOTE [ Recorded operators ]
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -150,8 +149,7 @@ class Chunk:
         if group.state is not GroupState.OPEN:
             return group  # the group was left out
         if delay and self._may_delay:
-            refs = [weakref.ref(tensor) for tensor in released or ()]
-            self.offloader.delayed.append(partial(self._close_delayed, group, refs))
+            self.offloader.delay(partial(self.close, group), released)
         else:
             self.close(group, released)
         return group
@@ -196,9 +194,6 @@ class Chunk:
             self.send(group, payloads)
         else:
             engine.keep(group, payloads, is_lean=is_lean)
-
-    def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
-        self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
     def may_leave(self, group: Group) -> bool:
         """Whether a group being committed leaves the device, once its bytes are counted.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -36,6 +36,9 @@ from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.host_pool import Allocate
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
+
+Commit = Callable[[Sequence[Tensor] | None], object]
+"""Commits a group, and then releases these tensors."""
 
 
 class NoStep:
@@ -77,7 +80,7 @@ class Offloader:
         self._allocate = allocate or backend.allocate_host
         self.plan = Plan()
         self.observers = Observers()
-        self.delayed: list[Callable[[], None]] = []
+        self.delayed: list[tuple[Commit, list[weakref.ref[Tensor]] | None]] = []
         self.split: SplitBackward | None = None
         self._torn: list[Engine] = []  # engines of former epochs that living graphs need
         self.engine = self._fresh_engine()
@@ -132,10 +135,16 @@ class Offloader:
         if split is not None:
             self.observers.add(split)
 
+    def delay(self, commit: Commit, released: Sequence[Tensor] | None) -> None:
+        """Queue a commit for :meth:`commit_delayed`. The queue keeps no tensor alive."""
+        refs = None if released is None else [weakref.ref(tensor) for tensor in released]
+        self.delayed.append((commit, refs))
+
     def commit_delayed(self) -> None:
-        """Run the delayed commits, in forward order."""
+        """Run the delayed commits, in forward order, with the tensors to release that live."""
         while self.delayed:
-            self.delayed.pop(0)()
+            commit, refs = self.delayed.pop(0)
+            commit(None if refs is None else [t for ref in refs if (t := ref()) is not None])
 
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
         """Empty the storages of ``tensors``, once the copies queued so far are over."""

@@ -9,7 +9,6 @@ manager.reset()                                               # before each step
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -184,18 +183,11 @@ class PipelineOffloadManager(Manager):
         self.offloader.commit_delayed()
 
     def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
-        """Queue a commit that keeps none of its tensors alive."""
         if not callable(hook):
             expected = "a name and tensors" if names else "the tensors"
             raise TypeError(f"group_hook is {said(hook)}, expected a function of {expected}")
         tensors = checked_tensors("forced_released_tensors", given)
-        refs = None if tensors is None else [weakref.ref(tensor) for tensor in tensors]
-
-        def commit() -> None:
-            live = [tensor for ref in refs or () if (tensor := ref()) is not None]
-            hook(*names, None if refs is None else live)
-
-        self.offloader.delayed.append(commit)
+        self.offloader.delay(partial(hook, *names), tensors)
 
     # Hooks
 
