@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=30)
     add("--groups", default="attn,mlp", help="parts of a layer to offload, comma separated")
     add("--mark", choices=["modules", "markers"], default="modules", help="who marks the groups")
-    add("--device", choices=["cpu", "cuda", "emulated"], default="cpu", help="see docs/emulated.md")
+    add("--device", choices=["cpu", "cuda", "emulated"], default="cpu", help="see docs/testing.md")
     add("--min-numel", type=int, default=1024, help="smaller tensors stay on the device")
     add("--tier", choices=["host", "disk", "host+disk"], default="host", help="where they go")
     add("--host-budget-mib", type=int, help="host memory a rank may take for them")

@@ -415,10 +415,7 @@ def test_pictures_are_small(name: str) -> None:
     """They are drawn by docs/pictures.py; another version of a font would draw other bytes."""
     path = DOCS / f"{name}.png"
     assert path.stat().st_size < 150_000
-    assert (
-        path.name in PAGES["reading-the-picture"]
-        and f'"{path.name}"' in (DOCS / "pictures.py").read_text()
-    )
+    assert path.name in PAGES["trace"] and f'"{path.name}"' in (DOCS / "pictures.py").read_text()
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     assert width == 1200 and height > 400
 
