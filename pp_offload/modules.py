@@ -12,12 +12,15 @@ pickled model has none.
 NOTE [ Module forward ]
     PyTorch calls no hook after a forward that a KeyboardInterrupt ends. So a group is around the
     module's forward: an object in the module's ``__dict__`` pops hooks for saved tensors in its
-    ``finally``. Replicas of ``DataParallel`` share that object, and so cannot have groups.
+    ``finally``. Replicas of ``DataParallel`` and of ``copy.copy`` share that object, and would
+    compute with the parameters of the original. So a pre-hook, which receives the called module,
+    notes the module for the object.
 """
 
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -116,8 +119,8 @@ def offload_modules(
 
     Raises:
         ValueError: A pattern matches no module (the message lists near names), a module is a group
-            already or matches two groups, or there is no group, pattern or name. The model is as
-            before.
+            already, matches two groups or takes no hooks, or there is no group, pattern or name.
+            The model is as before.
         TypeError: ``model`` is no module, ``groups`` no mapping, or a name or pattern no ``str``.
     """
     check_kind("model", model, Module, "an nn.Module")
@@ -146,7 +149,8 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
         groups: Patterns by group name; empty if the models mark their groups themselves.
 
     Raises:
-        ValueError: A module is a group already, or would be two. The models are as before.
+        ValueError: A module is a group already, or would be two, or takes no hooks. The models are
+            as before.
     """
     places = [
         _Place(group, name, model, where)
@@ -157,7 +161,7 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
     distinct = _once_each(places)
     names = {group: [place.name for place in places if place.group == group] for group in groups}
     running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
-    with ExitStack() as hooks:
+    with ExitStack() as hooks:  # unmarks the others if a module takes no hooks
         _keep_gathered(models.values(), hooks)
         marked = [_mark(place, hooks) for place in distinct]
         return OffloadModulesHandle(hooks.pop_all(), marked, names, sorted(running))
@@ -165,10 +169,17 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
 
 def _mark(place: _Place, hooks: ExitStack) -> _GroupAround:
     module, around = place.module, _GroupAround(place.group)
-    if (previous := _group_around(module)) is not None:
+    for previous in _groups_around(module):
         previous.take_off(module)  # its handle was removed: a living group was refused before
-    hooks.callback(around.take_off, module)
-    around.put_on(module)
+    hooks.callback(around.take_off, module)  # first, because the module may refuse
+    try:
+        around.put_on(module)
+    except Exception as failure:
+        raise ValueError(
+            f"module {place} is a {type(module).__name__} that takes no hooks ({failure}), "
+            "expected one whose forward is Python code; name a module around it, or leave it out "
+            "of the patterns"
+        ) from failure
     return around
 
 
@@ -252,7 +263,7 @@ def _keep_parameters(module: Module, args: object) -> None:
 
 class _GroupAround:
     """Group of a module and its copies, until their handle is removed. A pickled model has no
-    handle, so its groups are over.
+    handle, so its groups are over. See NOTE [ Module forward ].
     """
 
     def __init__(self, name: str, is_over: bool = False) -> None:
@@ -269,26 +280,39 @@ class _GroupAround:
         compiled = module._compiled_call_impl
         if compiled is not None:  # by module.compile(): a group inside that graph does nothing
             module._compiled_call_impl = _Forward(self, module, compiled)
-        else:
-            module.forward = _Forward(self, module, vars(module).get("forward"))
+            return
+        module.register_forward_pre_hook(self.meet)
+        module.forward = _Forward(self, module, vars(module).get("forward"))
 
     def take_off(self, module: Module) -> None:
         """Restore the module. A running forward ends as it began."""
-        compiled, forward = module._compiled_call_impl, vars(module).get("forward")
+        compiled = module._compiled_call_impl
         if isinstance(compiled, _Forward) and compiled.around is self:
             module._compiled_call_impl = compiled.own
-        elif isinstance(forward, _Forward) and forward.around is self:
-            del module.__dict__["forward"]
-            if forward.own is not None:
+            return
+        hooks = module._forward_pre_hooks
+        for number, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is self:
+                del hooks[number]
+        forward = vars(module).get("forward")
+        if isinstance(forward, _Forward) and forward.around is self:
+            if forward.own is None:
+                del module.__dict__["forward"]
+            else:
                 module.forward = forward.own
+
+    def meet(self, module: Module, args: object) -> None:
+        """Note the module whose forward is about to run on this thread."""
+        if not torch.compiler.is_compiling():
+            _here.met[self] = module
 
 
 class _Forward:
-    """Forward of a module that is a group. See NOTE [ Module forward ].
+    """Forward of a module that is a group.
 
     Args:
         around: Group of the module.
-        module: The module.
+        module: Module of the forward, unless the pre-hook noted a replica or a copy.
         own: The module's own forward; None for that of its class.
     """
 
@@ -302,15 +326,19 @@ class _Forward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Own forward of the module, for :func:`inspect.signature`."""
-        if self.own is not None:
-            return self.own
-        return type(self._module).forward.__get__(self._module)
+        return self._own_of(self._module)
+
+    def _own_of(self, module: Module) -> Callable[..., Any]:
+        return self.own if self.own is not None else type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.around.is_over:
-            return self.__wrapped__(*args, **kwargs)
-        compute = partial(self.__wrapped__, *args, **kwargs)
-        return run_in_group(self.around.name, compute, partial(_keep_buffers, self._module))
+        if torch.compiler.is_compiling():
+            return self._own_of(self._module)(*args, **kwargs)
+        module = _here.met.pop(self.around, self._module)
+        compute = partial(self._own_of(module), *args, **kwargs)
+        if self.around.is_over:
+            return compute()
+        return run_in_group(self.around.name, compute, partial(_keep_buffers, module))
 
 
 def _keep_buffers(module: Module) -> None:
@@ -318,6 +346,16 @@ def _keep_buffers(module: Module) -> None:
     residents = PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents
     for buffer in module.buffers():
         residents.add(buffer)
+
+
+class _OfThread(threading.local):
+    """Modules whose forward is about to run on a thread, by group."""
+
+    def __init__(self) -> None:
+        self.met: dict[_GroupAround, Module] = {}
+
+
+_here = _OfThread()
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:
@@ -334,21 +372,19 @@ def _once_each(places: Iterable[_Place]) -> list[_Place]:
                 f"module {place} is to be group '{place.group}' and is group '{first.group}' "
                 f"already, as {first}; change the patterns, so that it is one group"
             )
-        around = _group_around(place.module)
-        if around is not None and not around.is_over:
+        living = [each.name for each in _groups_around(place.module) if not each.is_over]
+        if living:
             raise ValueError(
-                f"module {place} is to be group '{place.group}' and is group '{around.name}' "
-                "already; remove() or detach() the handle it came from, or change the patterns"
+                f"module {place} is to be group '{place.group}' and is group '{living[0]}' already;"
+                " remove() or detach() the handle it came from, or change the patterns"
             )
     return list(by_module.values())
 
 
-def _group_around(module: Module) -> _GroupAround | None:
-    """Return the group of a module; for a copied module maybe one whose handle was removed."""
-    for forward in (module._compiled_call_impl, vars(module).get("forward")):
-        if isinstance(forward, _Forward):
-            return forward.around
-    return None
+def _groups_around(module: Module) -> list[_GroupAround]:
+    """List the groups of a module; for a copied module also groups whose handle was removed."""
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, _GroupAround)]
 
 
 def no_match(model: Module, missing: Iterable[str]) -> str:

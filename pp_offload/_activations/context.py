@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
+from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
 from pp_offload._common.processes import logger_of
@@ -105,6 +106,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.use_pin_memory, self.use_streams = use_pin_memory, use_streams
         self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # TRL's name for it
         self.max_fwd_stash_size = max_fwd_stash_size
+        self._knows_model = False
         self._scopes = HookScopes()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
 
@@ -134,10 +136,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
-        self._scopes.enter(HookScope(), self._begin)
+        self._scopes.enter(Forward(), self._begin)
         return self
 
-    def _begin(self, scope: HookScope) -> None:
+    def _begin(self, forward: Forward) -> None:
         if is_left_to_checkpoint():
             if is_in_region():
                 warn_of_region(type(self).__name__)
@@ -145,7 +147,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if top_pack() is None:  # else it may begin inside an excluded module
             forget_excluded()
         self.stash.begin()
-        scope.enter(PackHook(self.pack_hook), self)
+        if not self._knows_model:
+            forward.met = MetModules(self._keep_buffers)
+            forward.met.begin()
+        forward.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
@@ -160,15 +165,36 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def keep_module(self, model: Module) -> None:
         """Keep parameters and buffers on the device, also if a view of them is saved.
 
-        Without this, large buffers leave, and must not change unseen, as through ``.data``.
+        Without this, a hook on every module's forward finds the buffers, which takes some time.
         """
         check_kind("model", model, Module, "an nn.Module")
+        self._knows_model = True
         self.stash.keep_module(model)
 
     update_model_params = keep_module
 
     def statistics(self) -> OffloadStatistics:
         return self.stash.statistics()
+
+    def _keep_buffers(self, module: Module) -> None:
+        """Keep buffers on the device: they change without a trace, even during a copy. A compiled
+        module hides the modules inside, so all of its buffers are kept at once.
+        """
+        is_compiled = "_orig_mod" in module._modules
+        for buffer in module.buffers() if is_compiled else module._buffers.values():
+            if buffer is not None:
+                self.stash.keep(buffer)
+
+
+class Forward(HookScope):
+    """Hooks that a ``with`` has put in place: for saved tensors, and for running modules."""
+
+    met: MetModules | None = None
+
+    def leave(self, failure: BaseException | None = None) -> None:
+        if self.met is not None:
+            self.met.end()
+        super().leave(failure)  # last: after an interrupt, nothing else shows that it ended
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

@@ -172,6 +172,9 @@ class ActivationStash:
     def keep_module(self, model: Module) -> None:
         self._offloader.engine.eligibility.residents.add_module(model)
 
+    def keep(self, tensor: Tensor) -> None:
+        self._offloader.engine.eligibility.residents.add(tensor)
+
     def statistics(self) -> OffloadStatistics:
         return self._offloader.statistics()
 

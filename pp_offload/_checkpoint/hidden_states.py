@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._activations.context import OffloadActivations
+from pp_offload._activations.context import Forward, OffloadActivations
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
 from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._hooks.hook_scopes import HookScope
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -82,7 +81,7 @@ class OffloadHiddenStates(OffloadActivations):
         self._model = weakref.ref(model)
         self._has_warned = False
 
-    def _begin(self, scope: HookScope) -> None:
+    def _begin(self, forward: Forward) -> None:
         model = self._model()
         if model is not None:  # each time: a trainer enables checkpoints when it begins
             layers = list(_checkpointed(model))
@@ -99,7 +98,7 @@ class OffloadHiddenStates(OffloadActivations):
                     "OffloadActivations, with which all activations leave",
                     type(model).__name__,
                 )
-        super()._begin(scope)
+        super()._begin(forward)
 
 
 class _Noting(partial):  # type: ignore[type-arg]

@@ -65,6 +65,10 @@ try:
     has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
     neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
+    forward_pre_hooks: dict[int, Callable[..., Any]]
+    forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
+    """Forward pre-hooks of all modules, in order."""
+
     # Functions behind ``torch.accelerator``, without its Python: each saved tensor needs these.
     accelerator_device: Callable[[], int] = torch._C._accelerator_getDeviceIndex
     accelerator_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats

@@ -11,6 +11,7 @@ import torch
 from conftest import make_backend
 from helpers.toy import same_bits
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, offload_modules, use_backend
@@ -83,8 +84,11 @@ def train(
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_model_is_compiled_once(way: Callable[..., Any]) -> None:
-    """Whole, with fullgraph, and not anew because the next context is another one."""
+    """Whole, with fullgraph, and not anew because the next context is another one. Buffers stay,
+    whether or not the context was given the model.
+    """
     expected = train(way, lambda model: nullcontext())
+    offloaded_bytes = []
     for is_given in (True, False):
         torch.compiler.reset()
         made = OffloadActivations(
@@ -99,7 +103,10 @@ def test_a_model_is_compiled_once(way: Callable[..., Any]) -> None:
             return made
 
         assert same_bits(train(way, context), expected)
-        assert made.statistics().bytes_offloaded > 0
+        offloaded_bytes.append(made.statistics().bytes_offloaded)
+        assert not torch_module._global_forward_pre_hooks
+    assert offloaded_bytes[0] > 0
+    assert offloaded_bytes[0] == offloaded_bytes[1] or way in (function, in_place)
 
 
 @pytest.mark.parametrize("way", [whole, parts])

@@ -36,6 +36,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import fine_grained_offloading_group_start as group_start
+from pp_offload._activations.met_modules import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
 from pp_offload._hooks.regions import all_packs
@@ -234,3 +235,4 @@ def test_an_interrupt_at_each_line(way: str, depth: int) -> None:
                 number += 1
         assert number > 10 and not wrong, wrong
         assert same_bits(program.step(), expected)
+        assert not _seeing, "modules are met for a context that nobody is in, which it keeps alive"
