@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import CheckpointPolicy, get_device_states
 
 from pp_offload._activations.context import OffloadActivations
@@ -270,6 +270,9 @@ def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = 
         if stash.is_over:
             stash.begin()
         stash.send_if_full()
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Parameter):  # else a view of it, such as ``t()``, would leave
+                stash.keep(tensor)
         policy.offload(stash, output, calls, number)
     return output
 
@@ -312,4 +315,5 @@ class _Offloaded:
                 "offload, was changed in place after the checkpoint; expected it unchanged until "
                 "backward; use an operator that makes a new tensor, or PREFER_RECOMPUTE"
             )
-        return tensor
+        with same_version_counter():  # an alias: autograd will tie it to the graph
+            return tensor.detach()

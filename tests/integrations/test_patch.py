@@ -75,6 +75,10 @@ def by_policy(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 
 
+needs_policies = pytest.mark.skipif(
+    not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="since torch 2.13"
+)
+
 WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "save_on_cpu": (saved_on_cpu, NUM_LAYERS * 3 * HIDDEN_BYTES),
     "nested": (nested, NUM_LAYERS * 3 * HIDDEN_BYTES),
@@ -172,9 +176,7 @@ def returns_numbers(x: Tensor) -> Tensor:
     return x.sin() * x.detach().sum().item()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="since torch 2.13"
-)
+@needs_policies
 @pytest.mark.parametrize("compute", [writes, draws, returns_numbers])
 def test_what_selective_checkpoints_may_meet(
     backend: Backend, patched: Patch, compute: Callable[[Tensor], Tensor]
@@ -197,6 +199,46 @@ def test_what_selective_checkpoints_may_meet(
     assert [torch.equal(*pair) for pair in zip(got, expected, strict=True)] == [True] * 3
     assert patched.statistics().bytes_offloaded > 0
     assert torch._C._len_torch_dispatch_stack() == num_modes
+
+
+@needs_policies
+def test_parameters_stay_when_a_policy_offloads_everything(
+    backend: Backend, patched: Patch
+) -> None:
+    """A linear layer computes with ``weight.t()``, which is an operator's output, too."""
+    layer = nn.Linear(WIDTH, WIDTH).to(backend.device)
+    contexts = partial(create_selective_checkpoint_contexts, leaving)
+    x = torch.randn(8, WIDTH).to(backend.device)
+    checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert patched.statistics().bytes_offloaded == HIDDEN_BYTES
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+@needs_policies
+def test_an_exception_in_the_backward_of_a_selective_checkpoint_leaves_nothing(
+    backend: Backend, patched: Patch
+) -> None:
+    layers = [nn.LayerNorm(WIDTH).to(backend.device) for _ in range(4)]
+    contexts = partial(create_selective_checkpoint_contexts, leaving)
+    x = torch.randn(8, WIDTH).to(backend.device)
+    for number, layer in enumerate(layers):
+        x = Fails.apply(x) if number == 2 else x
+        x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    with pytest.raises(ZeroDivisionError):
+        x.sum().backward()
+    del x
+    gc.collect()
+    statistics = patched.statistics()
+    assert (statistics.live_tensors, statistics.host_bytes_in_use) == (0, 0)
 
 
 def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched: Patch) -> None:
