@@ -213,7 +213,7 @@ class RaceDetector:
         self, key: int, storage: UntypedStorage, owner: StreamClock, is_host: bool
     ) -> StorageHistory:
         extent = _bytes_of(storage)
-        is_host = is_host or any(extent.start in host for host in self._host_bytes.values())
+        is_host = is_host or any(extent.start in host for host in list(self._host_bytes.values()))
         history = StorageHistory(owner, is_host)
         if is_host:
             self._host_bytes[key] = extent
