@@ -12,7 +12,7 @@ Forwards outside chunks, such as the inference of shapes and ``schedule.eval``, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class AttachedSchedule:
         self._stages = _stages(schedule)
         self._modules: OffloadModulesHandle | None = None
         _check_free(self._stages)
-        self._order = backward_order(schedule, self._stages)
+        self._order = _order_of(schedule, self._stages)
         self._split: SplitBackward | None = None
         self._is_attached = False
         self._undo = ExitStack()
@@ -320,13 +320,22 @@ class BackwardOrder(NamedTuple):
     """Chunks whose first part does nothing, as a first stage has no inputs to differentiate."""
 
 
-def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
-    """Read the order of backward from the schedule's actions."""
+def backward_order(
+    actions: Iterable[Action], stages: Sequence[int], late_stages: Collection[int]
+) -> BackwardOrder:
+    """Read the order of backward from the actions of a rank.
+
+    Args:
+        actions: Actions in order; those of other stages are ignored.
+        stages: Numbers of the rank's stages, by virtual stage.
+        late_stages: Stages in which the first part of a backward in two does nothing.
+    """
     keys: list[ChunkKey | WeightPassKey] = []
     late = []
-    for kind, vp_stage, microbatch in _actions(schedule, stages):
-        key = ChunkKey(vp_stage, microbatch)
-        is_late = stages[vp_stage].is_first and not stages[vp_stage].dw_builder
+    for kind, stage, microbatch in actions:
+        if stage not in stages:
+            continue
+        key, is_late = ChunkKey(stages.index(stage), microbatch), stage in late_stages
         if kind == "BACKWARD_INPUT" and is_late:
             late.append(key)
         elif kind == "BACKWARD_WEIGHT" and not is_late:
@@ -337,12 +346,10 @@ def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
     return BackwardOrder(keys, split, frozenset(late))
 
 
-def _actions(schedule: Any, stages: list[Any]) -> Iterator[tuple[str, int, int]]:
-    """List kind, virtual stage and microbatch of each action of this rank."""
-    local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
-    for action in actions_of(schedule, stages[0].group_rank):
-        if action.stage_index in local:
-            yield action.kind, local[action.stage_index], action.microbatch
+def _order_of(schedule: Any, stages: list[Any]) -> BackwardOrder:
+    numbers = [stage.stage_index for stage in stages]
+    late = [stage.stage_index for stage in stages if stage.is_first and not stage.dw_builder]
+    return backward_order(actions_of(schedule, stages[0].group_rank), numbers, late)
 
 
 class Action(NamedTuple):

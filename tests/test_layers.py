@@ -26,7 +26,7 @@ MOST_LINES = {
     "cli": 1372,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3283,
+    "plan": 3270,
     "simulate": 2781,
     "testing": 967,
     "trace": 1347,

@@ -14,19 +14,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pp_offload._core.keys import ChunkKey, WeightPassKey
-from pp_offload._groups.chunk_queue import Key
+from pp_offload._core.keys import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig
-from pp_offload.pipelining import Action
+from pp_offload.pipelining import backward_order
 from pp_offload.plan.device import Bytes, NumberDevice
 from pp_offload.plan.engine import NumberChunk, NumberManager
 from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages
 from pp_offload.simulate.rank import VirtualRank
-from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
+from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import RankWork
 
 
@@ -71,29 +70,16 @@ class TapeWork(RankWork):
         self._tapes, self._number = tapes, number
         self._manager = manager
         self._device: Any = manager.backend
-        self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
-        keys = {action: self._key(action) for action in order.actions[number]}
-        self._keys = {action: key for action, key in keys.items() if key is not None}
-        """Key that each action takes out of the queue, in order."""
-
-        split = {key.chunk for key in self._keys.values() if isinstance(key, WeightPassKey)}
+        self._stages = order.stages_of(number)
+        self._order = backward_order(order.actions[number], self._stages, late_stages=[0])
         is_keeping = manager.config.split_backward == "keep"
-        self._split = SplitBackward(frozenset(split), is_keeping=is_keeping) if split else None
+        split = self._order.split
+        self._split = SplitBackward(split, is_keeping=is_keeping) if split else None
         self._chunks: dict[ChunkKey, Any] = {}
         """Chunks of the step. A program may hold what they saved until its end."""
 
         self._have_gradients: set[int] = set()
         """Stages that have had a backward in the step."""
-
-    def _key(self, action: Action) -> Key | None:
-        """Key that an action takes out of the queue, as in ``backward_order``."""
-        kind, is_first = action.kind, action.stage_index == 0
-        key = ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
-        if kind == "BACKWARD_WEIGHT" and not is_first:
-            return WeightPassKey(key)
-        # The first part does nothing in the first stage, which has no inputs to differentiate.
-        is_begin = kind in BACKWARDS and not (kind == "BACKWARD_INPUT" and is_first)
-        return key if is_begin or kind == "BACKWARD_WEIGHT" else None
 
     def begin_step(self) -> None:
         """Begin a step as an attached schedule does, with the plan learned from the last step."""
@@ -103,21 +89,21 @@ class TapeWork(RankWork):
         manager.reset()
         manager.offloader.follow_parts(self._split)
         manager.step.pipeline_rank = self._number
-        manager.step.queue.know_order([*self._keys.values()], is_told=True)
+        manager.step.queue.know_order(self._order.keys, is_told=True)
         state_bytes = self._tapes.update.state_bytes * self._has_state
         self._device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
     def forward(self, stage: int, microbatch: int) -> int:
-        manager, tape, vp_stage = self._manager, self._tapes.stages[stage], self._vp_stage[stage]
+        manager, tape, key = self._manager, self._tapes.stages[stage], self._key(stage, microbatch)
         manager.begin_chunk(
-            len(self._vp_stage),
-            vp_stage,
+            len(self._stages),
+            key.vp_stage,
             manager.config.min_offloaded_tensor_size,
             microbatch=microbatch,
             make=partial(NumberChunk, tape),
         )
         chunk: Any = manager.forward.chunk
-        self._chunks[ChunkKey(vp_stage, microbatch)] = chunk
+        self._chunks[key] = chunk
         self._play(tape.forward, chunk)
         manager.end_chunk()
         return tape.sent_bytes
@@ -125,12 +111,15 @@ class TapeWork(RankWork):
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
         tape, is_input = self._tapes.stages[stage], kind == "BACKWARD_INPUT"
         events = tape.input_part if is_input else self._last(stage, tape.backward)
-        self._play_backward(Action(kind, stage, microbatch), events)
+        self._play_backward(BackwardPass.INPUT, self._key(stage, microbatch), events)
         return tape.sent_back_bytes
 
     def weight(self, stage: int, microbatch: int) -> None:
         events = self._last(stage, self._tapes.stages[stage].weight_part)
-        self._play_backward(Action("BACKWARD_WEIGHT", stage, microbatch), events)
+        self._play_backward(BackwardPass.WEIGHT, self._key(stage, microbatch), events)
+
+    def _key(self, stage: int, microbatch: int) -> ChunkKey:
+        return ChunkKey(self._stages.index(stage), microbatch)
 
     def _last(self, stage: int, part: Backward) -> Sequence[Event]:
         """Return the events of the part of a backward that makes gradients of parameters."""
@@ -138,18 +127,16 @@ class TapeWork(RankWork):
         self._have_gradients.add(stage)
         return part.first if is_first else part.later
 
-    def _play_backward(self, action: Action, events: Sequence[Event]) -> None:
-        manager = self._manager
-        key = ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
-        if self._split is not None and key in self._split.chunks:
-            is_weight = action.kind == "BACKWARD_WEIGHT"
-            part = BackwardPass.WEIGHT if is_weight else BackwardPass.INPUT
+    def _play_backward(self, part: BackwardPass, key: ChunkKey, events: Sequence[Event]) -> None:
+        """Play a backward or a part of it, as an attached schedule runs it."""
+        manager, chunk = self._manager, self._chunks[key]
+        if key in self._order.split:
             with manager.backward_pass(key, part):
-                self._play(events, self._chunks[key])
+                self._play(events, chunk)
             return
-        if action in self._keys:
+        if part is BackwardPass.WEIGHT or key not in self._order.late:
             manager.begin_backward(key)
-        self._play(events, self._chunks[key])
+        self._play(events, chunk)
 
     def reduce(self, stage: int) -> None:
         self._play(self._tapes.stages[stage].reduce, None)
