@@ -23,11 +23,11 @@ MOST_LINES = {
     "_memory": 1477,
     "_slices": 1589,
     "backends": 721,
-    "cli": 1372,
+    "cli": 1358,
     "compat": 112,
     "integrations": 1197,
     "plan": 3270,
-    "simulate": 2781,
+    "simulate": 2773,
     "testing": 967,
     "trace": 1347,
 }

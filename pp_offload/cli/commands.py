@@ -44,7 +44,7 @@ def simulate(given: Namespace) -> int:
         config = replace(config, activation_offload_fraction=given.fraction, plan=given.plan)
         if config.offload_plan is not None:
             config.offload_plan.rank(pipeline.order.num_ranks - 1)
-    with progress_line() as progress, pipeline.errors():
+    with progress_line() as progress, errors_of(pipeline.option):
         both = run_both(
             pipeline.order,
             pipeline.work,
@@ -151,7 +151,7 @@ def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> I
 def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[RankTapes]:
     if not given.recompute:
         pipeline.work.layers = None
-    with pipeline.errors("--schedule"):
+    with errors_of(f"{pipeline.option} or --schedule"):
         return record(pipeline.order, pipeline.work, pipeline.hardware, config)
 
 

@@ -1,7 +1,7 @@
 """Pipeline described by options: its model, schedule and device.
 
 pipeline = pipeline_of(given)
-with pipeline.errors():
+with errors_of(pipeline.option):
     run_pipeline(pipeline.order, pipeline.work, pipeline.hardware)
 """
 
@@ -13,8 +13,7 @@ import inspect
 import os
 import sys
 from argparse import ArgumentError, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pp_offload._common.checks import near
 from pp_offload.cli.wrong import any_error_of, errors_of, wrong
 from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, VirtualBackend
 from pp_offload.simulate.schedules import checked_stages, order_of
-from pp_offload.simulate.stages import MakeOptimizer, OptimizerError
+from pp_offload.simulate.stages import MakeOptimizer
 
 HOW = (
     "expected a function that takes num_stages and length by name and returns a Modules of "
@@ -38,7 +37,7 @@ HOW = (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Pipeline, and the options that name its parts, for errors."""
+    """Parts of a pipeline."""
 
     order: PipelineOrder
     work: Modules
@@ -47,22 +46,8 @@ class Pipeline:
     title: str
     """Description in words."""
 
-    source: str
-    """Option that names the model."""
-
-    has_optimizer: bool
-    """Whether ``--optimizer`` was given; the model may bring an optimizer of its own."""
-
-    @contextmanager
-    def errors(self, *more_options: str) -> Iterator[None]:
-        """Turn errors inside into errors of the model's option, or of ``more_options``."""
-        options = " or ".join((self.source, *more_options))
-        with errors_of(options):
-            try:
-                yield
-            except OptimizerError as failure:
-                option = "--optimizer" if self.has_optimizer else options
-                raise wrong(option, str(failure)) from failure
+    option: str
+    """Options that describe the model and its optimizer, for errors."""
 
 
 def pipeline_of(given: Namespace) -> Pipeline:
@@ -92,8 +77,9 @@ def pipeline_of(given: Namespace) -> Pipeline:
     if given.optimizer is not None:
         work.optimizer = optimizer_of(given.optimizer)
         title += f"; {given.optimizer} ends a step"
-    source = "MODEL" if given.hf is None else "--hf"
-    return Pipeline(order, work, hardware, title, source, given.optimizer is not None)
+    option = "MODEL" if given.hf is None else "--hf"
+    option += "" if given.optimizer is None else " or --optimizer"
+    return Pipeline(order, work, hardware, title, option)
 
 
 def hardware_of(name: str) -> Hardware:

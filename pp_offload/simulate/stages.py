@@ -117,10 +117,6 @@ class _TimedWork(RankWork):
         self._launch(self._times.weight_s)
 
 
-class OptimizerError(ValueError):
-    """An optimizer cannot run without data."""
-
-
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of a rank."""
 
@@ -214,15 +210,13 @@ class Modules:
             module = self.stages[stage]
             for tensor in (*module.parameters(), *module.buffers()):  # allocated before first use
                 backend.memory.see(tensor.untyped_storage())
-        return _ModuleWork(self, order, rank, backend)
+        return _ModuleWork(self, order, rank)
 
 
 class _ModuleWork(RankWork):
     """Work of a rank on PyTorch's stages, without its messages."""
 
-    def __init__(
-        self, work: Modules, order: PipelineOrder, rank: int, backend: VirtualBackend
-    ) -> None:
+    def __init__(self, work: Modules, order: PipelineOrder, rank: int) -> None:
         self._work = work
         self._num_microbatches = order.num_microbatches
         self._losses: dict[int, Tensor] = {}
@@ -236,8 +230,6 @@ class _ModuleWork(RankWork):
             prepare_stage(stage, order.num_microbatches)
         modules = [stage.submod for stage in self._stages.values()]
         self._optimizer = None if work.optimizer is None else _optimizer(work.optimizer, modules)
-        if self._optimizer is not None:
-            backend.memory.follow_optimizer(self._optimizer)
         self._attached = attach(schedule, work.groups)  # last: nothing detaches after a failure
 
     def begin_step(self) -> None:
@@ -281,7 +273,7 @@ class _ModuleWork(RankWork):
         try:
             self._optimizer.step()
         except (AssertionError, RuntimeError, TypeError) as failure:
-            raise OptimizerError(
+            raise ValueError(
                 f"the optimizer is {type(self._optimizer).__name__}, expected one that can run "
                 "without data, on meta and without a closure, such as torch.optim.AdamW without "
                 "fused and capturable; take that, or none and leave room for it below the limit: "
@@ -313,7 +305,7 @@ def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim
         return None
     optimizer = make(trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(
+        raise ValueError(
             f"what optimizer returns is {said(optimizer)}, expected a torch.optim.Optimizer"
         )
     for group in optimizer.param_groups:
