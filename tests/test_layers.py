@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1197,
     "plan": 3270,
-    "simulate": 2773,
+    "simulate": 2713,
     "testing": 967,
     "trace": 1347,
 }

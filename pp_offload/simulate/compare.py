@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.tables import format_table
 from pp_offload.config import OffloadConfig
@@ -45,9 +44,6 @@ class Comparison:
     limit_bytes: int | None = None
     """Limit of the followed plan; None without a plan."""
 
-    caution: str = ""
-    """Warning if only one of plan and run counts the state of an optimizer."""
-
     def table(self, memory_bytes: int) -> str:
         """Format a row for each rank.
 
@@ -65,7 +61,6 @@ class Comparison:
             lines.append(f"* more than the {memory_bytes / 2**30:.0f} GiB that the device has")
         if self.limit_bytes is not None:
             lines.append(self._beside_the_limit(self.limit_bytes))
-            lines += [self.caution] if self.caution else []
         elif self.worse:
             lines.append(
                 f"Offload costs more than it has to: {', '.join(self.worse)}. `pp-offload plan` "
@@ -103,8 +98,8 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Return plain values for a file."""
-        notes = {"limit_bytes": self.limit_bytes, "caution": self.caution or None}
-        return {name: value for name, value in notes.items() if value is not None} | {
+        limit = {} if self.limit_bytes is None else {"limit_bytes": self.limit_bytes}
+        return limit | {
             name: {
                 "seconds": step.seconds,
                 "bubble": step.bubble,
@@ -149,25 +144,7 @@ def compare(
         order, work, hardware, peers=peers, config=config, progress=watch[1], trace=trace
     )
     plan = config.offload_plan
-    if plan is None:
-        return Comparison(without, with_offload)
-    caution = _caution(plan, has_state=with_offload.optimizer_bytes > 0)
-    return Comparison(without, with_offload, plan.limit_bytes, caution)
-
-
-def _caution(plan: OffloadPlan, *, has_state: bool) -> str:
-    is_planned = any(rank.optimizer_bytes for rank in plan.ranks)
-    if is_planned and not has_state:
-        return (
-            "The plan counts the state of an optimizer, and this run has none: give the "
-            "--optimizer of the plan, or plan again without."
-        )
-    if has_state and not is_planned:
-        return (
-            "This run has the state of an optimizer, which the plan does not count: plan again "
-            "with the same --optimizer."
-        )
-    return ""
+    return Comparison(without, with_offload, None if plan is None else plan.limit_bytes)
 
 
 def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> tuple[str, ...]:

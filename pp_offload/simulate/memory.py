@@ -18,17 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from pp_offload._common.checks import said
-from pp_offload._core.group import Group, GroupState
-from pp_offload._core.observer import Observer
-from pp_offload._core.payloads import Payloads
-from pp_offload._groups.manager import Manager
-
 ROUNDING_BYTES = 512
 """Multiple to which device allocators round sizes up."""
 
 OTHER = "other"
-CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "reloaded", OTHER)
+CATEGORIES = ("parameters", "gradients", "optimizer", "in flight", "reloaded", OTHER)
 """Purposes of memory; see :meth:`DeviceMemory.name`."""
 
 
@@ -113,15 +107,9 @@ class DeviceMemory:
                 del self._alive[allocation.key]
 
     def name(self, tensor: Tensor, category: str, *, only_unnamed: bool = False) -> None:
-        """Name the purpose of a device tensor's memory, until it is freed.
-
-        Raises:
-            ValueError: No such category exists.
+        """Name the purpose of a device tensor's memory, one of :data:`CATEGORIES`, until it is
+        freed.
         """
-        if category not in CATEGORIES:
-            raise ValueError(
-                f"category is {said(category)}, expected one of {', '.join(map(repr, CATEGORIES))}"
-            )
         if tensor.is_meta:
             allocation = self.see(tensor.untyped_storage())
             if only_unnamed and allocation.category != OTHER:
@@ -141,15 +129,7 @@ class DeviceMemory:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
         if optimizer is not None:
-            self.follow_optimizer(optimizer)
-
-    def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Name an optimizer's state, after each of its steps."""
-        optimizer.register_step_post_hook(self._name_state)
-
-    def follow_groups(self, manager: Manager) -> None:
-        """Name memory that groups keep on the device; the manager's options must not change."""
-        manager.offloader.observers.add(_KeptNames(self))
+            optimizer.register_step_post_hook(self._name_state)
 
     def _name_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -160,15 +140,3 @@ class DeviceMemory:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.name(value, "optimizer")
-
-
-class _KeptNames(Observer):
-    """Observer that names memory that a group keeps on the device."""
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
-
-    def closed(self, group: Group, payloads: Payloads | None) -> None:
-        if payloads is not None and group.state.value == GroupState.KEPT.value:
-            for tensor in payloads.tensors:
-                self._memory.name(tensor, "kept", only_unnamed=True)

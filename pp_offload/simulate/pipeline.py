@@ -96,8 +96,7 @@ def run_pipeline(
                     num_done += 1
                     if progress is not None:
                         progress(num_done, total)
-        state_bytes = sum(rank.backend.memory.live["optimizer"] for rank in ranks)
-        return PipelineStep([rank.ended() for rank in ranks], state_bytes)
+        return PipelineStep([rank.ended() for rank in ranks])
 
 
 @contextmanager
@@ -116,7 +115,6 @@ def _rank(
     backend = VirtualBackend(hardware)
     with as_another_process():
         manager = PipelineOffloadManager(config=options, backend=backend)
-        backend.memory.follow_groups(manager)
     if config is None:
         manager.disable_offload()
     try:

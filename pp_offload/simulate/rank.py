@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.pipelining import Action
@@ -75,9 +75,6 @@ class PipelineStep:
 
     ranks: list[RankStep]
     """Costs of the ranks, in order."""
-
-    optimizer_bytes: int = field(default=0, compare=False)
-    """State of the optimizers of all ranks."""
 
     @property
     def seconds(self) -> float:
