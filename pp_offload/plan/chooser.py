@@ -274,23 +274,17 @@ class Chooser:
 
         If it is, ``host_budget_bytes`` is the limiting resource.
         """
-        roomier = self._roomier
-        if roomier is None or not _is_longer(plan.seconds, plan.least_seconds, WORTH_IT):
+        is_longer = _is_longer(plan.seconds, plan.least_seconds, WORTH_IT)
+        if self._config.host_budget_bytes is None or not is_longer:
             return None
+        config = replace(self._config, host_budget_bytes=None)
+        how = self._order, self._tapes, self._hardware
+        roomier = Chooser(*how, config=config, peers=self._peers, progress=self._progress)
         try:
             roomier_plan = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
         except InfeasibleError:  # reloaded groups need room, too
             return None
         return roomier_plan if _is_longer(plan.seconds, roomier_plan.seconds, SAME) else None
-
-    @cached_property
-    def _roomier(self) -> Chooser | None:
-        """Planner with unlimited host memory; None if host memory is unlimited already."""
-        if self._config.host_budget_bytes is None:
-            return None
-        config = replace(self._config, host_budget_bytes=None)
-        how = self._order, self._tapes, self._hardware
-        return Chooser(*how, config=config, peers=self._peers, progress=self._progress)
 
     # Ways
 
@@ -506,22 +500,14 @@ class Chooser:
         rank = [step.peak_bytes for step in self._least.step.ranks].index(least)
         state_bytes = self._tapes[rank].update.state_bytes
         of_that = f", {size_said(state_bytes)} of that for its optimizer's state"
+        advice = "take more ranks, shorter microbatches or fewer in flight"
+        if (host_bytes := self._config.host_budget_bytes) is not None:
+            advice += f", or give a larger host_budget_bytes than {host_bytes}"
         return InfeasibleError(
             f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
             f"{bytes_said(least, is_least=True)}, which rank {rank} needs even if all groups leave"
-            f"{of_that if state_bytes else ''}; {self._more_host_memory(least)}name more modules "
-            "as groups, take more ranks, shorter microbatches or fewer in flight",
+            f"{of_that if state_bytes else ''}; name more modules as groups, {advice}",
             least,
-        )
-
-    def _more_host_memory(self, least: int) -> str:
-        """Return advice for more host memory, if that meets a limit below ``least``; else empty."""
-        if self._roomier is None or (enough := self._roomier._least.peak_bytes) >= least:
-            return ""
-        host = max(rank.host_peak_bytes for rank in self._roomier._all_leave(self._order).ranks)
-        return (
-            f"give a larger host_budget_bytes than {self._config.host_budget_bytes}: all groups "
-            f"take {host} on a rank, and then {bytes_said(enough, is_least=True)} are enough; "
         )
 
     # Predicted steps

@@ -44,6 +44,6 @@ def check_follows(drawn: Drawn, plan: OffloadPlan) -> None:
     assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
 
 
-def chooser_of(drawn: Drawn, tapes: list[RankTapes], **bounds: int) -> Chooser:
-    config = replace(drawn.config, **bounds)
+def chooser_of(drawn: Drawn, tapes: list[RankTapes], **options: Any) -> Chooser:
+    config = replace(drawn.config, **options)
     return Chooser(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)
