@@ -26,7 +26,7 @@ MOST_LINES = {
     "cli": 1358,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3256,
+    "plan": 3231,
     "simulate": 2713,
     "testing": 967,
     "trace": 1347,
