@@ -24,10 +24,9 @@ from pp_offload.cli.traces import compare as compare
 from pp_offload.cli.traces import trace as trace
 from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.config import OffloadConfig
-from pp_offload.plan import Chooser, InfeasibleError, RankTapes, front, front_table, record
+from pp_offload.plan import Chooser, InfeasibleError, RankTapes, front, record
 from pp_offload.plan import profile as profile_of
-from pp_offload.plan.profile_table import profile_table
-from pp_offload.plan.table import table
+from pp_offload.plan.table import front_table, num_recomputed, profile_table, table
 from pp_offload.simulate import PeerLink, PipelineStep
 from pp_offload.simulate.compare import compare as run_both
 from pp_offload.trace import Trace
@@ -195,7 +194,7 @@ def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
         if name in OPTIONS
     )
     text = f'\nwritten to {path}; follow it with OffloadConfig(plan="{path}"{beside})'
-    if any(names for rank in plan.ranks for names in rank.recomputed):
+    if num_recomputed(*plan.ranks):
         text += (
             "\nbefore that, for each stage of a rank: recompute_layers(module, "
             "plan.rank(rank).recomputed[number])"

@@ -16,10 +16,10 @@ from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload.plan.chooser import Chooser, InfeasibleError, choose
 from pp_offload.plan.pipeline import predict
 from pp_offload.plan.profile import ActionProfile, GroupProfile, Profile, StageProfile, profile
-from pp_offload.plan.profile_table import profile_table
 from pp_offload.plan.record import record
+from pp_offload.plan.table import front_table, profile_table
 from pp_offload.plan.tape import RankTapes, Tape
-from pp_offload.plan.trade_off import Front, front, front_table
+from pp_offload.plan.trade_off import Front, front
 
 __all__ = [
     "ActionProfile",

@@ -15,8 +15,10 @@ from typing import Any
 
 from pp_offload._common import pictures as art
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload.plan.trade_off import GIB, Front, peak_of
+from pp_offload.plan.trade_off import Front, peak_of
 from pp_offload.simulate.rank import PipelineStep
+
+GIB = 2**30
 
 HEIGHT_INCHES = 5.0
 FRONT_HEIGHT_INCHES = 4.0

@@ -1,16 +1,25 @@
-"""A plan as text: a table with a row for each rank.
+"""Plans, fronts and profiles as text: tables with notes below.
 
 print(table(plan, chooser.without_offload()))
+print(front_table(front(chooser)))
+print(profile_table(profile(tapes, hardware)))
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.sizes import size_cell, size_said
 from pp_offload._common.tables import format_table
+from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
+from pp_offload.plan.record import neighbours
+from pp_offload.plan.trade_off import Front, peak_of
 from pp_offload.simulate.rank import PipelineStep, RankStep
+
+MIB = 2**20
 
 LONG = 0.1
 """Part of a step that compute must wait for copies for advice to be given."""
@@ -23,6 +32,38 @@ stands still for copies. recompute: layers that backward computes anew; only gro
 leave or stay. From the second step on, the last group of each name in the chunk whose backward is
 first stays, too: it could not be back in time."""
 
+FRONT_HEAD = ("", "limit GiB", "peak GiB", "step ms", "longer", "host GiB", "recompute")
+
+FRONT_NOTE = """\
+peak, host: of the fullest rank. longer: than without offload, which no plan is below. recompute:
+layers of all ranks that backward computes anew."""
+
+GROUPS = ("group", "stages", "num", "MiB", "forward ms", "backward ms", "copy ms", "MiB/ms", "")
+
+GROUPS_NOTE = """\
+Of one microbatch, a row for all groups that are alike. MiB/ms: what a group may send for each
+millisecond of its forward. The link carries {link:.1f}: a group below that leaves in less time than
+its forward takes."""
+
+STAGES = (
+    *("stage", "rank", "holds GiB", "saves GiB", "forward peak", "backward peak"),
+    *("forward ms", "backward ms", "recompute ms", "frees GiB"),
+)
+
+STAGES_NOTE = """\
+holds: parameters and buffers of messages, at the begin of a step. saves: what a microbatch holds
+from its forward to its backward if nothing leaves. peaks: the most that the device holds more while
+it runs, the backward's with the gradients that it makes. recompute: of each layer that backward
+computes anew, and how much less a microbatch holds for it."""
+
+OPTIMIZERS = ("rank", "optimizer's state GiB", "peak", "ms")
+
+OPTIMIZERS_NOTE = """\
+Of the end of each step; the state is there from that of the first one on."""
+
+
+# Plans
+
 
 def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = None) -> str:
     """Format a row for each rank, and below whether host memory or the link binds.
@@ -32,28 +73,21 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
         none: The step without offload.
         roomier: Plan of :meth:`Chooser.with_more_on_the_host`.
     """
-    rows = [
-        _row(number, *both) for number, both in enumerate(zip(plan.ranks, none.ranks, strict=True))
-    ]
-    return "\n".join(
-        [
-            _headline(plan),
-            "",
-            format_table([HEAD, *rows]),
-            NOTE,
-            *_of_the_optimizer(plan),
-            *_because_of_the_host(plan, roomier),
-            *_because_of_the_link(plan),
-        ]
-    )
+    both = zip(plan.ranks, none.ranks, strict=True)
+    rows = [_rank(number, *pair) for number, pair in enumerate(both)]
+    lines = [_headline(plan), "", format_table([HEAD, *rows]), NOTE, _of_the_optimizer(plan)]
+    if roomier is not None:
+        lines.append(_because_of_the_host(plan, roomier))
+    if max((rank.stalled_s for rank in plan.ranks), default=0.0) > LONG * plan.seconds:
+        lines.append(_because_of_the_link(plan))
+    return "\n".join(lines)
 
 
 def _headline(plan: OffloadPlan) -> str:
     """Compare the time of a step with that without offload."""
     limit, ms = size_said(plan.limit_bytes), f"{plan.seconds * 1e3:.1f} ms"
     groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
-    recomputed = any(names for rank in plan.ranks for names in rank.recomputed)
-    if not recomputed and all(group.keeps for group in groups if group.nbytes):
+    if not num_recomputed(*plan.ranks) and all(each.keeps for each in groups if each.nbytes):
         return f"Everything fits in {limit}: no group needs to leave, and a step takes {ms}."
     least = f"the {plan.least_seconds * 1e3:.1f} without offload"
     slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
@@ -66,39 +100,32 @@ def _headline(plan: OffloadPlan) -> str:
     return f"at most {limit}: {ms} a step, {beside}"
 
 
-def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
-    """Say whether peaks include the optimizer's state."""
+def _of_the_optimizer(plan: OffloadPlan) -> str:
     most = max((rank.optimizer_bytes for rank in plan.ranks), default=0)
     if not most:
-        return ["Peaks are without an optimizer's state."]
-    return [f"Peaks are with the optimizer's state, at most {size_said(most)} on a rank."]
+        return "Peaks are without an optimizer's state."
+    return f"Peaks are with the optimizer's state, at most {size_said(most)} on a rank."
 
 
-def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list[str]:
-    """Return how much shorter a step is with more host memory; empty if it is not."""
-    if roomier is None:
-        return []
+def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan) -> str:
     host = max(rank.host_peak_bytes for rank in roomier.ranks)
-    return [
+    return (
         f"\nHost memory is what binds: with {size_said(host)} of it on a rank a step takes "
         f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
-    ]
+    )
 
 
-def _because_of_the_link(plan: OffloadPlan) -> list[str]:
-    """Return advice if compute waits long for copies; else empty."""
-    stalled_s = max((rank.stalled_s for rank in plan.ranks), default=0.0)
-    if stalled_s <= LONG * plan.seconds:
-        return []
+def _because_of_the_link(plan: OffloadPlan) -> str:
     advice = "`pp-offload sweep` shows what a larger limit saves"
-    if not any(names for rank in plan.ranks for names in rank.recomputed):
+    if not num_recomputed(*plan.ranks):
         advice += ";\nlayers that may be recomputed, Modules(layers=...), leave copies more time"
     if "disk" in plan.options.get("tiers", ()):
         advice += ";\na disk is far slower than host memory, of which --host-gib is to have enough"
-    return [f"\nCopies have too much to do: {advice}."]
+    return f"\nCopies have too much to do: {advice}."
 
 
-def _row(number: int, planned: RankPlan, none: RankStep) -> tuple[str, ...]:
+def _rank(number: int, planned: RankPlan, none: RankStep) -> tuple[str, ...]:
+    num = num_recomputed(planned)
     return (
         str(number),
         size_cell(none.peak_bytes),
@@ -107,20 +134,123 @@ def _row(number: int, planned: RankPlan, none: RankStep) -> tuple[str, ...]:
         f"{planned.stalled_s * 1e3:.1f}",
         _named(planned, keeps=False),
         _named(planned, keeps=True),
-        _num_recomputed(planned),
+        f"{num} layer{'s' * (num > 1)}" if num else "-",
     )
 
 
-def _num_recomputed(rank: RankPlan) -> str:
-    num = sum(map(len, rank.recomputed))
-    return f"{num} layer{'s' * (num > 1)}" if num else "-"
+def num_recomputed(*ranks: RankPlan) -> int:
+    """Number of layers that backward recomputes on these ranks."""
+    return sum(len(names) for rank in ranks for names in rank.recomputed)
 
 
 def _named(rank: RankPlan, *, keeps: bool) -> str:
-    names = Counter(
-        group.name
-        for stage in rank.stages
-        for group in stage
-        if group.keeps is keeps and group.nbytes
-    )
+    groups = [group for stage in rank.stages for group in stage]
+    names = Counter(group.name for group in groups if group.keeps is keeps and group.nbytes)
     return ", ".join(f"{num} {name}" for name, num in names.items()) or "-"
+
+
+# Fronts
+
+
+def front_table(front: Front) -> str:
+    """Format a row for each limit, and for each step without a plan."""
+    none = front.without_offload
+    rows = [_planned(number, plan, none) for number, plan in enumerate(front.plans)]
+    if front.recomputed is not None:
+        rows.append(_step("all recomputed", front.recomputed, none, recomputed="all"))
+    rows.append(_step("without offload", none, none))
+    return "\n".join([format_table([FRONT_HEAD, *rows]), FRONT_NOTE])
+
+
+def _planned(number: int, plan: OffloadPlan, none: PipelineStep) -> tuple[str, ...]:
+    return _step(
+        f"plan {number}",
+        plan,
+        none,
+        limit=size_cell(plan.limit_bytes, is_least=True),
+        host=size_cell(max(rank.host_peak_bytes for rank in plan.ranks)),
+        recomputed=str(num_recomputed(*plan.ranks) or "-"),
+    )
+
+
+def _step(
+    name: str,
+    step: PipelineStep | OffloadPlan,
+    none: PipelineStep,
+    *,
+    limit: str = "-",
+    host: str = "-",
+    recomputed: str = "-",
+) -> tuple[str, ...]:
+    step_ms = f"{step.seconds * 1e3:.1f}"
+    longer = f"{step.seconds / none.seconds - 1:.1%}" if none.seconds else "-"
+    return name, limit, size_cell(peak_of(step)), step_ms, longer, host, recomputed
+
+
+# Profiles
+
+
+def profile_table(profile: Profile) -> str:
+    """Format a row for each kind of group, for each stage, and for each optimizer."""
+    alike: dict[GroupProfile, list[GroupProfile]] = {}
+    for group in profile.groups:
+        alike.setdefault(_kind(group), []).append(group)
+    lines = [
+        format_table([GROUPS, *map(_group, alike.values())]),
+        GROUPS_NOTE.format(link=profile.link_bytes_per_ms / MIB),
+        "",
+        format_table([STAGES, *(_stage(each, profile.resident_bytes) for each in profile.stages)]),
+        STAGES_NOTE,
+    ]
+    optimizers = [
+        (str(rank), _gib(each.resident_bytes), _gib(each.transient_peak_bytes), f"{each.ms:.2f}")
+        for rank, each in enumerate(profile.optimizers)
+        if each is not None
+    ]
+    if optimizers:
+        lines += ["", format_table([OPTIMIZERS, *optimizers]), OPTIMIZERS_NOTE]
+    return "\n".join(lines)
+
+
+def _kind(group: GroupProfile) -> GroupProfile:
+    """Return the group without its place, and with times in whole nanoseconds: times of equal
+    operators differ by the rounding of the clock.
+    """
+    forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)
+    return replace(group, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
+    """Make the row of groups that are alike."""
+    group, runs = groups[0], neighbours(sorted({each.stage for each in groups}))
+    stages = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return (
+        group.name,
+        ", ".join(stages),
+        str(len(groups)),
+        size_cell(group.nbytes, "MiB", 1),
+        f"{group.forward_ms:.2f}",
+        f"{group.backward_ms:.2f}",
+        f"{group.copy_ms:.2f}",
+        f"{group.bytes_per_ms / MIB:.1f}",
+        f"shares with {', '.join(group.shared_with)}" if group.shared_with else "",
+    )
+
+
+def _stage(stage: StageProfile, resident_bytes: Sequence[int]) -> tuple[str, ...]:
+    return (
+        str(stage.stage),
+        str(stage.rank),
+        _gib(resident_bytes[stage.rank]),
+        _gib(stage.forward.resident_bytes),
+        _gib(stage.forward.transient_peak_bytes),
+        _gib(stage.first_backward.transient_peak_bytes),
+        f"{stage.forward.ms:.2f}",
+        f"{stage.backward.ms:.2f}",
+        "-" if stage.recompute_ms is None else f"{stage.recompute_ms:.2f}",
+        "-" if stage.recompute_frees_bytes is None else _gib(stage.recompute_frees_bytes),
+    )
+
+
+def _gib(nbytes: float) -> str:
+    return size_cell(int(nbytes))
