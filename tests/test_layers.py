@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1197,
     "plan": 3213,
-    "simulate": 2713,
+    "simulate": 2705,
     "testing": 967,
     "trace": 1347,
 }

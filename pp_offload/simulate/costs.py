@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from pp_offload._common.checks import check_all, check_kind, said
+from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import Operator, operator
 from pp_offload._common.torch_private import OpOverload, OpOverloadPacket
 from pp_offload._memory.storages import has_storage
-from pp_offload.simulate.hardware import Hardware, is_number
+from pp_offload.simulate.hardware import Hardware, check_number
 
 aten = torch.ops.aten
 
@@ -101,7 +100,7 @@ class OperatorCosts:
     ) -> float:
         measured = self._measured(func, args, kwargs, outputs)
         if measured is not None:
-            check_all(_time_problem(func, measured))
+            _check_time(func, measured)
             return self._gap_s + measured
         flops = flops_of(func, args, kwargs, outputs)
         nbytes = bytes_of(operator(func), args, kwargs, outputs)
@@ -115,18 +114,16 @@ def _measured(given: OperatorSeconds) -> Measured:
         return given
     check_kind("operator_seconds", given, Mapping, "a table by operator, or a function")
     kinds = OpOverload, OpOverloadPacket
-    for key in given:
+    table = dict(given)
+    for key, value in table.items():
         name = "an operator of operator_seconds"
         check_kind(name, key, kinds, "one of torch.ops", "write torch.ops.aten.mm")
-    check_all(*(_time_problem(key, value) for key, value in given.items()))
-    table = dict(given)
+        _check_time(key, value)
     return lambda func, *rest: table.get(func, table.get(func._overloadpacket))
 
 
-def _time_problem(func: object, value: object) -> str | None:
-    if is_number(value) and 0 <= value < inf:  # type: ignore[operator]
-        return None
-    return f"operator_seconds of {func} are {said(value)}, expected a number of at least 0"
+def _check_time(func: object, value: object) -> None:
+    check_number(f"operator_seconds of {func}", value, may_be_zero=True)
 
 
 @cache

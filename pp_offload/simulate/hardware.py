@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pp_offload._common.checks import check_known, near, said
+from pp_offload._common.checks import check_count, check_known, near, said
 
 GB = 10**9
 
@@ -111,9 +111,14 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and not (value is None and field.default is None):
-                _check(field.name, value)
+            name, value = field.name, getattr(self, field.name)
+            if name == "name" or (value is None and field.default is None):
+                continue
+            check_number(name, value, may_be_zero=name in MAY_BE_ZERO)
+            if name.startswith("num_"):
+                check_count(name, value)
+            if name.endswith("_fraction") and value > 1:
+                raise ValueError(f"{name} is {said(value)}, expected at most 1")
         if self.d2h_slowdown + self.h2d_slowdown >= 1:
             raise ValueError(
                 f"d2h_slowdown and h2d_slowdown are {self.d2h_slowdown} and {self.h2d_slowdown}, "
@@ -165,20 +170,16 @@ class Hardware:
         return inf if rate is None else rate / self.num_devices_per_host
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is an int or a float; ``True`` is neither."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
+    """Check that a value is an int or a float above 0, or of at least 0. ``True`` is neither.
 
-
-def _check(name: str, value: object) -> None:
-    is_count, may_be_zero = name.startswith("num_"), name in MAY_BE_ZERO
-    is_kind = is_number(value) and (isinstance(value, int) or not is_count)
-    if not is_kind or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
+    Raises:
+        ValueError: The value is something else.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
         least = "at least 0" if may_be_zero else "above 0"
-        kind = ", an integer" if is_count else ""
-        raise ValueError(f"{name} is {said(value)}, expected a number {least}{kind}")
-    if name.endswith("_fraction") and value > 1:  # type: ignore[operator]
-        raise ValueError(f"{name} is {said(value)}, expected at most 1")
+        raise ValueError(f"{name} is {said(value)}, expected a number {least}")
 
 
 def _row(name: str, tflops: int, memory_gb_per_s: int, memory_gb: int, link_gb: int) -> Hardware:

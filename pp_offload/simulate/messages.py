@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pp_offload._common.checks import said
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
-from pp_offload.simulate.hardware import GB, is_number
+from pp_offload.simulate.hardware import GB, check_number
 from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
 
 
@@ -33,11 +32,8 @@ class PeerLink:
     """Time of a message, in addition to its bytes."""
 
     def __post_init__(self) -> None:
-        rate, latency_s = self.bytes_per_s, self.latency_s
-        if not is_number(rate) or not rate > 0:
-            raise ValueError(f"bytes_per_s is {said(rate)}, expected a number above 0")
-        if not is_number(latency_s) or not latency_s >= 0:
-            raise ValueError(f"latency_s is {said(latency_s)}, expected a number at least 0")
+        check_number("bytes_per_s", self.bytes_per_s)
+        check_number("latency_s", self.latency_s, may_be_zero=True)
 
 
 class Message(NamedTuple):

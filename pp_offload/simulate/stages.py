@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,7 @@ from pp_offload.modules import Patterns
 from pp_offload.pipelining import attach
 from pp_offload.simulate.costs import tensors_in
 from pp_offload.simulate.device import VirtualBackend
-from pp_offload.simulate.hardware import is_number
+from pp_offload.simulate.hardware import check_number
 from pp_offload.simulate.schedules import PipelineOrder
 
 META = torch.device("meta")
@@ -87,8 +86,7 @@ class Times:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not is_number(value) or not 0 <= value < inf:
-                raise ValueError(f"{name} is {said(value)}, expected seconds, at least 0")
+            check_number(name, value, may_be_zero=True)
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
         """Prepare nothing."""

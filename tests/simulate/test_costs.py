@@ -214,9 +214,9 @@ def test_measured_times_replace_the_rates(operator_seconds: Any, seconds: float 
     assert busy_s(torch.mm, *tensors, operator_seconds=operator_seconds) == approx(expected)
 
 
-@pytest.mark.parametrize("value", [-1.0, "long", True, inf, float("nan")])
+@pytest.mark.parametrize("value", [-1.0, "long", True, float("nan")])
 def test_a_measured_time_that_makes_no_sense_is_refused(value: Any) -> None:
-    message = "operator_seconds of aten.*mm.* are .*expected a number of at least 0"
+    message = "operator_seconds of aten.*mm.* is .*expected a number of at least 0"
     for given in ({aten.mm: value}, lambda *call: value):
         with pytest.raises(ValueError, match=message):
             busy_s(torch.mm, meta(4, 4), meta(4, 4), operator_seconds=given)
@@ -236,7 +236,7 @@ def test_a_table_of_something_else_is_refused(given: Any) -> None:
     [
         ({"link_bytes_per_s": 0}, "link_bytes_per_s is 0, expected a number above 0"),
         ({"matmul_fraction": 1.2}, "matmul_fraction is 1.2, expected at most 1"),
-        ({"num_devices_per_host": 2.5}, "num_devices_per_host is 2.5, .* above 0, an integer"),
+        ({"num_devices_per_host": 2.5}, "num_devices_per_host is 2.5, expected an integer"),
         ({"d2h_slowdown": 0.5, "h2d_slowdown": 0.5}, "are 0.5 and 0.5, .* add up to less than 1"),
     ],
 )

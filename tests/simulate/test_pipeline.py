@@ -311,7 +311,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "steps": (lambda: run_pipeline(GPIPE, UNIFORM, EVEN, num_steps=0), "num_steps is 0, expected"),
     "schedule": (lambda: order(3, 2, 2, 2), "schedule is 3, expected a class of torch.distributed"),
     "device": (lambda: VirtualBackend("H100"), r'DEVICES\["H100"\]'),
-    "time": (lambda: Times(forward_s=-1, input_s=1, weight_s=1), "forward_s is -1, expected sec"),
+    "time": (
+        lambda: Times(forward_s=-1, input_s=1, weight_s=1),
+        "forward_s is -1, expected a num",
+    ),
     "rate": (lambda: PeerLink(bytes_per_s=0), "bytes_per_s is 0, expected a number above 0"),
     "latency": (lambda: PeerLink(latency_s=-1), "latency_s is -1, expected a number at least 0"),
     "module": (lambda: Modules([3], example=inputs(), loss_fn=squares), "stages.0. is 3, expected"),
