@@ -26,7 +26,7 @@ MOST_LINES = {
     "cli": 1357,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3213,
+    "plan": 3195,
     "simulate": 2705,
     "testing": 967,
     "trace": 1347,

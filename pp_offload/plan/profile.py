@@ -19,7 +19,6 @@ from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.tape import (
     Backward,
     Event,
-    GroupTape,
     Mark,
     RankTapes,
     Stretch,
@@ -43,9 +42,6 @@ class GroupProfile:
 
     nbytes: int
     """Bytes that the group may send, without bytes that recipes compute again."""
-
-    shared_with: tuple[str, ...]
-    """Names of the groups that save some of the same bytes, which are copied once."""
 
     forward_ms: float
     """Time of operators while no other group was open inside the group."""
@@ -170,7 +166,6 @@ def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
             layer=num[group.name],
             stage=stage,
             nbytes=tape.nbytes(group),
-            shared_with=_shared_with(tape, position),
             forward_ms=forward_s[position] * 1e3,
             backward_ms=backward_s[position] * 1e3,
             copy_ms=sum(link.seconds(each.nbytes, to_host=True) for each in copied) * 1e3,
@@ -201,18 +196,6 @@ def _seconds(tape: Tape) -> tuple[Mapping[int, float], Mapping[int, float]]:
             case Stretch() if asked is not None:
                 backward_s[asked] += sum(event.seconds)
     return forward_s, backward_s
-
-
-def _shared_with(tape: Tape, position: int) -> tuple[str, ...]:
-    """List the names of the groups with which a group shares copies."""
-
-    def sources(group: GroupTape) -> set[tuple[int, int | None]]:
-        payloads = [tape.payloads[index] for index in group.payloads]
-        return {(each.source, each.version) for each in payloads if each.version is not None}
-
-    own, others = sources(tape.groups[position]), list(tape.groups)
-    del others[position]
-    return tuple(sorted({other.name for other in others if own & sources(other)}))
 
 
 def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int) -> StageProfile:

@@ -38,7 +38,7 @@ FRONT_NOTE = """\
 peak, host: of the fullest rank. longer: than without offload, which no plan is below. recompute:
 layers of all ranks that backward computes anew."""
 
-GROUPS = ("group", "stages", "num", "MiB", "forward ms", "backward ms", "copy ms", "MiB/ms", "")
+GROUPS = ("group", "stages", "num", "MiB", "forward ms", "backward ms", "copy ms", "MiB/ms")
 
 GROUPS_NOTE = """\
 Of one microbatch, a row for all groups that are alike. MiB/ms: what a group may send for each
@@ -233,7 +233,6 @@ def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
         f"{group.backward_ms:.2f}",
         f"{group.copy_ms:.2f}",
         f"{group.bytes_per_ms / MIB:.1f}",
-        f"shares with {', '.join(group.shared_with)}" if group.shared_with else "",
     )
 
 
