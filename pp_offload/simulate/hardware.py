@@ -178,7 +178,7 @@ def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
-        least = "at least 0" if may_be_zero else "above 0"
+        least = "of at least 0" if may_be_zero else "above 0"
         raise ValueError(f"{name} is {said(value)}, expected a number {least}")
 
 
