@@ -21,7 +21,7 @@ from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.memory import ROUNDING_BYTES
+from pp_offload.simulate.memory import rounded
 
 
 class Bytes:
@@ -43,7 +43,7 @@ class Bytes:
 
     def tensor(self, nbytes: int) -> NumberTensor:
         """Allocate a tensor."""
-        taken = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        taken = rounded(nbytes)
         self.pass_by(taken, taken)
         return NumberTensor(nbytes, Held(self, taken))
 
@@ -172,9 +172,7 @@ class NumberDevice(VirtualBackend):
         return NumberFile(self.disk)
 
     def allocate_host(self, nbytes: int) -> Any:
-        """Allocate host memory, in the time that pinning takes."""
-        if self.hardware.pin_bytes_per_s is not None:
-            self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
+        self.pin(nbytes)
         return HostNumbers(self, nbytes)
 
     def run(self, operators_s: Sequence[float]) -> None:

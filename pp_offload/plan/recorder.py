@@ -30,7 +30,7 @@ from pp_offload._core.recipes import computed
 from pp_offload._core.saved import Saved
 from pp_offload.plan.tape import Event, GroupTape, Mark, Payload, Stretch
 from pp_offload.simulate.device import VirtualBackend
-from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
+from pp_offload.simulate.memory import DeviceMemory, rounded
 
 
 class _Memory(NamedTuple):
@@ -367,8 +367,3 @@ class _WatchedMemory(DeviceMemory):
             weakref.finalize(storage, self._note, number, -nbytes).atexit = False
             self._note(number, nbytes)
         return super().see(storage)
-
-
-def rounded(nbytes: int) -> int:
-    """Return the bytes that a device allocator takes for ``nbytes``."""
-    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES

@@ -133,13 +133,17 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Allocate addresses without memory behind them, in the time that pinning takes."""
-        if self.hardware.pin_bytes_per_s is not None:
-            self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
+        self.pin(nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         try:
             return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
         except (OSError, OverflowError) as failure:
             raise MemoryError(f"no addresses for {nbytes} bytes: {failure}") from failure
+
+    def pin(self, nbytes: int) -> None:
+        """Take the host's time of pinning."""
+        if self.hardware.pin_bytes_per_s is not None:
+            self.host.now_s += nbytes / self.hardware.pin_bytes_per_s
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -169,10 +173,8 @@ class _Clocked(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if func in PROGRAM_COPIES:
-            output = self._copied(func, args, kwargs)
-            if output is not None:
-                return output
+        if func in PROGRAM_COPIES and (copy := self._copied(func, args, kwargs)) is not None:
+            return copy
         schema, device = operator(func), self._device
         takes_time = not (schema.is_view or schema.is_allocation)
         seconds = 0.0
@@ -219,20 +221,20 @@ class _Clocked(TorchDispatchMode):
         else:
             source = args[0]
             to_device = (kwargs.get("device") or source.device).type == "meta"
-        if to_device != source.is_meta:
-            if func is aten._to_copy.default:
-                output = func(source, **{**kwargs, "device": device.device})
-                if not to_device:  # memory of the host that is never touched
-                    layout = output.size(), output.stride()
-                    output = torch.empty_strided(*layout, dtype=output.dtype, device="cpu")
-            if to_device:
-                device.memory.see(output.untyped_storage())
-            live = device.current_stream()
-            device.launch_copy(live, source.nbytes, to_host=not to_device)
-            if is_waited_for:
-                live.synchronize()
-            return output  # type: ignore[no-any-return]
-        return None
+        if to_device == source.is_meta:
+            return None
+        if func is aten._to_copy.default:
+            output = func(source, **{**kwargs, "device": device.device})
+            if not to_device:  # memory of the host that is never touched
+                layout = output.size(), output.stride()
+                output = torch.empty_strided(*layout, dtype=output.dtype, device="cpu")
+        if to_device:
+            device.memory.see(output.untyped_storage())
+        live = device.current_stream()
+        device.launch_copy(live, source.nbytes, to_host=not to_device)
+        if is_waited_for:
+            live.synchronize()
+        return output  # type: ignore[no-any-return]
 
 
 PROGRAM_COPIES = (aten._to_copy.default, aten.copy_.default)

@@ -26,6 +26,11 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "in flight", "reloaded", O
 """Purposes of memory; see :meth:`DeviceMemory.name`."""
 
 
+def rounded(nbytes: int) -> int:
+    """Return the bytes that a device allocator takes for ``nbytes``."""
+    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+
+
 class Allocation(weakref.ref[UntypedStorage]):
     """A storage, held weakly, with its size and category."""
 
@@ -78,7 +83,7 @@ class DeviceMemory:
     def see(self, storage: UntypedStorage) -> Allocation:
         """Count a storage on the device, unless it is counted with the same size."""
         self._free_gone()
-        key, nbytes = storage._cdata, -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
+        key, nbytes = storage._cdata, rounded(storage.nbytes())
         allocation = self._alive.get(key)
         if allocation is None or allocation() is not storage:
             allocation = self._alive[key] = Allocation(storage, self.dies)

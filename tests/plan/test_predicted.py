@@ -91,7 +91,7 @@ def test_without_offload() -> None:
 FAULTS: dict[str, Callable[..., Any]] = {
     "copied again by each group": lambda: patch.object(SharedNumbers, "add", lambda *a: None),
     "a view has what it is of": lambda: patch.object(NumberChunk, "lose", lambda *a: None),
-    "host memory comes back for nothing": lambda: patch.object(device, "ROUNDING_BYTES", 2**40),
+    "host memory comes back for nothing": lambda: patch.object(device, "rounded", lambda _: 2**40),
 }
 
 
