@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1197,
     "plan": 3188,
-    "simulate": 2709,
+    "simulate": 2706,
     "testing": 967,
     "trace": 1347,
 }

@@ -7,10 +7,10 @@ work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class RankWork:
         """Release all resources: there is no further step."""
 
 
-class Work(Protocol):
+class Work:
     """Work of all ranks."""
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
@@ -68,10 +68,11 @@ class Work(Protocol):
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
         """Make the work of a rank, whose manager is in use."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class Times(Work):
     """Work of stages with fixed times in seconds, the same for all stages.
 
     A backward in one part takes the time of both parts.
@@ -88,19 +89,15 @@ class Times:
         for name, value in vars(self).items():
             check_number(name, value, may_be_zero=True)
 
-    def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
-        """Prepare nothing."""
-
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
-        return _TimedWork(self, backend)
+        return _TimedWork(self, backend.compute.launch)
 
 
 class _TimedWork(RankWork):
     """Work of a rank that launches fixed times, with messages without bytes."""
 
-    def __init__(self, times: Times, backend: VirtualBackend) -> None:
-        self._times = times
-        self._launch = backend.compute.launch
+    def __init__(self, times: Times, launch: Callable[[float], float]) -> None:
+        self._times, self._launch = times, launch
 
     def forward(self, stage: int, microbatch: int) -> int:
         self._launch(self._times.forward_s)
@@ -119,7 +116,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of a rank."""
 
 
-class Modules:
+class Modules(Work):
     """Work of a model's stages on ``meta``, run by PyTorch's own ``PipelineStage``.
 
     Args:
@@ -234,7 +231,7 @@ class _ModuleWork(RankWork):
         self._clear()
         if any(stage.is_first for stage in self._stages.values()):
             samples = self._work.samples[0]
-            self._inputs = [tuple(map(_like, samples)) for _ in range(self._num_microbatches)]
+            self._inputs = [_like(samples) for _ in range(self._num_microbatches)]
         self._attached.begin_step()
 
     def forward(self, stage: int, microbatch: int) -> int:
@@ -340,8 +337,8 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+def _like(samples: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x).requires_grad_(x.requires_grad) for x in samples)
 
 
 def _leaves(outputs: Any) -> tuple[Tensor, ...]:
