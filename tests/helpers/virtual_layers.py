@@ -22,7 +22,7 @@ class Layers(nn.Module):
         kind: Any = {"device": "meta", "dtype": torch.bfloat16, "bias": False}
         self.layers = nn.ModuleList(nn.Linear(width, width, **kind) for _ in range(num))
 
-    def forward(self, x: Tensor, *, offload: bool) -> Tensor:
+    def forward(self, x: Tensor, *, offload: bool = True) -> Tensor:
         for layer in self.layers:
             with off_interface(offload, x, "layer"):
                 y = layer(x)

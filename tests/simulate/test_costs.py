@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload.simulate import Hardware, VirtualBackend
+from pp_offload.simulate.costs import OperatorCosts, makes_new_memory, tensors_in
 
 aten = torch.ops.aten
 
@@ -32,8 +33,8 @@ EVEN = Hardware(
 """Half a TFLOP/s and 50 GB/s are reached."""
 
 
-def meta(*size: int, needs_grad: bool = False) -> Tensor:
-    return torch.empty(size, device="meta", dtype=torch.bfloat16, requires_grad=needs_grad)
+def meta(*size: int, needs_grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(size, device="meta", dtype=dtype, requires_grad=needs_grad)
 
 
 def busy_s(work: Any, *tensors: Tensor, operator_seconds: Any = None) -> float:
@@ -226,6 +227,73 @@ def test_a_measured_time_that_makes_no_sense_is_refused(value: Any) -> None:
 def test_a_table_of_something_else_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"operator_seconds is .*, expected"):
         VirtualBackend(EVEN, given)
+
+
+# Repeated calls
+
+X, Y, SMALL, WHOLE = meta(64, 32), meta(64, 32), meta(32), meta(64, 32, dtype=torch.int32)
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "a tensor": (aten.mul.Tensor, (X, Y)),
+    "the same twice": (aten.mul.Tensor, (X, X)),
+    "a number": (aten.mul.Tensor, (WHOLE, 2)),
+    "a float": (aten.mul.Tensor, (WHOLE, 2.0)),
+    "a bool": (aten.mul.Tensor, (WHOLE, True)),
+    "transposed": (aten.mul.Tensor, (X.t(), Y.t())),
+    "expanded": (aten.mul.Tensor, (SMALL.expand(64, 32), Y)),
+    "broadcast": (aten.mul.Tensor, (SMALL, Y)),
+    "another dtype": (aten.mul.Tensor, (X.float(), Y)),
+    "several outputs": (aten.native_layer_norm.default, (X, [32], SMALL, None, 1e-5)),
+    "a list": (aten.cat.default, ([X, Y, X],)),
+    "another list": (aten.cat.default, ([X, Y], 1)),
+    "some outputs": (
+        aten.native_layer_norm_backward.default,
+        (X, Y, [32], meta(64, 1).float(), meta(64, 1).float(), SMALL, None, [True, True, False]),
+    ),
+}
+
+
+def layout(outputs: Any) -> list[Any]:
+    tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+    return [
+        x if x is None else (x.shape, x.stride(), x.dtype, x.untyped_storage().nbytes())
+        for x in tensors
+    ]
+
+
+def test_each_call_returns_what_it_returns_alone() -> None:
+    """All calls by one object, each three times, in two orders; beside a new object."""
+    together, outputs_of_all = OperatorCosts(EVEN), []
+    for names in (CALLS, reversed(CALLS), CALLS):
+        for name in names:
+            outputs, seconds = together.run(*CALLS[name], {})
+            expected, expected_s = OperatorCosts(EVEN).run(*CALLS[name], {})
+            assert layout(outputs) == layout(expected), name
+            assert seconds == expected_s > 0, name
+            outputs_of_all += tensors_in(outputs)
+    assert len(together._results) == len(CALLS), "no two of them are the same"
+    storages = {tensor.untyped_storage()._cdata for tensor in outputs_of_all}
+    assert len(storages) == len(outputs_of_all), "new memory each time"
+
+
+@pytest.mark.parametrize(
+    "func",
+    [aten.add_.Tensor, aten._foreach_add_.List, aten.add.out, aten.view.default],
+    ids=str,
+)
+def test_an_operator_that_changes_or_shares_memory_runs_each_time(func: Any) -> None:
+    assert not makes_new_memory(func)
+    assert makes_new_memory(aten.add.Tensor)
+
+
+def test_other_calls_run_each_time() -> None:
+    calls, kind = OperatorCosts(EVEN), type("Kind", (Tensor,), {})
+    x = torch.Tensor._make_subclass(kind, meta(4, dtype=torch.float32))
+    for given in (x, torch.ones(4)):
+        calls.run(aten.mul.Tensor, (given, given), {})
+    calls.run(aten._foreach_add.Scalar, ([meta(4)], 1), {})
+    with pytest.raises(RuntimeError):
+        calls.run(aten.mm.default, (meta(2, 3), meta(2, 3)), {})
+    assert not calls._results
 
 
 # Hardware

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.schedules import order
+from helpers.virtual_layers import Layers
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -23,7 +24,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, attach, use_backend
 from pp_offload._common.torch_private import knows_sizes
 from pp_offload.plan import record
@@ -181,19 +181,8 @@ KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 CONFIG = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
 
 
-class Layers(nn.Module):
-    """Products, each of which saves its input; a group around each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, **KIND) for _ in range(NUM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            with off_interface(True, x, "layer"):
-                y = layer(x)
-            x = off_interface.group_commit(y, name="layer")
-        return x
+def layers() -> Layers:
+    return Layers(NUM, WIDTH)
 
 
 def inputs() -> Tensor:
@@ -205,7 +194,7 @@ def squares(y: Tensor, *targets: Tensor) -> Tensor:
 
 
 def modules(num_stages: int) -> Modules:
-    return Modules([Layers() for _ in range(num_stages)], example=inputs(), loss_fn=squares)
+    return Modules([layers() for _ in range(num_stages)], example=inputs(), loss_fn=squares)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +226,7 @@ def test_one_rank_alone_does_what_the_schedule_itself_does(
     sample, target = inputs().requires_grad_(), torch.empty(num, 0, **KIND)
     with use_backend(backend, config=CONFIG) as manager:
         stages = [
-            PipelineStage(Layers(), i, each, backend.device, input_args=sample, output_args=sample)
+            PipelineStage(layers(), i, each, backend.device, input_args=sample, output_args=sample)
             for i in range(each)
         ]
         several = stages[0] if schedule is ScheduleGPipe else stages
@@ -292,7 +281,7 @@ def test_a_failure_leaves_no_manager_behind() -> None:
     def fail(y: Tensor) -> Tensor:
         raise KeyError("a loss")
 
-    work = Modules([Layers(), Layers()], example=inputs(), loss_fn=fail)
+    work = Modules([layers(), layers()], example=inputs(), loss_fn=fail)
     with pytest.raises(KeyError, match="a loss"):
         run_pipeline(order(ScheduleGPipe, 2, 2, 2), work, EVEN, config=CONFIG)
     assert PipelineOffloadManager.OFFLOAD_MGR is before
@@ -319,7 +308,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "latency": (lambda: PeerLink(latency_s=-1), "latency_s is -1, expected a number of at least 0"),
     "module": (lambda: Modules([3], example=inputs(), loss_fn=squares), "stages.0. is 3, expected"),
     "cpu": (
-        lambda: Modules([Layers(), nn.Linear(4, 4)], example=inputs(), loss_fn=squares),
+        lambda: Modules([layers(), nn.Linear(4, 4)], example=inputs(), loss_fn=squares),
         "weight of stages.1. is on cpu, expected meta",
     ),
     "stages": (lambda: run_pipeline(GPIPE, modules(3), EVEN), "are 3 modules for 2 stages"),
