@@ -5,7 +5,7 @@ ran(seed).differences()    # in words; or of ran_with_recomputed, ran_split, ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from random import Random
@@ -22,7 +22,6 @@ from torch.distributed.pipelining import (
 
 from helpers.plans.ordered_parts import ordered_parts
 from helpers.plans.random_pipelines import Drawn, draw_pipeline, some_recomputed
-from pp_offload import PipelineOffloadManager
 from pp_offload._core.mover import Counts
 from pp_offload.plan import predict, record
 from pp_offload.simulate import RankStep, run_pipeline
@@ -40,19 +39,6 @@ NEARLY = ("seconds", "busy_s", "stalled_s", "offload_s")
 """To one part in 1e9 of the step: the same times are added up in another order."""
 
 
-class Managers:
-    """Has the managers of a run, whose totals are asked for before it is over."""
-
-    def __init__(self) -> None:
-        self.moved: list[Counts] = []
-
-    @contextmanager
-    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
-        yield
-        counts = [manager.offloader.engine.mover.counts for manager in managers]
-        self.moved = [replace(count, stalled_ms=None) for count in counts]
-
-
 @dataclass
 class Run:
     """A pipeline, its last step, what each rank moved, and its tapes."""
@@ -65,8 +51,7 @@ class Run:
     def differences(self) -> list[str]:
         """Compare with what is predicted: times to 1e-9 of the step, all else to the byte."""
         drawn = self.drawn
-        moved: list[Counts] = []
-        with patch.object(VirtualRank, "ended", noting(moved)):
+        with counting() as moved:
             step = predict(drawn.order, self.tapes, drawn.hardware, **drawn.options)
         moved = moved[-len(step.ranks) :]
         unequal = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
@@ -87,7 +72,10 @@ def compare(seeds: Iterable[int], ran: Callable[[int], Run]) -> list[Run]:
     return runs
 
 
-def noting(moved: list[Counts]) -> Callable[[VirtualRank], RankStep]:
+@contextmanager
+def counting() -> Iterator[list[Counts]]:
+    """What each rank has moved by the end of each step inside."""
+    moved: list[Counts] = []
     ended = VirtualRank.ended
 
     def note(rank: VirtualRank) -> RankStep:
@@ -95,7 +83,8 @@ def noting(moved: list[Counts]) -> Callable[[VirtualRank], RankStep]:
         moved.append(replace(counts, stalled_ms=None))
         return ended(rank)
 
-    return note
+    with patch.object(VirtualRank, "ended", note):
+        yield moved
 
 
 def ran(seed: int) -> Run:
@@ -103,11 +92,11 @@ def ran(seed: int) -> Run:
 
 
 def run_and_recorded(drawn: Drawn) -> Run:
-    managers = Managers()
     how = drawn.order, drawn.work, drawn.hardware
-    step = run_pipeline(*how, **drawn.options, trace=managers)
+    with counting() as moved:
+        step = run_pipeline(*how, **drawn.options)
     tapes = record(*how, drawn.config)
-    return Run(drawn, step.ranks, managers.moved, tapes)
+    return Run(drawn, step.ranks, moved[-len(step.ranks) :], tapes)
 
 
 def ran_with_budget(seed: int) -> Run:
