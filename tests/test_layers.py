@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1357,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3188,
-    "simulate": 2706,
+    "plan": 3179,
+    "simulate": 2705,
     "testing": 967,
     "trace": 1347,
 }

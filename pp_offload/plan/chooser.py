@@ -464,7 +464,9 @@ class Chooser:
     @cached_property
     def _first_bounds(self) -> list[Bounds]:
         """Bounds that an engine chooses if all groups leave."""
-        return [rank.bounds for rank in self._all_leave(self._short).ranks]
+        config = without_plan(self._config)
+        last = self._predicted(self._short, self._tapes, config, 2)[-1]
+        return [rank.bounds for rank in last.ranks]
 
     # The least limit
 
@@ -521,23 +523,19 @@ class Chooser:
             self._without[key] = self._predicted(order, tapes, None, num_steps)[-1]
         return self._without[key]
 
-    def _all_leave(self, order: PipelineOrder) -> PipelineStep:
-        """Predict the step in which all groups leave, within the bounds that an engine chooses."""
-        return self._predicted(order, self._tapes, without_plan(self._config), 2)[-1]
-
     def _try(self, choice: Choice) -> Tried:
         """Predict a short step by a choice."""
         return Tried(choice, *self._steps(self._short, choice, 1, has_state=True))
 
     def _try_whole(self, choice: Choice) -> Tried:
-        """Predict a step with all microbatches by a choice."""
         return Tried(choice, *self._steps(self._order, choice, 1, has_state=True))
 
     def _prove(self, choice: Choice) -> Tried:
         """Predict steps by a choice from the first on; return the last with the highest peaks."""
         steps = self._steps(self._order, choice, NUM_PROVEN, has_state=False)
-        ranks = map(_with_highest_peak, zip(*(step.ranks for step in steps), strict=True))
-        return Tried(choice, PipelineStep(list(ranks)))
+        peaks = zip(*([rank.peak_bytes for rank in step.ranks] for step in steps), strict=True)
+        last = zip(steps[-1].ranks, map(max, peaks), strict=True)
+        return Tried(choice, PipelineStep([replace(rank, peak_bytes=peak) for rank, peak in last]))
 
     def _steps(
         self, order: PipelineOrder, choice: Choice, num: int, *, has_state: bool
@@ -553,7 +551,6 @@ class Chooser:
         return self._played[key]
 
     def _plans(self, choice: Choice) -> Iterator[RankPlan]:
-        """Make the plan of each rank from its choice."""
         for rank, tapes in zip(choice, self._tapes_of(choice), strict=True):
             in_flight, ahead = rank.bounds or (None, None)
             groups = tapes.planned(frozenset(rank.stay))
@@ -591,11 +588,6 @@ def _best_of(ways: Sequence[Tried], limit_bytes: int) -> Tried:
     return min(ways, key=lambda way: (way.peak_bytes > limit_bytes, way.cost))
 
 
-def _with_highest_peak(steps: Sequence[RankStep]) -> RankStep:
-    """Return the last step of a rank, with the highest peak of all its steps."""
-    return replace(steps[-1], peak_bytes=max(step.peak_bytes for step in steps))
-
-
 def _choice(nums: Nums, bounds: Sequence[Bounds], stays: Iterable[tuple[Place, ...]]) -> Choice:
     return tuple(map(RankChoice, nums, bounds, stays))
 
@@ -607,7 +599,6 @@ def _scaled(bounds: Bounds, part: float) -> Bounds:
 
 
 def _with(nums: Nums, changes: Mapping[int, int]) -> Nums:
-    """Return ``nums`` with the changes by rank."""
     return tuple(changes.get(rank, num) for rank, num in enumerate(nums))
 
 

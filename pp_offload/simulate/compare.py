@@ -71,11 +71,10 @@ class Comparison:
     @property
     def above_the_limit(self) -> dict[int, int]:
         """Return the bytes above the plan's limit, for each rank above it."""
-        limit_bytes, ranks = self.limit_bytes, enumerate(self.with_offload.ranks)
-        if limit_bytes is None:
+        limit, peaks = self.limit_bytes, [rank.peak_bytes for rank in self.with_offload.ranks]
+        if limit is None:
             return {}
-        above = {number: rank.peak_bytes - limit_bytes for number, rank in ranks}
-        return {number: nbytes for number, nbytes in above.items() if nbytes > 0}
+        return {number: peak - limit for number, peak in enumerate(peaks) if peak > limit}
 
     @property
     def worse(self) -> list[str]:
