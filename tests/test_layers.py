@@ -23,7 +23,7 @@ MOST_LINES = {
     "_memory": 1477,
     "_slices": 1589,
     "backends": 721,
-    "cli": 1357,
+    "cli": 1356,
     "compat": 112,
     "integrations": 1197,
     "plan": 3179,

@@ -180,8 +180,7 @@ def _bytes_of(limit: str) -> int:
         problem = f"found {limit!r}, expected a number above 0 with a unit of {units}: 70GiB"
         raise wrong("--limit", problem)
     if limit.strip()[-1].isdigit() and nbytes < UNITS["MiB"]:
-        meant = f"{limit.strip()}GiB" if 0 < float(limit) < 1000 else "70GiB"
-        problem = f"found {limit}, which is {nbytes} bytes; expected a size such as {meant}"
+        problem = f"found {limit}, which is {nbytes} bytes; expected a size such as 70GiB"
         raise wrong("--limit", problem)
     return nbytes
 
