@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1197,
     "plan": 3179,
-    "simulate": 2705,
+    "simulate": 2697,
     "testing": 967,
     "trace": 1347,
 }

@@ -16,7 +16,7 @@ from pp_offload._common.tables import format_table
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.pipeline import Progress, Watcher, run_pipeline
+from pp_offload.simulate.pipeline import Progress, run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
@@ -120,7 +120,7 @@ def compare(
     config: OffloadConfig,
     peers: PeerLink | None = None,
     progress: Callable[[str], Progress | None] | None = None,
-    trace: Watcher | None = None,
+    trace: Any = None,
 ) -> Comparison:
     """Run a step without offload and a step with it.
 

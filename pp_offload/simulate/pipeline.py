@@ -9,10 +9,10 @@ step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
@@ -31,14 +31,6 @@ Progress = Callable[[int, int], None]
 """Called with the number of finished actions, and the number of all."""
 
 
-class Watcher(Protocol):
-    """Recorder of a pipeline: :class:`pp_offload.trace.Trace`, which is not imported here."""
-
-    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> AbstractContextManager[object]:
-        """Return a context that records the steps of all ranks, given a manager for each."""
-        ...
-
-
 def run_pipeline(
     order: PipelineOrder,
     work: Work,
@@ -48,7 +40,7 @@ def run_pipeline(
     peers: PeerLink | None = None,
     num_steps: int = 2,
     progress: Progress | None = None,
-    trace: Watcher | None = None,
+    trace: Any = None,
 ) -> PipelineStep:
     """Run some steps, and return the cost of the last one.
 
