@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1356,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3179,
-    "simulate": 2697,
+    "plan": 3154,
+    "simulate": 2701,
     "testing": 967,
     "trace": 1347,
 }

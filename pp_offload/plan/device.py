@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pp_offload._memory.disk_file import DiskWrite, Extent
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
-from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.memory import rounded
 
@@ -130,26 +128,6 @@ class HostNumbers:
         return host._device.memory.tensor(host.nbytes)
 
 
-class NumberFile(VirtualFile):
-    """File whose reads and writes only take time. No file is made; its size is unlimited."""
-
-    in_use_bytes = peak_bytes = 0
-
-    def __init__(self, clock: DiskClock) -> None:
-        self._clock = clock
-        self.listeners = ()
-        self.written_bytes = self.read_bytes = 0
-
-    def _open_file(self) -> Any:
-        """Open no file."""
-
-    def _extent(self, nbytes: int) -> Extent:
-        return Extent(0, nbytes)
-
-    def _in_use(self, write: DiskWrite) -> DiskWrite:
-        return write
-
-
 class NumberDevice(VirtualBackend):
     """Virtual device for tensors that are only their bytes."""
 
@@ -167,9 +145,6 @@ class NumberDevice(VirtualBackend):
     def current_stream(self) -> VirtualStream:
         """Return the compute stream, the only one of the device."""
         return self.compute
-
-    def open_disk(self, directory: object) -> VirtualFile:
-        return NumberFile(self.disk)
 
     def allocate_host(self, nbytes: int) -> Any:
         self.pin(nbytes)

@@ -12,13 +12,13 @@ NOTE [ One queue ]
 
 from __future__ import annotations
 
-import os
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from pp_offload._memory.disk_file import DiskEvent, DiskFile, DiskWrite
+from pp_offload._memory.disk_file import DiskEvent, DiskFile, DiskWrite, Extent
 from pp_offload.simulate.clocks import HostClock, VirtualEvent
 
 
@@ -46,25 +46,30 @@ class DiskClock:
 
 
 class VirtualFile(DiskFile):
-    """A file whose reads and writes take the time of a disk. The file exists and stays empty."""
+    """A file whose reads and writes only take the time of a disk. None is made, and it is never
+    full.
+    """
 
-    def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
-        super().__init__(directory)
+    def __init__(self, clock: DiskClock) -> None:
         self._clock = clock
+        self.listeners = ()
+        self.written_bytes = self.read_bytes = self.peak_bytes = self._in_use_bytes = 0
+        self._live, self._dead = {}, deque()
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Any] = ()) -> DiskWrite:
-        self._open_file()
+        self._collect()
         nbytes = sum(payload.numel() for payload in payloads)
         self.written_bytes += nbytes
-        work = self._work("write", nbytes, after)
-        return self._in_use(DiskWrite(work, self._extent(nbytes)))
+        return self._in_use(DiskWrite(self._work("write", nbytes, after), Extent(0, nbytes)))
 
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Any] = ()
     ) -> DiskEvent:
-        self._open_file()
         self.read_bytes += write.extent.nbytes
         return DiskEvent(self._work("read", write.extent.nbytes, [write, *after]))
+
+    def close(self) -> None:
+        """Close nothing."""
 
     def _work(self, name: str, nbytes: int, after: Sequence[Any]) -> VirtualEvent:
         """Queue work after events of streams and of this disk."""
