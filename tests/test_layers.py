@@ -29,7 +29,7 @@ MOST_LINES = {
     "plan": 3154,
     "simulate": 2701,
     "testing": 967,
-    "trace": 1347,
+    "trace": 1340,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

@@ -1,4 +1,4 @@
-"""Trace of some steps of a manager.
+"""Trace of some steps.
 
     with Trace("out.json.gz", steps=range(2, 4)) as trace:
         train()
@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 
 
 class Trace:
-    """Recording of steps of a manager into a file.
+    """Recording of steps of the current manager into a file.
 
     In ``torch.distributed`` with several ranks, each rank writes its own file, named by
     :func:`part_of`, and sends nothing. :func:`merge_ranks` makes one file of them.
@@ -37,7 +37,6 @@ class Trace:
         path: File to write; compressed if it ends in ``.gz``.
         steps: Steps to record, counted from 0 at the first ``reset()`` in the block. None records
             the whole block.
-        manager: Manager to record; the current one when None.
 
     The end of the block raises OSError if the file cannot be written; if the block raised, the log
     has it instead.
@@ -50,13 +49,7 @@ class Trace:
         timeline: The recording, even if it cannot be written; None while recording.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        steps: range | None = None,
-        manager: Manager | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, steps: range | None = None) -> None:
         check_kind("path", path, (str, os.PathLike), "a path", 'write "out.json.gz"')
         self.path = Path(path)
         if not self.path.parent.is_dir() or self.path.is_dir():
@@ -67,7 +60,7 @@ class Trace:
                 raise ValueError(f"steps is {steps}, expected some steps in a row, from 0 on")
         self.timeline: Timeline | None = None
         self._steps, self._is_written, self._num_ranks = steps, False, 1
-        self._managers: Sequence[Manager] = () if manager is None else (manager,)
+        self._managers: Sequence[Manager] = ()
         self._recorders: list[Recorder] = []
 
     def ranks(self, managers: Sequence[Manager]) -> AbstractContextManager[object]:
