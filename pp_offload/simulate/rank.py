@@ -21,7 +21,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.pipelining import Action
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.messages import Messages
-from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder, held_more
+from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
 from pp_offload.simulate.stages import RankWork
 
 
@@ -104,6 +104,7 @@ class VirtualRank:
         self.backend = backend
         self._number = number
         self._actions = order.actions[number]
+        self._num_in_flight = order.num_in_flight()[number]
         self._work = work
         self._messages = messages
         self._next = len(self._actions)
@@ -123,7 +124,6 @@ class VirtualRank:
         self._offload_s = backend.offload_s
         self._before = self.manager.statistics()
         self._waited_s: defaultdict[int, float] = defaultdict(float)
-        self._in_flight = self._most_in_flight = 0
         backend.memory.take_peak()
 
     @property
@@ -149,8 +149,6 @@ class VirtualRank:
             if needed.sender != self._number:
                 self._waited_s[needed.sender] += waited_s
         nbytes = self._run(action)
-        self._in_flight += held_more(action)
-        self._most_in_flight = max(self._most_in_flight, self._in_flight)
         made = self._messages.made_by(*action)
         if made is not None:
             self._messages.sends(made, self.backend, nbytes)
@@ -184,7 +182,7 @@ class VirtualRank:
             bytes_offloaded=statistics.bytes_offloaded - self._before.bytes_offloaded,
             on_demand_reloads=statistics.on_demand_reloads - self._before.on_demand_reloads,
             offload_s=self.backend.offload_s - self._offload_s,
-            num_in_flight=self._most_in_flight,
+            num_in_flight=self._num_in_flight,
             bounds=self.manager.bounds.now,
         )
 

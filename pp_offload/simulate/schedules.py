@@ -130,11 +130,12 @@ class PipelineOrder:
             shorter = PipelineOrder(self._schedule, num_microbatches=num, **sizes)
         except ValueError:  # the schedule has no such number
             return self
-        return shorter if shorter._most_held() == self._most_held() else self
+        return shorter if shorter.num_in_flight() == self.num_in_flight() else self
 
-    def _most_held(self) -> list[int]:
-        """Return for each rank the most forwards whose backward was pending."""
-        return [max(accumulate(map(held_more, actions))) for actions in self.actions]
+    def num_in_flight(self) -> list[int]:
+        """Return for each rank the most forwards at a time whose backward is pending."""
+        changes = [map(_change_in_flight, actions) for actions in self.actions]
+        return [max(accumulate(each, initial=0)) for each in changes]
 
     def schedule_of(self, stages: Sequence[Any]) -> Any:
         """Make the schedule over the stages of one rank.
@@ -167,8 +168,7 @@ class PipelineOrder:
         return [SimpleNamespace(stage_index=index, submod=None, **sizes) for index in range(each)]
 
 
-def held_more(action: Action) -> int:
-    """Return the change of a rank's number of forwards whose backward is pending."""
+def _change_in_flight(action: Action) -> int:
     return (action.kind == "FORWARD") - (action.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
 
 
