@@ -107,14 +107,12 @@ class VirtualRank:
         self._num_in_flight = order.num_in_flight()[number]
         self._work = work
         self._messages = messages
-        self._next = len(self._actions)
         self._begin_count()
 
     def begin_step(self, begin_s: float) -> None:
-        """Start with the first action again, at ``begin_s``."""
+        """Begin a step, at ``begin_s``."""
         self.backend.host.wait_until(begin_s)
         self._work.begin_step()
-        self._next = 0
         self._begin_count()
 
     def _begin_count(self) -> None:
@@ -126,34 +124,25 @@ class VirtualRank:
         self._waited_s: defaultdict[int, float] = defaultdict(float)
         backend.memory.take_peak()
 
-    @property
-    def has_more(self) -> bool:
-        """Whether the step has further actions."""
-        return self._next < len(self._actions)
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether the rank has another action, and the message needed by it."""
-        if not self.has_more:
-            return False
-        needed = self._messages.needed_by(*self._actions[self._next])
-        return needed is None or self._messages.is_there(needed)
-
-    def run_next(self) -> None:
-        """Receive the message of the next action, run the action, and send its message."""
-        action = self._actions[self._next]
-        self._next += 1
-        needed = self._messages.needed_by(*action)
-        if needed is not None:
-            waited_s = self._messages.receive(needed, self.backend)
-            if needed.sender != self._number:
-                self._waited_s[needed.sender] += waited_s
-        nbytes = self._run(action)
-        made = self._messages.made_by(*action)
-        if made is not None:
-            self._messages.sends(made, self.backend, nbytes)
-        if not self.has_more:
-            self._work.update()
+    def turns(self) -> Iterator[bool]:
+        """Run the actions of the step. Yields True after each, and False as long as the next one
+        needs a message that was not sent yet.
+        """
+        messages, backend = self._messages, self.backend
+        for action in self._actions:
+            needed = messages.needed_by(*action)
+            if needed is not None:
+                while not messages.is_there(needed):
+                    yield False
+                waited_s = messages.receive(needed, backend)
+                if needed.sender != self._number:
+                    self._waited_s[needed.sender] += waited_s
+            nbytes = self._run(action)
+            made = messages.made_by(*action)
+            if made is not None:
+                messages.sends(made, backend, nbytes)
+            yield True
+        self._work.update()
 
     def _run(self, action: Action) -> int:
         """Run an action, and return the bytes of the message that it makes."""
@@ -201,10 +190,16 @@ def run_step(
     for rank in ranks:
         with in_use(rank):
             rank.begin_step(begin_s)
-    while any(rank.has_more for rank in ranks):
-        assert any(rank.may_go_on for rank in ranks), "a schedule has no circles"
-        for rank in ranks:
+    running = {rank: rank.turns() for rank in ranks}
+    while running:
+        has_run = False
+        for rank, turns in [*running.items()]:
             with in_use(rank):
-                while rank.may_go_on:
-                    rank.run_next()
+                for may_go_on in turns:
+                    if not may_go_on:
+                        break
+                    has_run = True
                     yield
+                else:
+                    del running[rank]
+        assert has_run or not running, "a schedule has no circles"
