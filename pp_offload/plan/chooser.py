@@ -104,8 +104,8 @@ FIGURES = (
 SAME = 1e-6
 """Steps that differ by at most this part count as equal."""
 
-Nums = tuple[int, ...]
-"""Number of layers that each rank recomputes."""
+Nums = Mapping[int, int]
+"""Number of layers that ranks recompute; ranks that are not in it recompute none."""
 
 Bounds = tuple[int, int]
 """Bounds on bytes in flight, and on bytes ahead."""
@@ -215,8 +215,7 @@ class Chooser:
         num_groups = sum(len(as_saved(rank)) for rank in tapes)
         self._has_few = num_groups <= FEW
         self._short = order if self._has_few else order.shortened()
-        self._nothing: Nums = (0,) * len(tapes)
-        self._all_layers: Nums = tuple(rank.num_layers for rank in tapes)
+        self._all_layers: Nums = {n: rank.num_layers for n, rank in enumerate(tapes)}
         self._config = config or OffloadConfig()
         self._peers, self._progress = peers, progress
         self._num_predicted = 0
@@ -256,12 +255,12 @@ class Chooser:
 
     def without_offload(self) -> PipelineStep:
         """Predict the step in which all groups stay and no layer is recomputed."""
-        return self._without_offload(self._order, self._nothing)
+        return self._without_offload(self._order, {})
 
     def recomputed(self) -> PipelineStep | None:
         """Predict the step in which all layers are recomputed; None without such layers."""
         layers = self._all_layers
-        return self._without_offload(self._order, layers) if any(layers) else None
+        return self._without_offload(self._order, layers) if any(layers.values()) else None
 
     @property
     def least_limit_bytes(self) -> int:
@@ -336,11 +335,11 @@ class Chooser:
 
     def _ways(self, limit_bytes: int) -> list[Tried]:
         """Try ways, first without recomputed layers. Some may be above the limit."""
-        ways = self._filled(self._nothing, limit_bytes)
+        ways = self._filled({}, limit_bytes)
         layers = self._layers_of_needy(limit_bytes)
         if self._may_recompute(layers, _best_of(ways, limit_bytes), limit_bytes):
             ways += self._filled(self._enough(layers, limit_bytes), limit_bytes)
-            ways.append(self._first_fill(_with(self._nothing, layers), limit_bytes))
+            ways.append(self._first_fill(layers, limit_bytes))
         return [*ways, self._mixed(ways, limit_bytes)]
 
     def _filled(self, nums: Nums, limit_bytes: int) -> list[Tried]:
@@ -364,8 +363,8 @@ class Chooser:
 
     def _is_enough(self, way: Tried, limit_bytes: int) -> bool:
         """Whether a way fits, and no way with as many layers recomputed can be much faster."""
-        nums = tuple(rank.num_recomputed for rank in way.choice)
-        return way.peak_bytes <= limit_bytes and not self._may_be_shorter(nums, way)
+        fits = way.peak_bytes <= limit_bytes
+        return fits and not self._may_be_shorter(_nums_of(way.choice), way)
 
     def _may_be_shorter(self, nums: Nums, way: Tried) -> bool:
         """Whether a step may be shorter with ``nums`` layers recomputed, see NOTE [ No plan is
@@ -374,13 +373,13 @@ class Chooser:
         least_s = self._without_offload(self._short, nums).seconds
         return _is_longer(way.step.seconds, least_s, WORTH_IT)
 
-    def _may_recompute(self, layers: Mapping[int, int], best: Tried, limit_bytes: int) -> bool:
+    def _may_recompute(self, layers: Nums, best: Tried, limit_bytes: int) -> bool:
         """Whether a single recomputed layer on some rank may make a step shorter than the best."""
         if best.peak_bytes > limit_bytes:
             return bool(layers)
         if self._is_enough(best, limit_bytes):  # no layer has to be recorded anew
             return False
-        return any(self._may_be_shorter(_with(self._nothing, {rank: 1}), best) for rank in layers)
+        return any(self._may_be_shorter({rank: 1}, best) for rank in layers)
 
     def _mixed(self, ways: Sequence[Tried], limit_bytes: int) -> Tried:
         """Combine for each rank its choice from the way in which the rank costs least."""
@@ -431,27 +430,27 @@ class Chooser:
     def _first_fill(self, nums: Nums, limit_bytes: int) -> Tried:
         return self._fill(nums, self._first_bounds, ORDERS[0], limit_bytes)
 
-    def _enough(self, layers: Mapping[int, int], limit_bytes: int) -> Nums:
+    def _enough(self, layers: Nums, limit_bytes: int) -> Nums:
         """Search the number of layers that each rank recomputes; see NOTE [ When to recompute ].
 
         Args:
             layers: Number of layers of each rank that may recompute some.
         """
-        ranks = self._first_fill(self._nothing, limit_bytes).step.ranks
+        ranks = self._first_fill({}, limit_bytes).step.ranks
         too_few = {rank: -(ranks[rank].peak_bytes <= limit_bytes) for rank in layers}
         enough = dict(layers)
-        ranks = self._first_fill(_with(self._nothing, layers), limit_bytes).step.ranks
+        ranks = self._first_fill(layers, limit_bytes).step.ranks
         costs = {rank: _cost(ranks[rank], limit_bytes) for rank in layers}
         while any(enough[rank] - too_few[rank] > 1 for rank in layers):
             trial = {rank: (too_few[rank] + enough[rank] + 1) // 2 for rank in layers}
-            ranks = self._first_fill(_with(self._nothing, trial), limit_bytes).step.ranks
+            ranks = self._first_fill(trial, limit_bytes).step.ranks
             for rank, num in trial.items():
                 cost = _cost(ranks[rank], limit_bytes)
                 if cost > costs[rank]:
                     too_few[rank] = min(num, enough[rank] - 1)
                 else:
                     enough[rank], costs[rank] = num, cost
-        return _with(self._nothing, enough)
+        return enough
 
     def _layers_of_needy(self, limit_bytes: int) -> dict[int, int]:
         """Return the number of layers of each rank that is above the limit if all groups stay."""
@@ -477,7 +476,7 @@ class Chooser:
         """
         corners = [
             self._try(_choice(nums, [_scaled(both, part) for both in self._first_bounds], stays))
-            for nums in dict.fromkeys((self._nothing, self._all_layers))
+            for nums in ({}, self._all_layers)
             for part in BOUNDS
             for stays in (((),) * len(self._tapes), _everything(self._recomputing(nums)))
         ]
@@ -516,9 +515,9 @@ class Chooser:
 
     def _without_offload(self, order: PipelineOrder, nums: Nums) -> PipelineStep:
         """Predict the step in which all groups stay; the second if an optimizer has a state."""
-        key = order.num_microbatches, nums
+        tapes = self._recomputing(nums)
+        key = order.num_microbatches, tuple(nums.get(rank, 0) for rank in range(len(tapes)))
         if key not in self._without:
-            tapes = self._recomputing(nums)
             num_steps = 1 + any(rank.update.state_bytes for rank in tapes)
             self._without[key] = self._predicted(order, tapes, None, num_steps)[-1]
         return self._without[key]
@@ -557,10 +556,10 @@ class Chooser:
             yield RankPlan(groups, max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
 
     def _tapes_of(self, choice: Choice) -> list[RankTapes]:
-        return self._recomputing([rank.num_recomputed for rank in choice])
+        return self._recomputing(_nums_of(choice))
 
-    def _recomputing(self, nums: Sequence[int]) -> list[RankTapes]:
-        return [tapes.recomputing(num) for tapes, num in zip(self._tapes, nums, strict=True)]
+    def _recomputing(self, nums: Nums) -> list[RankTapes]:
+        return [tapes.recomputing(nums.get(rank, 0)) for rank, tapes in enumerate(self._tapes)]
 
     def _predicted(
         self,
@@ -589,17 +588,18 @@ def _best_of(ways: Sequence[Tried], limit_bytes: int) -> Tried:
 
 
 def _choice(nums: Nums, bounds: Sequence[Bounds], stays: Iterable[tuple[Place, ...]]) -> Choice:
-    return tuple(map(RankChoice, nums, bounds, stays))
+    both = enumerate(zip(bounds, stays, strict=True))
+    return tuple(RankChoice(nums.get(rank, 0), *of_rank) for rank, of_rank in both)
+
+
+def _nums_of(choice: Choice) -> Nums:
+    return {rank: each.num_recomputed for rank, each in enumerate(choice)}
 
 
 def _scaled(bounds: Bounds, part: float) -> Bounds:
     """Scale both bounds, to at least 1: with 0 in flight compute would wait for each copy."""
     in_flight, ahead = (max(1, int(part * nbytes)) for nbytes in bounds)
     return in_flight, ahead
-
-
-def _with(nums: Nums, changes: Mapping[int, int]) -> Nums:
-    return tuple(changes.get(rank, num) for rank, num in enumerate(nums))
 
 
 def _cost(rank: RankStep, limit_bytes: int) -> tuple[int, float]:
