@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +81,14 @@ def config_of(options: argparse.Namespace) -> OffloadConfig:
     )
 
 
-def bar(name: str) -> Callable[[int, int], None] | None:
-    """A progress bar, where standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return None
-
-    def show(done: int, total: int) -> None:
-        full = BAR_WIDTH * done // total
-        if done == total:
-            sys.stderr.write("\r" + " " * (BAR_WIDTH + 30) + "\r")
-        elif full != BAR_WIDTH * (done - 1) // total:
-            sys.stderr.write(f"\r{name:<16} [{'#' * full}{'.' * (BAR_WIDTH - full)}]")
-        sys.stderr.flush()
-
-    return show
+def show(name: str, done: int, total: int) -> None:
+    """A progress bar."""
+    full = BAR_WIDTH * done // total
+    if done == total:
+        sys.stderr.write("\r" + " " * (BAR_WIDTH + 30) + "\r")
+    elif full != BAR_WIDTH * (done - 1) // total:
+        sys.stderr.write(f"\r{name:<16} [{'#' * full}{'.' * (BAR_WIDTH - full)}]")
+    sys.stderr.flush()
 
 
 def simulate(options: argparse.Namespace) -> Comparison:
@@ -106,7 +99,7 @@ def simulate(options: argparse.Namespace) -> Comparison:
         DEVICES[options.device],
         peers=peers_of(options),
         config=config_of(options),
-        progress=bar,
+        progress=show if sys.stderr.isatty() else None,
         trace=Trace(options.trace) if options.trace else None,
     )
 

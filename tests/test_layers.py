@@ -27,7 +27,7 @@ MOST_LINES = {
     "compat": 112,
     "integrations": 1197,
     "plan": 3154,
-    "simulate": 2694,
+    "simulate": 2693,
     "testing": 967,
     "trace": 1340,
 }

@@ -143,7 +143,7 @@ def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> I
                 pipeline.hardware,
                 config=config,
                 peers=PeerLink(bytes_per_s=given.network_gb * GB),
-                progress=None if progress is None else progress("steps predicted"),
+                progress=None if progress is None else partial(progress, "steps predicted"),
             )
 
 
@@ -155,13 +155,13 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[str], Callable[..., None]] | None]:
-    """Yield a function that makes progress callbacks; None without a terminal."""
+def progress_line() -> Iterator[Callable[..., None] | None]:
+    """Yield a function that shows the progress of something; None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     try:
-        yield lambda name: partial(_show, name)
+        yield _show
     finally:
         sys.stderr.write("\r\033[K")
 

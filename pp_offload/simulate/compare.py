@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from pp_offload._common.sizes import size_cell, size_said
@@ -16,7 +17,7 @@ from pp_offload._common.tables import format_table
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.pipeline import Progress, run_pipeline
+from pp_offload.simulate.pipeline import run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Work
@@ -119,7 +120,7 @@ def compare(
     *,
     config: OffloadConfig,
     peers: PeerLink | None = None,
-    progress: Callable[[str], Progress | None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     trace: Any = None,
 ) -> Comparison:
     """Run a step without offload and a step with it.
@@ -127,7 +128,7 @@ def compare(
     Args:
         order, work, hardware, peers: See :func:`run_pipeline`.
         config: Options of the run with offload.
-        progress: Given the name of a run, returns the callback for each of its actions.
+        progress: Called after each action with the name of the run, and as by run_pipeline.
         trace: Records the run with offload.
     """
 
@@ -135,12 +136,10 @@ def compare(
     # the state of an optimizer exists from the end of the first step on.
     num_steps = 2 if isinstance(work, Modules) and work.optimizer is not None else 1
     names = "without offload", "with offload"
-    watch = [None if progress is None else progress(name) for name in names]
-    without = run_pipeline(
-        order, work, hardware, peers=peers, num_steps=num_steps, progress=watch[0]
-    )
+    none, ours = (None if progress is None else partial(progress, name) for name in names)
+    without = run_pipeline(order, work, hardware, peers=peers, num_steps=num_steps, progress=none)
     with_offload = run_pipeline(
-        order, work, hardware, peers=peers, config=config, progress=watch[1], trace=trace
+        order, work, hardware, peers=peers, config=config, progress=ours, trace=trace
     )
     plan = config.offload_plan
     return Comparison(without, with_offload, None if plan is None else plan.limit_bytes)

@@ -130,5 +130,5 @@ def test_a_line_of_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_line() as progress:
         assert progress is not None
-        progress("with offload")(3, 10)
+        progress("with offload", 3, 10)
     assert terminal.getvalue() == "\r\033[Kwith offload: 3 of 10\r\033[K"
