@@ -95,7 +95,6 @@ def hardware_of(name: str) -> Hardware:
 
 
 def _chosen(names: str, groups: Any) -> dict[str, Any]:
-    """Parse the groups that ``--groups`` names."""
     if groups is None:
         problem = f"found {names!r}, but the model marks its groups itself; leave it out"
         raise wrong("--groups", problem)

@@ -240,7 +240,6 @@ class Chooser:
         return OffloadPlan(made_for, limit_bytes, best.step.seconds, least_s, ranks, options)
 
     def _ranks_of(self, best: Tried) -> Iterator[RankPlan]:
-        """Make the ranks of a plan, each with its predicted figures."""
         plans, tapes = self._plans(best.choice), self._tapes_of(best.choice)
         for plan, step, tape in zip(plans, best.step.ranks, tapes, strict=True):
             in_flight, ahead = step.bounds

@@ -29,7 +29,6 @@ class Bytes:
         self.live_bytes = self.peak_bytes = taken_bytes
 
     def take_peak(self) -> None:
-        """Begin a new peak."""
         self.peak_bytes = self.live_bytes
 
     def pass_by(self, nbytes: int, rise: int) -> None:
@@ -40,7 +39,6 @@ class Bytes:
         self.live_bytes = live + nbytes
 
     def tensor(self, nbytes: int) -> NumberTensor:
-        """Allocate a tensor."""
         taken = rounded(nbytes)
         self.pass_by(taken, taken)
         return NumberTensor(nbytes, Held(self, taken))

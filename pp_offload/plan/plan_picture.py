@@ -74,7 +74,6 @@ def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
 
 
 def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
-    """Draw the bytes of groups that leave and that stay, by rank."""
     groups = [[group for stage in rank.stages for group in stage] for rank in ranks]
     leave, stay = (
         [sum(group.nbytes for group in each if group.keeps is keeps) / GIB for each in groups]

@@ -221,7 +221,6 @@ class _Recording:
         return Update(*(tuple(e for e in each if isinstance(e, Stretch)) for each in updates))
 
     def _tapes(self, run: Sequence[int]) -> Iterable[tuple[int, Tape]]:
-        """Record the tapes of adjacent stages."""
         whole, split = (self._played(run, kind) for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"))
         for stage in run:
             if stage in whole and stage in split:

@@ -113,7 +113,6 @@ class Recorder(Observer):
         backend.compute.listeners = (*backend.compute.listeners, self._ran)
 
     def begin_chunk(self) -> ChunkNotes:
-        """Begin the forward of a microbatch."""
         self.chunk = ChunkNotes()
         return self.chunk
 
@@ -355,7 +354,6 @@ class _WatchedMemory(DeviceMemory):
         self._num = 0
 
     def number_of(self, storage: UntypedStorage) -> int:
-        """Return the number of a storage."""
         number: int = self._numbers[storage]
         return number
 
