@@ -82,16 +82,16 @@ def plan(given: Namespace) -> int:
         except InfeasibleError as failure:
             advice = "" if given.recompute else "; or leave out --no-recompute"
             raise wrong("--limit", f"{failure}{advice}") from failure
-    none = chooser.without_offload()
+    without = chooser.without_offload()
     if given.output is not None:
         chosen.save(given.output)
-    say(f"{pipeline.title}\n\n{table(chosen, none, roomier)}")
+    say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
     if given.png is not None:
         from pp_offload.plan.plan_picture import draw_plan
 
-        _draw(partial(draw_plan, chosen, none), given.png)
+        _draw(partial(draw_plan, chosen, without), given.png)
     if given.engine == "megatron":
-        in_flight = [rank.num_in_flight for rank in none.ranks]
+        in_flight = [rank.num_in_flight for rank in without.ranks]
         say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")
     if given.output is not None:
         say(_how_to_follow(chosen, given.output))

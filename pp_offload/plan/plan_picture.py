@@ -26,12 +26,12 @@ BAR_WIDTH = 0.38
 WITHOUT = "device, without offload"
 
 
-def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str]) -> None:
+def draw_plan(plan: OffloadPlan, without: PipelineStep, path: str | os.PathLike[str]) -> None:
     """Draw the peaks and groups of each rank of a plan.
 
     Args:
         plan: Plan of :func:`choose`.
-        none: Step without offload.
+        without: Step without offload.
         path: File, whose suffix names the format.
 
     Raises:
@@ -42,7 +42,7 @@ def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str
     art.check_format(path)
     figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
     peaks, groups = figure.subplots(2, 1, sharex=True)
-    _draw_peaks(peaks, plan, none)
+    _draw_peaks(peaks, plan, without)
     _draw_groups(groups, plan.ranks)
     for axes in (peaks, groups):
         axes.grid(axis="y", color=art.FAINT, linewidth=0.6)
@@ -57,10 +57,10 @@ def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str
     art.save(figure, path)
 
 
-def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
+def _draw_peaks(axes: Any, plan: OffloadPlan, without: PipelineStep) -> None:
     ranks = range(len(plan.ranks))
     limit = plan.limit_bytes / GIB
-    without = [rank.peak_bytes / GIB for rank in none.ranks]
+    without = [rank.peak_bytes / GIB for rank in without.ranks]
     planned = [rank.peak_bytes / GIB for rank in plan.ranks]
     host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
     empty: dict[str, Any] = {"facecolor": art.WHITE, "edgecolor": art.DEVICE}
@@ -104,7 +104,7 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
         ValueError: The suffix names no format of pictures.
     """
     art.check_format(path)
-    none = front.without_offload
+    without = front.without_offload
     figure = art.new_figure(FRONT_HEIGHT_INCHES, layout="constrained")
     axes = figure.add_subplot()
 
@@ -118,11 +118,11 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
     if recomputed := [*compress(by_limit, partly)]:
         circles = {"color": art.RECOMPUTE, "markersize": 8, "markerfacecolor": "none"}
         draw("with layers recomputed", recomputed, "o", **circles)
-    draw("without offload", [(peak_of(none), none.seconds)], "s", color=art.DEVICE)
+    draw("without offload", [(peak_of(without), without.seconds)], "s", color=art.DEVICE)
     if (every := front.recomputed) is not None:
         label = "all layers recomputed, nothing leaves"
         draw(label, [(peak_of(every), every.seconds)], "D", color=art.RECOMPUTE)
-    axes.axhline(none.seconds * 1e3, color=art.DEVICE, linewidth=0.6, linestyle="--")
+    axes.axhline(without.seconds * 1e3, color=art.DEVICE, linewidth=0.6, linestyle="--")
     axes.axvspan(0, by_limit[0][0] / GIB, color=art.FAINT, label="no plan was found")
     axes.set_xlim(left=0)
     axes.set_xlabel("limit of each device, GiB")

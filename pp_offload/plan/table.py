@@ -65,15 +65,15 @@ Of the end of each step; the state is there from that of the first one on."""
 # Plans
 
 
-def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = None) -> str:
+def table(plan: OffloadPlan, without: PipelineStep, roomier: OffloadPlan | None = None) -> str:
     """Format a row for each rank, and below whether host memory or the link binds.
 
     Args:
         plan: The plan.
-        none: The step without offload.
+        without: The step without offload.
         roomier: Plan of :meth:`Chooser.with_more_on_the_host`.
     """
-    both = zip(plan.ranks, none.ranks, strict=True)
+    both = zip(plan.ranks, without.ranks, strict=True)
     rows = [_rank(number, *pair) for number, pair in enumerate(both)]
     lines = [_headline(plan), "", format_table([HEAD, *rows]), NOTE, _of_the_optimizer(plan)]
     if roomier is not None:
@@ -124,11 +124,11 @@ def _because_of_the_link(plan: OffloadPlan) -> str:
     return f"\nCopies have too much to do: {advice}."
 
 
-def _rank(number: int, planned: RankPlan, none: RankStep) -> tuple[str, ...]:
+def _rank(number: int, planned: RankPlan, without: RankStep) -> tuple[str, ...]:
     num = num_recomputed(planned)
     return (
         str(number),
-        size_cell(none.peak_bytes),
+        size_cell(without.peak_bytes),
         size_cell(planned.peak_bytes),
         size_cell(planned.host_peak_bytes),
         f"{planned.stalled_s * 1e3:.1f}",
@@ -154,19 +154,19 @@ def _named(rank: RankPlan, *, keeps: bool) -> str:
 
 def front_table(front: Front) -> str:
     """Format a row for each limit, and for each step without a plan."""
-    none = front.without_offload
-    rows = [_planned(number, plan, none) for number, plan in enumerate(front.plans)]
+    without = front.without_offload
+    rows = [_planned(number, plan, without) for number, plan in enumerate(front.plans)]
     if front.recomputed is not None:
-        rows.append(_step("all recomputed", front.recomputed, none, recomputed="all"))
-    rows.append(_step("without offload", none, none))
+        rows.append(_step("all recomputed", front.recomputed, without, recomputed="all"))
+    rows.append(_step("without offload", without, without))
     return "\n".join([format_table([FRONT_HEAD, *rows]), FRONT_NOTE])
 
 
-def _planned(number: int, plan: OffloadPlan, none: PipelineStep) -> tuple[str, ...]:
+def _planned(number: int, plan: OffloadPlan, without: PipelineStep) -> tuple[str, ...]:
     return _step(
         f"plan {number}",
         plan,
-        none,
+        without,
         limit=size_cell(plan.limit_bytes, is_least=True),
         host=size_cell(max(rank.host_peak_bytes for rank in plan.ranks)),
         recomputed=str(num_recomputed(*plan.ranks) or "-"),
@@ -176,14 +176,14 @@ def _planned(number: int, plan: OffloadPlan, none: PipelineStep) -> tuple[str, .
 def _step(
     name: str,
     step: PipelineStep | OffloadPlan,
-    none: PipelineStep,
+    without: PipelineStep,
     *,
     limit: str = "-",
     host: str = "-",
     recomputed: str = "-",
 ) -> tuple[str, ...]:
     step_ms = f"{step.seconds * 1e3:.1f}"
-    longer = f"{step.seconds / none.seconds - 1:.1%}" if none.seconds else "-"
+    longer = f"{step.seconds / without.seconds - 1:.1%}" if without.seconds else "-"
     return name, limit, size_cell(peak_of(step)), step_ms, longer, host, recomputed
 
 
