@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1355,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3147,
-    "simulate": 2693,
+    "plan": 3143,
+    "simulate": 2689,
     "testing": 967,
     "trace": 1340,
 }

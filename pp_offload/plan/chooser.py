@@ -172,7 +172,6 @@ def choose(
     config: OffloadConfig | None = None,
     peers: PeerLink | None = None,
     made_for: str = "",
-    progress: Callable[[int], None] | None = None,
 ) -> OffloadPlan:
     """Make a plan whose peak is below the limit on each rank.
 
@@ -183,14 +182,13 @@ def choose(
         config: The options beside the plan, such as bounds. ``host_budget_bytes`` is the host
             memory of each rank; a group without room there stays.
         made_for: Model, schedule and device, in words, for readers of the file.
-        progress: Function called before each predicted step with the number of steps so far.
 
     Raises:
         InfeasibleError: The limit is too low even if all groups leave, and all layers that may be
             recomputed are.
         ValueError: The options choose groups that stay, or :func:`predict` refuses an argument.
     """
-    chooser = Chooser(order, tapes, hardware, config=config, peers=peers, progress=progress)
+    chooser = Chooser(order, tapes, hardware, config=config, peers=peers)
     return chooser.plan(limit_bytes, made_for=made_for)
 
 
@@ -198,7 +196,8 @@ class Chooser:
     """Planner of one pipeline. Predictions for one limit are reused for the next.
 
     Args:
-        order, tapes, hardware, config, peers, progress: As for :func:`choose`.
+        order, tapes, hardware, config, peers: As for :func:`choose`.
+        progress: Function called before each predicted step with the number of steps so far.
     """
 
     def __init__(

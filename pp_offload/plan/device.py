@@ -105,9 +105,6 @@ class HostNumbers:
         self._device = device
         self.nbytes = nbytes
 
-    def __deepcopy__(self, memo: object) -> HostNumbers:
-        return self  # it never changes
-
     def numel(self) -> int:
         return self.nbytes
 

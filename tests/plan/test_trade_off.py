@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from helpers.plans.chosen import slow
+from helpers.plans.chosen import chooser_of, slow
 from helpers.plans.small import planned
 
-from pp_offload.plan import Chooser, InfeasibleError, front
+from pp_offload.plan import InfeasibleError, front
 from pp_offload.plan.trade_off import peak_of
 
 pytestmark = pytest.mark.usefixtures("small_floor")
 
 
-def chooser_of(seed: int, layers: str | None = None) -> Chooser:
-    drawn, tapes = planned(seed, layers=layers)
-    return Chooser(drawn.order, tapes, drawn.hardware, config=drawn.config, peers=drawn.peers)
-
-
 @pytest.mark.parametrize("layers", [None, "*"])
 @pytest.mark.parametrize("seed", [2, 3, *slow(1, 4, 8)])
 def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
-    chooser = chooser_of(seed, layers)
+    chooser = chooser_of(*planned(seed, layers=layers))
     plans_by_limit = front(chooser, num=4)
     plans, none = plans_by_limit.plans, plans_by_limit.without_offload
     for less, more in zip(plans, plans[1:], strict=False):
@@ -36,4 +31,4 @@ def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
 
 def test_a_front_has_two_ends() -> None:
     with pytest.raises(ValueError, match="num is 1"):
-        front(chooser_of(3), num=1)
+        front(chooser_of(*planned(3)), num=1)
