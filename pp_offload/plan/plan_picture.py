@@ -60,16 +60,16 @@ def draw_plan(plan: OffloadPlan, without: PipelineStep, path: str | os.PathLike[
 def _draw_peaks(axes: Any, plan: OffloadPlan, without: PipelineStep) -> None:
     ranks = range(len(plan.ranks))
     limit = plan.limit_bytes / GIB
-    without = [rank.peak_bytes / GIB for rank in without.ranks]
+    unplanned = [rank.peak_bytes / GIB for rank in without.ranks]
     planned = [rank.peak_bytes / GIB for rank in plan.ranks]
     host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
     empty: dict[str, Any] = {"facecolor": art.WHITE, "edgecolor": art.DEVICE}
     bars = {"width": BAR_WIDTH, "align": "edge"}
-    axes.bar([rank - BAR_WIDTH for rank in ranks], without, label=WITHOUT, **bars, **empty)
+    axes.bar([rank - BAR_WIDTH for rank in ranks], unplanned, label=WITHOUT, **bars, **empty)
     axes.bar(ranks, planned, color=art.DEVICE, label="device, by the plan", **bars)
     axes.plot(ranks, host, "o", color=art.HOST, label="host memory", clip_on=False)
     axes.axhline(limit, color=art.DEVICE, linestyle="--", linewidth=0.8, label="limit")
-    axes.set_ylim(top=1.05 * max(*without, *planned, *host, limit))
+    axes.set_ylim(top=1.05 * max(*unplanned, *planned, *host, limit))
     axes.set_ylabel("peak, GiB")
 
 
