@@ -37,8 +37,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from pp_offload._common.processes import logger_of
 from pp_offload._core.batch import Batch, Spec
 from pp_offload._core.bound import Bound
@@ -46,6 +44,7 @@ from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
 from pp_offload._memory.host_tensors import Owner
+from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig, add_tier_name
 from pp_offload.errors import NotWhileCapturingError, TierError
@@ -121,7 +120,7 @@ class HostTier:
         """
         place = self.pool.take(sizes, owner, force=force)
         if specs != place.specs:  # else shaped already, in the last step
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 views = zip(place.views, specs, strict=True)
                 place.tensors = [view.view(dtype).view(shape) for view, (shape, dtype) in views]
             place.specs = specs  # last, for an interrupt

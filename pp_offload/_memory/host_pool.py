@@ -37,6 +37,7 @@ from torch import Tensor
 from pp_offload._common.processes import logger_of
 from pp_offload._memory.budget import HostBudget, OverBudgetError, Reserved
 from pp_offload._memory.ranges import Ranges
+from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Event
 from pp_offload.errors import NotWhileCapturingError
 
@@ -275,7 +276,7 @@ class HostPool:
         assert starts is not None
         addresses = list(self._slabs)
         views, slabs = [], []
-        with torch.inference_mode(False):  # or the views could not be written outside it
+        with outside_inference_mode():  # or the views could not be written outside it
             for start, size in zip(starts, sizes, strict=True):
                 address = addresses[bisect_right(addresses, start) - 1]
                 slab = self._slabs[address]
@@ -375,7 +376,7 @@ class HostPool:
         self.num_allocations += 1
         begin_s = perf_counter()
         try:
-            with torch.inference_mode(False):
+            with outside_inference_mode():
                 data = self._allocate(nbytes)
         except MemoryError:
             del reserved  # or the traceback would keep it counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Return a context where new tensors are no inference tensors, which only that mode may write.
+
+    An ``inference_mode(False)`` that an interrupt cuts off ends when its traceback is freed. One of
+    a hook would then turn grad off, as it is inside a hook. So it is left out where not needed.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -32,6 +32,7 @@ from pp_offload._core.verify import check_same, checksum_of
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.host_pool import HostPool
 from pp_offload._memory.host_tensors import host_tensors
+from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import OffloadConfig
 
@@ -82,7 +83,7 @@ class PlainCopies:
         checksums = self._checksums(sources)
         with self._lock:
             self.poll()
-            with torch.inference_mode(False):  # other threads, in no such mode, may write these
+            with outside_inference_mode():  # other threads, in no such mode, may write these
                 targets = [torch.empty_like(source, device=backend.device) for source in sources]
             backend.h2d.wait_event(stream.record_event())  # earlier users of the memory have ended
             self._bytes_reloaded += sum([source.nbytes for source in sources])
@@ -101,7 +102,7 @@ class PlainCopies:
         checksums = self._checksums(dense)
         with self._lock:
             self.poll()
-            with torch.inference_mode(False):  # the program could not go on with inference tensors
+            with outside_inference_mode():  # the program could not go on with inference tensors
                 targets = self._gradient_memory(dense)
             self._streams.follow(stream)
             backend.d2h.wait_event(stream.record_event())  # the sources are computed

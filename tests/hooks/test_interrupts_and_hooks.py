@@ -236,3 +236,51 @@ def test_an_interrupt_at_each_line(way: str, depth: int) -> None:
         assert number > 10 and not wrong, wrong
         assert same_bits(program.step(), expected)
         assert not _seeing, "modules are met for a context that nobody is in, which it keeps alive"
+
+
+MODES = torch.autograd.grad_mode.__file__
+
+
+class Returns:
+    """Raises where the ``number``-th function of PyTorch's grad modes that a hook calls returns."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.has_raised = False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        is_called_here = (
+            frame.f_back is not None and "pp_offload" in frame.f_back.f_code.co_filename
+        )
+        return self._line if frame.f_code.co_filename == MODES and is_called_here else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "return":
+            self.number -= 1
+            if self.number < 0 and not self.has_raised:
+                self.has_raised = True
+                raise KeyboardInterrupt
+        return self._line
+
+
+def test_an_interrupt_in_a_grad_mode_of_pytorch_leaves_grad_on() -> None:
+    """Inside hooks grad is off, and host memory is taken there."""
+    context = OffloadActivations(
+        min_offload_size=1, max_fwd_stash_size=1, backend=make_backend("cpu")
+    )
+    layer = Layer()
+    number, interrupted = 0, True
+    while interrupted:
+        returns = Returns(number)
+        sys.settrace(returns)
+        try:
+            with context:
+                layer(torch.randn(4 + number, WIDTH)).sum()  # another size takes other memory
+        except KeyboardInterrupt:
+            pass  # drops the traceback, and what its frames hold
+        finally:
+            sys.settrace(None)
+        was_on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)  # for the tests behind this one
+        assert was_on
+        number, interrupted = number + 1, returns.has_raised
