@@ -289,9 +289,6 @@ class Mover:
         h2d.wait_event(live.record_event())  # former users of the memory of the targets are done
         for batch, _ in wanted:
             h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
-            if batch.reading is not None:  # a thread has waited for these events, not h2d
-                for event in batch.place.waits_for:
-                    h2d.wait_event(event)
         event = self._copy(self.backend.h2d, h2d.record_event, targets, sources, wanted)
         reload.event = event
         for batch, _ in wanted:
@@ -401,7 +398,7 @@ class Mover:
             with self.lock:
                 self.poll()
                 if batch.leaving is not None:
-                    self.take_back(batch, index)
+                    self.take_back(batch)
                 if index in batch.changed:
                     raise _changed(batch, index)
                 back = batch.back
@@ -477,10 +474,10 @@ class Mover:
         else:
             wait(event)
 
-    def take_back(self, batch: Batch, asked: int = -1) -> bool:
-        """Use sources whose copy to the host has still to run in place of reloads: of payloads with
-        remaining uses, and of payload ``asked``. The lock is held. Returns whether there are
-        sources that the live stream may use.
+    def take_back(self, batch: Batch) -> bool:
+        """Use sources whose copy to the host has still to run in place of reloads, of payloads with
+        remaining uses. The lock is held. Returns whether there are sources that the live stream may
+        use.
         """
         leaving, back, live = batch.leaving, batch.back, self._captured(self.current_stream())
         if leaving is None:
@@ -493,7 +490,7 @@ class Mover:
         for index, source in enumerate(leaving.sources):
             if back.device[index] is not None or index in batch.changed:
                 continue
-            if back.uses_left[index] > 0 or index == asked:
+            if back.uses_left[index] > 0:
                 back.put(index, source, reload)
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
