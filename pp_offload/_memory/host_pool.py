@@ -331,8 +331,7 @@ class HostPool:
                     rest.append(use)
                     continue
                 events[id(use.event)] = use.event
-                if use.start < start:
-                    rest.append(use._replace(end=start))
+                # A use never begins before ``start``: ranges are taken from their beginnings.
                 if end < use.end:
                     rest.append(use._replace(start=end))
             self._pending = rest
