@@ -20,7 +20,7 @@ MOST_LINES = {
     "_groups": 3380,
     "_hooks": 419,
     "_megatron": 1346,
-    "_memory": 1487,
+    "_memory": 1483,
     "_slices": 1590,
     "backends": 721,
     "cli": 1355,

@@ -82,11 +82,10 @@ class DiskEvent:
 class Extent:
     """A range of the file, free when neither a :class:`DiskWrite` nor a thread refers to it."""
 
-    __slots__ = ("__weakref__", "checksum", "failure", "is_read", "nbytes", "start")
+    __slots__ = ("__weakref__", "checksum", "failure", "nbytes", "start")
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.nbytes = start, nbytes
-        self.is_read = False  # True: a read is queued, so the write must not be skipped
         self.checksum: int | None = None  # None until the write has ended
         self.failure: DiskTierError | None = None
 
@@ -184,7 +183,7 @@ class DiskFile:
         owner = weakref.ref(write)  # weak: the thread keeps only the extent
 
         def is_wanted() -> bool:
-            return (extent.is_read or owner() is not None) and self._file is not None
+            return owner() is not None and self._file is not None
 
         def run() -> None:
             try:
@@ -201,23 +200,20 @@ class DiskFile:
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
-        """Queue a read of all bytes of ``write``, which the caller may drop meanwhile.
+        """Queue a read of all bytes of ``write``.
 
         Args:
-            write: Result of :meth:`write`.
+            write: Result of :meth:`write`. Keep it until the read has ended.
             payloads: Host tensors of as many bytes; undefined until the read has ended well.
             after: Earlier uses of ``payloads``, which the thread waits for first.
 
         Raises:
-            ValueError: ``payloads`` have another number of bytes.
             ClosedError, ForkedError: As for :meth:`write`.
         """
         file, extent, written = self._open_file(), write.extent, write.event
-        extent.is_read = True
         views = [as_array(payload).data for payload in payloads]
-        nbytes = sum(map(len, views))
-        if nbytes != extent.nbytes:
-            raise ValueError(f"read of {nbytes} bytes into what has {extent.nbytes} on disk")
+        nbytes = extent.nbytes
+        assert sum(map(len, views)) == nbytes
 
         def run() -> DiskTierError | None:
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import logging
 import os
 import threading
@@ -102,26 +101,16 @@ def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
 
 
 class Gate:
-    """System calls that wait until it is open.
+    """Writes wait until it is open."""
 
-    Args:
-        monkeypatch: Puts it there.
-        step: Which ones, such as ``_pwrite``.
-        num_open: So many do not wait.
-    """
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, step: str = "_pwrite", num_open: int = 0
-    ) -> None:
-        self.gate = threading.Event()
-        call, numbers = getattr(DiskFile, step), itertools.count()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, write = threading.Event(), DiskFile._pwrite
 
         def wait(*args: Any) -> int:
-            assert next(numbers) < num_open or self.gate.wait(60)
-            done: int = call(*args)
-            return done
+            assert self.gate.wait(60)
+            return write(*args)
 
-        monkeypatch.setattr(DiskFile, step, staticmethod(wait))
+        monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(wait))
 
     def __enter__(self) -> None:
         pass

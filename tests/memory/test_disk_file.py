@@ -17,12 +17,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from helpers.forks import statuses
 from helpers.processes import Run, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pp_offload import ClosedError, DiskTierError
+from pp_offload import ClosedError, DiskTierError, ForkedError
 from pp_offload._memory.disk_file import (
     BLOCK_BYTES,
     DiskFile,
@@ -179,6 +180,14 @@ def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
     assert read(file, written(file, *payloads)).equal(torch.cat(payloads))
 
 
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    write = written(file, some_bytes(10_000))
+    os.ftruncate(descriptor(file), 5000)
+    with pytest.raises(DiskTierError, match="the file ends at 5000"):
+        read(file, write)
+
+
 @pytest.mark.parametrize(("place", "bit"), [(0, 0), (511, 7), (299_999, 7)])
 def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None:
     file = DiskFile(tmp_path)
@@ -228,6 +237,19 @@ def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) 
         with pytest.raises(ClosedError):
             do()
     wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_forked_process_is_refused(tmp_path: Path) -> None:
+    """It shares the descriptor, and would write where its parent reads."""
+    file, data = DiskFile(tmp_path), some_bytes(100)
+    write = written(file, data)
+
+    def child() -> None:
+        for ask in (lambda: file.write([data]), lambda: file.read_into(write, [data])):
+            with pytest.raises(ForkedError):
+                ask()
+
+    assert statuses([child]) == [0]
 
 
 def run_python(code: str, *arguments: object) -> Run:
