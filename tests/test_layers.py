@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1473,
     "_common": 1214,
     "_core": 4621,
-    "_groups": 3380,
+    "_groups": 3378,
     "_hooks": 419,
     "_megatron": 1346,
     "_memory": 1483,

@@ -152,8 +152,6 @@ class StepRecord:
         for key in self._backward.keys() - self._forward.keys():
             del self._backward[key]
         self._is_partly_forgotten |= self.num_chunks < num_chunks
-        if self.in_backward is not None and self.in_backward.key not in self._forward:
-            self.in_backward = None
 
     @property
     def num_chunks(self) -> int:
