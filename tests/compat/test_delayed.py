@@ -11,13 +11,21 @@ from pp_offload import (
     PipelineOffloadManager,
     fine_grained_offloading_group_flush_delayed_groups,
 )
+from pp_offload._core.group import Group
+from pp_offload._core.observer import Observer
 
 
 def test_a_flush_offloads_in_forward_order(manager: PipelineOffloadManager) -> None:
     device = manager.backend.device
     x = torch.linspace(0, 1, 30).to(device).requires_grad_()
     manager.init_model_chunk_offload_handler(None, None, 1)
-    y, moved = x * 1, []
+    y, moved, closed = x * 1, [], []
+
+    class Closed(Observer):
+        def closed(self, group: Group, payloads: object) -> None:
+            closed.append(group.name)
+
+    manager.offloader.observers.add(Closed())
     for name in ("first", "second"):
         with off_interface(True, y, name):
             y = y.sin()
@@ -25,7 +33,7 @@ def test_a_flush_offloads_in_forward_order(manager: PipelineOffloadManager) -> N
         moved.append(manager.statistics().bytes_offloaded)
     fine_grained_offloading_group_flush_delayed_groups()
     moved.append(manager.statistics().bytes_offloaded)
-    assert moved == [0, 0, 240]
+    assert moved == [0, 0, 240] and closed == ["first", "second"]
     chunk = manager.cur_forward_chunk()
     assert chunk is not None
     assert [group.copied_bytes for group in chunk.groups] == [120, 120]
@@ -84,7 +92,8 @@ def test_a_delayed_commit_that_raises_ends_the_step_all_the_same(
         raise ZeroDivisionError
 
     manager.init_model_chunk_offload_handler(None, None, 1)
-    manager.push_offload_groups(fail, None)
+    for _ in range(2):  # the other is of the same step, and goes with it
+        manager.push_offload_groups(fail, None)
     with pytest.raises(ZeroDivisionError):
         manager.reset()
     assert manager.cur_forward_chunk() is None

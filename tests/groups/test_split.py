@@ -163,10 +163,12 @@ def test_what_was_foreseen_wrongly_is_still_right(kind: str, policy: str) -> Non
             expected = run_step(off, inputs, 2, None)
             assert same_bits(run_step(on, inputs, 2, manager), expected), step
             assert_idle(manager)
+            assert not manager.offloader.split._shared, "it is for the second part alone"
             if BEFORE_2_13:  # it keeps the graph of a backward in two parts that raises
                 continue
             with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
                 run_step(FailingOnce(on), inputs, 2, manager)
+            assert manager.offloader.split._running is None, "it would hold what the part holds"
             on.zero_grad()
             manager.reset()
             gc.collect()
