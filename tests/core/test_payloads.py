@@ -319,6 +319,26 @@ def test_changed_by_the_backward_of_another(kind: str) -> None:
         assert_idle(manager)
 
 
+@on_two
+def test_what_was_looked_at_and_changed_is_not_given_to_backward(kind: str) -> None:
+    """The only use is counted, and the caller holds the tensor."""
+    x, other, nodes = drawn(ROWS, COLUMNS).requires_grad_(), drawn(ROWS, COLUMNS, seed=1) * 2, []
+
+    def compute(x: Tensor) -> Tensor:
+        y = x * other.clone()
+        nodes.append(y.grad_fn)
+        return y
+
+    with session(kind) as manager:
+        begin_step()
+        y = group(x, compute)
+        settle(manager)
+        seen = nodes.pop()._saved_other
+        seen.mul_(3)
+        y.sum().backward()
+        assert_same(gradients(x), [other])
+
+
 # What never moves
 
 
@@ -413,20 +433,24 @@ def test_small_and_foreign_tensors_stay(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forced_tensor_is_emptied_behind_its_copy(kind: str) -> None:
-    with session(kind) as manager:
-        for _ in range(2):
+    """And not behind the copy of the group before, which has to go first."""
+    with session(kind, max_in_flight_bytes=2 * NBYTES) as manager:
+        for step in range(2):
             begin_step()
             x = drawn(ROWS, COLUMNS).requires_grad_()
+            before = group(x * 3, torch.sin, name="before")
             held = x * 2
             with off_interface(True, held, "part") as h:
                 y = h.sin()
             del h
             y = off_interface.group_commit(y, name="part", forced_released_tensors=[held])
+            y = group(y, torch.cos, name="behind")
             settle(manager)
-            y.sum().backward()
+            assert (held.untyped_storage().nbytes() == 0) is (step == 0), "later it stays"
+            (y + before).sum().backward()
             got = gradients(x)
             del y, held
-            (x * 2).sin().sum().backward()
+            ((x * 2).sin().cos() + (x * 3).sin()).sum().backward()
             assert_same(got, gradients(x))
             assert_idle(manager)
 

@@ -43,6 +43,11 @@ def gap_is_written(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor
     return u + group(a, lambda a: a.sin() * b.cos() + c.sin(), is_on, "two")
 
 
+def gap_is_written_at_once(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """While the copy of the first group is queued, which may not read the third part then."""
+    return gap_is_written(x, is_on, lambda: None)
+
+
 def same_number(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
     """The whole was at version 1 when it was saved, and so are its parts now, for other reasons."""
     y = (x * 2).add_(1)
@@ -51,6 +56,19 @@ def same_number(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
     parts = [part.sigmoid_().requires_grad_() for part in y.detach().unsafe_chunk(2)]
     group(parts[0], lambda a: a.cos() * parts[1].cos(), is_on, "two").sum().backward()
     return u.detach() + (x * torch.cat(gradients(*parts))).sin()
+
+
+def unsaved_is_received(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """Between what the first group saves, a write that counts no change, as collectives do.
+
+    As many bytes as the storage has were saved, some of them twice. The second group saves all.
+    """
+    h = x * 2
+    a, b, c = h[:2], h[2:4], h[4:]
+    u = group(a, lambda a: a.sin() * c.cos() * a.view(-1).cos().view(2, 4), is_on, "one")
+    settle()
+    b.data.fill_(3.0)
+    return torch.cat([u, u, u]) + group(h, lambda h: h * h.exp(), is_on, "two")
 
 
 def filled_anew(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
@@ -70,7 +88,13 @@ def filled_anew(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
     return (x * total).sin()
 
 
-SHARED = [gap_is_written, same_number, filled_anew]
+SHARED = [
+    gap_is_written,
+    gap_is_written_at_once,
+    same_number,
+    unsaved_is_received,
+    filled_anew,
+]
 
 
 @kinds

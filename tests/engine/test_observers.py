@@ -90,3 +90,12 @@ def test_what_leaves_with_an_engine_that_has_just_ended_comes_back() -> None:
     saved = engine.offload(torch.ones(NUMEL))
     engine.mover.synchronize()
     assert torch.equal(saved.unpack(), torch.ones(NUMEL))
+
+
+def test_bytes_that_an_interrupt_left_counted_in_flight_do_not_stop_a_commit() -> None:
+    """The queue ends before they do, and there is nothing to wait for."""
+    backend: Any = make_backend("late")
+    with backend.activate():
+        engine = Offloader(backend, OffloadConfig(max_in_flight_bytes=0)).engine
+        engine.mover.in_flight.nbytes = 1
+        assert torch.equal(engine.offload(torch.ones(NUMEL)).unpack(), torch.ones(NUMEL))
