@@ -143,6 +143,8 @@ def assert_idle(owner: Any) -> None:
         # Autograd's queue keeps what is left of a graph whose backward raised until the next one.
         torch.ones((), requires_grad=True).backward()
         gc.collect()  # an exception holds frames, and they hold tensors
+        rest = {name for name, number in in_use(owner).items() if number}
+        assert rest <= {"host_bytes_in_use"}, in_use(owner)  # a read keeps nothing else
         end_reads()
         assert not any(in_use(owner).values()), in_use(owner)
     assert_no_hooks()
