@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 724,
     "_checkpoint": 1473,
     "_common": 1214,
-    "_core": 4621,
+    "_core": 4613,
     "_groups": 3378,
     "_hooks": 419,
     "_megatron": 1346,

@@ -75,13 +75,10 @@ class StorageSet:
         ref.key = key
         with self._lock:
             self.refs[key] = ref
-            self._forget_gone()
-
-    def _forget_gone(self) -> None:
-        while self._gone:
-            ref = self._gone.popleft()
-            if self.refs.get(ref.key) is ref:
-                del self.refs[ref.key]
+            while self._gone:
+                gone = self._gone.popleft()
+                if self.refs.get(gone.key) is gone:
+                    del self.refs[gone.key]
 
     def add_module(self, module: Module) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -94,11 +91,6 @@ class StorageSet:
         """Whether this very storage is in the set."""
         ref = self.refs.get(storage._cdata)
         return ref is not None and ref() is storage
-
-    def __len__(self) -> int:
-        with self._lock:
-            self._forget_gone()
-            return len(self.refs)
 
 
 def may_be_statistics(tensor: Tensor) -> bool:

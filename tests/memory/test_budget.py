@@ -43,14 +43,16 @@ def test_the_kernel_says_what_is_available(tmp_path: Path) -> None:
         ("1000", "5000", "", 0),
     ],
 )
-def test_cgroup_v2(tmp_path: Path, limit: str, used: str, stat: str, expected: int) -> None:
-    job = "sys/fs/cgroup/slurm/job"
+@pytest.mark.parametrize("group", ["slurm/job", "slurm"], ids=["its own", "above"])
+def test_cgroup_v2(
+    tmp_path: Path, limit: str, used: str, stat: str, expected: int, group: str
+) -> None:
     files = {
         "proc/meminfo": MEMINFO,
         "proc/self/cgroup": "0::/slurm/job\n",
-        f"{job}/memory.max": limit,
-        f"{job}/memory.current": used,
-        f"{job}/memory.stat": stat,
+        f"sys/fs/cgroup/{group}/memory.max": limit,
+        f"sys/fs/cgroup/{group}/memory.current": used,
+        f"sys/fs/cgroup/{group}/memory.stat": stat,
     }
     assert available_bytes(system(tmp_path, files)) == expected
 
@@ -67,6 +69,10 @@ def test_cgroup_v1(tmp_path: Path, limit: str, expected: int) -> None:
         "sys/fs/cgroup/memory/job/memory.stat": "total_inactive_file 1000\n",
     }
     assert available_bytes(system(tmp_path, files)) == expected
+
+
+def test_without_proc_it_is_the_physical_memory(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) > 2**20
 
 
 def test_two_budgets_share_one_count() -> None:

@@ -107,7 +107,10 @@ def test_status_counts_bytes_and_utilisation(pool) -> None:
     assert (whole["num_pools"], whole["total_count"], whole["total_bytes"]) == (2, 3, 64)
     assert whole["utilization"] == pytest.approx(2 / 3)
     assert set(pool.get_pool_status((9,), torch.float32).values()) == {0}
-    pool.free(used)
+    pool.reset()
+    assert pool.get_pool_status()["free_count"] == 3
+    with pytest.raises(ValueError, match="already free"):
+        pool.free(used)
 
 
 def test_clear_lets_go_of_everything_and_disowns_what_is_in_use(pool) -> None:
