@@ -292,26 +292,29 @@ class UsesSavedAsScratch(torch.autograd.Function):
 
 
 @on_two
-def test_changed_by_the_backward_of_another(kind: str) -> None:
-    """It raises, or the second reader gets the value at save."""
+@pytest.mark.parametrize("rematerialize", ["none", "cheap"])
+def test_changed_by_the_backward_of_another(kind: str, rematerialize: str) -> None:
+    """It raises, or the second reader gets the value at save, which may be computed again."""
 
     def program(is_on: bool, is_apart: bool = False) -> list[Tensor]:
         x, w = (drawn(ROWS, COLUMNS, seed=n).requires_grad_() for n in range(2))
-        h = x * 2
-        y = group(
-            h, lambda h: h * w + UsesSavedAsScratch.apply(h.clone() if is_apart else h), is_on
-        )
-        del h
+
+        def compute(x: Tensor) -> Tensor:
+            h = x.exp() * 1.5
+            return h * w + UsesSavedAsScratch.apply(h.clone() if is_apart else h)
+
+        y = group(x * 2, compute, is_on)
         if is_on:
             settle(PipelineOffloadManager.get_instance())
         y.sum().backward()
         return gradients(x, w)
 
     expected = program(False, True)
-    with session(kind) as manager:
+    with session(kind, rematerialize=rematerialize) as manager:
         begin_step()
         try:
             assert_same(program(True), expected)
+            assert (manager.statistics().bytes_computed_again > 0) is (rematerialize == "cheap")
         except (SavedTensorModifiedError, RaceError) as refusal:
             assert "part" in str(refusal)
         begin_step()
