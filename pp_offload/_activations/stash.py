@@ -193,7 +193,7 @@ class ActivationStash:
         group = self._forward.open
         if group is None or group.is_used:  # by a backward inside the forward: it stays
             group = self._forward.open = chunk.start(self.name)
-        return chunk.pack(group, tensor)
+        return group.pack(tensor)
 
     def _is_another_operator(self) -> bool:
         """Whether another operator saves now than at the last call.

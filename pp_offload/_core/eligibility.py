@@ -34,9 +34,9 @@ checks, which would run at every save. Any tensor may be lazily negated.
 MAX_STATISTICS = 2**14
 """Elements that a vector of statistics may have; batch norm has one for each channel."""
 
-MARKS = frozenset({"_TE_do_not_offload", "weight_offloading"})
-"""Attributes that Transformer Engine sets on a saved copy of a weight, old versions the second; see
-NOTE [ Transformer Engine ].
+MARKS = frozenset({"_TE_do_not_offload", "weight_offloading", "_do_not_offload"})
+"""Attributes of a tensor that must stay when autograd saves it. Transformer Engine sets the first,
+old versions the second: see NOTE [ Transformer Engine ]. Megatron-LM sets the third.
 """
 
 
@@ -96,6 +96,11 @@ class StorageSet:
 def may_be_statistics(tensor: Tensor) -> bool:
     """See NOTE [ Statistics ]."""
     return tensor.dim() <= 1 and not tensor.requires_grad and tensor.is_floating_point()
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has one of :data:`MARKS`, with a true value."""
+    return any(map(tensor.__dict__.get, MARKS))
 
 
 class Eligibility:
@@ -164,6 +169,9 @@ class Eligibility:
         numel = tensor.numel()
         if numel < min_numel or numel == 0:  # first: most tensors that stay are small
             return False
+        if tensor.__dict__ and is_marked(tensor):
+            self.residents.add(tensor)  # while it lives, to offload a view of it would free nothing
+            return False
         if numel <= MAX_STATISTICS and tensor.dim() <= 1 and may_be_statistics(tensor):
             return False
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -177,9 +185,6 @@ class Eligibility:
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):
-            self.residents.add(tensor)
-            return False
-        if tensor.__dict__ and any(map(tensor.__dict__.get, MARKS)):
             self.residents.add(tensor)
             return False
         storages = self.residents

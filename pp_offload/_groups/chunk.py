@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -27,7 +27,6 @@ from pp_offload._common.torch_private import is_transformed, records_operators
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.payloads import Payloads
-from pp_offload._core.saved import Packed
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkRecord, ChunkShape, GroupBytes, groups_sum
 from pp_offload._hooks.regions import is_in_region, warn_of_region
@@ -104,9 +103,6 @@ class Chunk:
             for tell in engine.observers.opened:
                 tell(group)
         return group
-
-    pack: Callable[[Group, Tensor], Packed] = staticmethod(Group.pack)
-    """Save a tensor in a group. A method here would cost a call for each saved tensor."""
 
     @property
     def _may_delay(self) -> bool:

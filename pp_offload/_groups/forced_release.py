@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from pp_offload._common.checks import described
 from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import use_count
-from pp_offload._core.eligibility import StorageSet
+from pp_offload._core.eligibility import StorageSet, is_marked
 from pp_offload._memory.storages import has_storage
 
 logger = logger_of(__name__)
@@ -61,8 +61,8 @@ def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet, warned: s
 def _reason_to_stay(tensor: Tensor, resident: StorageSet) -> str | None:
     if not has_storage(tensor):
         return "it is no dense tensor"
-    if isinstance(tensor, Parameter) or tensor in resident:
-        return "it belongs to the model, or was marked with mark_not_offloadable"
+    if isinstance(tensor, Parameter) or tensor in resident or is_marked(tensor):
+        return "it belongs to the model, or is marked, as by mark_not_offloadable"
     if _references_to_storage(tensor) > _FROM_ITS_TENSOR:
         return "its storage is in use by itself"
     storage = tensor.untyped_storage()

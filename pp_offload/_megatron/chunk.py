@@ -6,12 +6,7 @@ chunk.on_group_commit_forward(None)          # copies are queued
 chunk.on_group_commit_backward("mlp")        # tensors are reloaded
 tensor = chunk.tensor_pop(tag)               # unpack hook
 
-The chunk of Megatron-LM's main commits groups by name, counts copies in flight, and heeds flags.
-
-NOTE [ Flags ]
-    Transformer Engine and Megatron-LM set an attribute on a tensor that must stay on the device,
-    and read it when autograd saves that tensor. The flag is read here at the same moment, and then
-    holds for the storage: while a flagged tensor lives, offloading a view of it would free nothing.
+The chunk of Megatron-LM's main commits groups by name, and counts copies in flight.
 """
 
 from __future__ import annotations
@@ -21,10 +16,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from pp_offload._common.checks import check_count, check_kind
-from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident, Saved
 from pp_offload._groups.chunk import Chunk
@@ -107,7 +100,7 @@ class ChunkOffloadHandler(Chunk):
 
     def tensor_push(self, tensor: Tensor) -> Packed:
         """Save ``tensor`` in the group started last; outside any open group the tensor stays."""
-        return self.pack(self.open_groups[-1], tensor) if self.open_groups else Resident(tensor)
+        return self.open_groups[-1].pack(tensor) if self.open_groups else Resident(tensor)
 
     def tensor_pop(self, tensor_tag: Packed) -> Tensor:
         """Return the tensor behind a tag. The tag stays valid: popping it twice is allowed."""
@@ -204,21 +197,6 @@ class ChunkOffloadHandler(Chunk):
 # Megatron-LM's main
 
 
-FLAGS = ("_TE_do_not_offload", "_do_not_offload")
-"""Flags of Transformer Engine and of Megatron-LM, attributes with a true value."""
-
-
-def is_flagged(tensor: Tensor) -> bool:
-    """Whether ``tensor``, or a part of a quantized tensor of Transformer Engine, is flagged.
-
-    Source: Megatron-LM ``ChunkOffloadHandler.tensor_need_offloading_checker``.
-    """
-    parts = [tensor]
-    if type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "get_data_tensors"):
-        parts += tensor.get_data_tensors()
-    return any(getattr(part, name, False) for part in parts for name in FLAGS)
-
-
 class MainChunkOffloadHandler(ChunkOffloadHandler):
     """Offloads and reloads the groups of one chunk.
 
@@ -258,18 +236,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         self.graphs = graphs or GraphState(self.offloader.backend)
         self._in_flight: dict[str, deque[Any]] = defaultdict(deque)
 
-    @never_compiled
-    def pack(self, group: Group, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in ``group``; a flagged tensor stays, and so does its storage."""
-        if is_flagged(tensor):
-            self.offloader.engine.eligibility.residents.add(tensor)
-            return Resident(tensor)
-        return super().pack(group, tensor)
-
-    def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` may be offloaded, and is not flagged."""
-        return not is_flagged(tensor) and super().tensor_need_offloading_checker(tensor)
-
     @property
     def _may_delay(self) -> bool:
         """Whether a graph is launched: a commit is delayed only then."""
@@ -277,9 +243,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """See :meth:`Chunk.close`; then compute may have to wait for earlier groups."""
-        for tensor in released or ():
-            if is_flagged(tensor):
-                self.offloader.engine.eligibility.residents.add(tensor)
         super().close(group, released)
         if group.state is GroupState.OFFLOADED and self.max_inflight_offloads is not None:
             self._limit(group.name, self.max_inflight_offloads)

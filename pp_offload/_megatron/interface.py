@@ -55,12 +55,12 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
     return tensor
 
 
-def _start(name: str) -> tuple[Chunk, Group] | None:
+def _start(name: str) -> Group | None:
     """Open a group on the current chunk. Return None if groups do nothing here: without grad, while
     offload is disabled, and inside a checkpoint.
     """
     chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
-    return None if chunk is None or chunk.leaves_out(name) else (chunk, chunk.start(name))
+    return None if chunk is None or chunk.leaves_out(name) else chunk.start(name)
 
 
 def fine_grained_offloading_group_commit(
@@ -158,7 +158,7 @@ def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]
     group = chunk.start(name)
     try:
         begun()
-        output = saving(PackHook(chunk.pack, group), call)
+        output = saving(PackHook(group.pack), call)
     except BaseException as error:
         group.has_failed = True
         if isinstance(error, Exception):  # the program may handle it, and go on
@@ -199,11 +199,10 @@ class FineGrainedActivationOffloadingInterface:
                 f"{type(self).__name__} for each with"
             )
         try:
-            started = _start(self.name)
-            if started is not None:
-                chunk, self._group = started
+            self._group = _start(self.name)
+            if self._group is not None:
                 self._hooks = HookScope()
-                self._hooks.enter(PackHook(chunk.pack, self._group), self)
+                self._hooks.enter(PackHook(self._group.pack), self)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise

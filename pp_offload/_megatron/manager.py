@@ -217,7 +217,7 @@ class PipelineOffloadManager(Manager):
         chunk = self.forward.chunk
         if chunk is None or not chunk.open_groups or is_in_backward():
             return Resident(tensor)  # in backward, a recomputation belongs to another chunk
-        return chunk.pack(chunk.open_groups[-1], tensor)
+        return chunk.open_groups[-1].pack(tensor)
 
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
         """Return a saved tensor (unpack hook). May be called repeatedly, in any order."""

@@ -41,11 +41,6 @@ def keys(chunks: object) -> list[tuple[int, int]]:
     return [tuple(chunk.key) for chunk in chunks]  # type: ignore[attr-defined]
 
 
-def keys_in(queue: ChunkQueue) -> list[tuple[int, int]]:
-    """Next to run backward first, and without the staged ones."""
-    return keys(queue._queued)
-
-
 def pop_all(queue: ChunkQueue, name: str | None = None) -> list[tuple[int, int]]:
     chunks = []
     while (popped := queue.pop(name)) is not None:
