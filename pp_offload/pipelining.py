@@ -138,7 +138,7 @@ class AttachedSchedule:
     def _leave_manager(self) -> None:
         self._is_attached = False
         self.manager.num_attached -= 1
-        self.manager.step.queue.know_order(())
+        self.manager.step.queue.set_order(())
         self.manager.offloader.follow_parts(None)
         self.manager.release_idle_memory()
 
@@ -249,8 +249,8 @@ class AttachedSchedule:
         manager.reset()
         manager.offloader.follow_parts(self._split)
         manager.step.pipeline_rank = _rank_of(self._stages)
-        if self._order.keys or manager.step.queue.is_told:
-            manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))
+        if self._order.keys or manager.step.queue.is_scheduled:
+            manager.step.queue.set_order(self._order.keys, is_scheduled=bool(self._order.keys))
 
 
 def _rank_of(stages: list[Any]) -> int:

@@ -19,7 +19,7 @@ MOST_LINES = {
     "_core": 4618,
     "_groups": 3374,
     "_hooks": 419,
-    "_megatron": 1308,
+    "_megatron": 1303,
     "_memory": 1483,
     "_slices": 1590,
     "backends": 721,

@@ -25,7 +25,7 @@ class ChunkQueue:
     """Chunks whose backward has not begun."""
 
     def __init__(self) -> None:
-        self.is_told = False
+        self.is_scheduled = False
         self.vp_size = 1
         self._position: dict[Key, int] = {}
         self._order: list[Key] = []
@@ -33,15 +33,15 @@ class ChunkQueue:
         self._begun: set[Key] = set()
         self._queued: list[QueuedChunk] = []
 
-    def know_order(self, keys: Iterable[Key], *, is_told: bool = False) -> None:
+    def set_order(self, keys: Iterable[Key], *, is_scheduled: bool = False) -> None:
         """Sort chunks by this order of backward from now on; chunks without a key in it come last.
 
-        An observed order does not replace that of a schedule, which ``is_told``.
+        An observed order does not replace a schedule's, which ``is_scheduled``.
         """
         self._order = list(keys)
         self._position = {key: position for position, key in enumerate(self._order)}
         self._num_done = 0
-        self.is_told = is_told
+        self.is_scheduled = is_scheduled
         self._queued.sort(key=self._rank)
 
     def push(self, chunk: QueuedChunk) -> None:

@@ -219,8 +219,8 @@ class StepRecord:
             config: The options.
             stay: Groups that stay below a limit.
         """
-        if not self.queue.is_told:
-            self.queue.know_order(self._backward)
+        if not self.queue.is_scheduled:
+            self.queue.set_order(self._backward)
         self.summary = {}
         for record in _records(self._backward):
             if record.shape.key in self._live_at_peak:

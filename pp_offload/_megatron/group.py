@@ -87,8 +87,3 @@ class OffloadTensorGroup(Group):
     def total_offload_bytes(self) -> int:
         """Bytes of the payloads that may leave."""
         return self.counts.nbytes
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that the group copied, without bytes that an earlier group copied."""
-        return self.counts.copied_bytes

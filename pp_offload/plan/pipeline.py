@@ -185,7 +185,7 @@ class TapeWork(RankWork):
         manager.reset()
         manager.offloader.follow_parts(self._split)
         manager.step.pipeline_rank = self._number
-        manager.step.queue.know_order(self._order.keys, is_told=True)
+        manager.step.queue.set_order(self._order.keys, is_scheduled=True)
         state_bytes = self._tapes.update.state_bytes * self._has_state
         self._device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 

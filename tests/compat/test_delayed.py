@@ -36,7 +36,7 @@ def test_a_flush_offloads_in_forward_order(manager: PipelineOffloadManager) -> N
     assert moved == [0, 0, 240] and closed == ["first", "second"]
     chunk = manager.cur_forward_chunk()
     assert chunk is not None
-    assert [group.copied_bytes for group in chunk.groups] == [120, 120]
+    assert [group.counts.copied_bytes for group in chunk.groups] == [120, 120]
     (got,) = torch.autograd.grad(y.sum(), x)
     assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sin().sum(), x)))
 

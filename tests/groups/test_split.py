@@ -43,7 +43,7 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     for kind, m in moves(delay):
         key = ChunkKey(0, m)
         keys += {"F": [], "I": [key], "W": [WeightPassKey(key)]}[kind]
-    manager.step.queue.know_order(keys, is_told=True)
+    manager.step.queue.set_order(keys, is_scheduled=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
     manager.offloader.follow_parts(SplitBackward(chunks, is_keeping=is_keeping))

@@ -64,7 +64,7 @@ def test_without_an_order_only_chunks_of_the_last_stage_are_certain() -> None:
     assert keys(queue.certain()) == []
     push_all(queue, [chunk(1, 0), chunk(1, 1)])
     assert keys(queue.certain()) == [(1, 0), (1, 1)]
-    queue.know_order([ChunkKey(0, 1)])
+    queue.set_order([ChunkKey(0, 1)])
     assert keys(queue.certain()) == [(0, 1), (1, 0), (1, 1), (0, 0)]
 
 
@@ -82,7 +82,7 @@ def test_a_name_selects_the_next_chunk_that_has_it_and_empty_chunks_are_skipped(
 
 def test_an_unknown_chunk_comes_last() -> None:
     queue = ChunkQueue()
-    queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
+    queue.set_order([ChunkKey(0, 1), ChunkKey(0, 0)])
     for item in (chunk(0, 7), Chunk(None), chunk(0, 0), chunk(0, 1)):
         queue.push(item)
     assert [each.key for each in queue._queued] == [
@@ -95,7 +95,7 @@ def test_an_unknown_chunk_comes_last() -> None:
 
 def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
     queue = ChunkQueue()
-    queue.know_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_told=True)
+    queue.set_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_scheduled=True)
     queue.push(chunk(0, 0))
     assert keys(queue.certain()) == []
     queue.skip(ChunkKey(1, 0))
@@ -107,6 +107,6 @@ def test_chunks_come_in_the_known_order_however_they_went_in(
     forward: list[int], backward: list[int]
 ) -> None:
     queue = ChunkQueue()
-    queue.know_order([ChunkKey(i % 2, i // 2) for i in backward])
+    queue.set_order([ChunkKey(i % 2, i // 2) for i in backward])
     push_all(queue, [chunk(i % 2, i // 2) for i in forward])
     assert pop_all(queue) == [(i % 2, i // 2) for i in backward]
