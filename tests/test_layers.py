@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1473,
     "_common": 1214,
     "_core": 4618,
-    "_groups": 3374,
+    "_groups": 3369,
     "_hooks": 419,
     "_megatron": 1303,
     "_memory": 1483,

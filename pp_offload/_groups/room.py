@@ -21,11 +21,11 @@ NOTE [ Room follows the steps ]
     is filled for the smaller; if a larger step comes back, twice as many are needed next time.
 
 NOTE [ Needed bytes ]
-    This memory is read when a backward goes on to another chunk: bytes allocated, less bytes of
-    copies in flight and of groups that stay, which can be counted at that time. The height of the
-    step's peak above these readings is added, such as the memory of a loss's backward. As many
-    bytes may be in flight as the bounds allow, even if this step had fewer: the less leaves, the
-    sooner it comes back.
+    The memory that a step needs even if all groups leave is read when a backward goes on to another
+    chunk: bytes allocated, less bytes of copies in flight and of groups that stay, which can be
+    counted at that time. The height of the step's peak above these readings is added, such as the
+    memory of a loss's backward. As many bytes may be in flight as the bounds allow, even if this
+    step had fewer: the less leaves, the sooner it comes back.
 
 NOTE [ Peaks of the device ]
     A device reports its peak since the last reset, and only the user resets it. This peak may come
@@ -40,7 +40,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.group import Group
@@ -68,57 +68,103 @@ MIB = 2**20
 GIB = 2**30
 
 
-@dataclass
-class StepMemory:
-    """Memory of the device in a step so far, in bytes. See NOTE [ Peaks of the device ]."""
+def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:
+    """Return the allocated bytes without copies in flight, both ways."""
+    mover = offloader.engine.mover
+    return now.nbytes - mover.in_flight.nbytes - mover.arrived.unused_bytes
 
-    begin: Allocated
-    """Figures of the device when the step began."""
 
-    begin_bytes: int
-    """Bytes allocated when the step began, without copies in flight."""
+class StepMemory(Observer):
+    """Observes the memory of a step.
 
-    peak_bytes: int = 0
-    """Peak of the step: the highest reading, or the device's peak where that rose."""
+    Args:
+        offloader: Offloader with the device and the plan.
+        begin: Figures of the device when the step begins.
+        in_flight: Function that counts the chunks of each stage whose backward is not over.
+        has_room: Whether groups that stay have room with these chunks in flight.
+        reads_always: Whether to read the allocated bytes at each event of a group.
 
-    has_risen: bool = False
-    """Whether the device's own peak rose in the step."""
+    Attributes:
+        begin_bytes: Bytes allocated at the begin, without copies in flight.
+        outside_bytes: Peak that the device had reported when the first group opened.
+        reported_bytes: Peak that the device has reported since.
+        peak_bytes: Peak of the step: the highest reading, or the device's peak where that rose.
+        has_risen: Whether the device's own peak rose in the step.
+        is_of_loss: Whether it rose after the last group of a forward, and before its backward.
+        had_retries: Whether the allocator gave memory back in the step.
+        allocated_bytes: Most allocated bytes when a backward went on to another chunk.
+        chunks_in_flight: Chunks in flight, each time that another forward began.
+        beside: Bytes of groups that do not move.
+    """
 
-    is_of_loss: bool = False
-    """Whether the peak rose after the last group of a forward, and before its backward."""
+    def __init__(
+        self,
+        offloader: Offloader,
+        begin: Allocated,
+        in_flight: Callable[[], ChunksInFlight],
+        has_room: Callable[[ChunksInFlight], bool],
+        *,
+        reads_always: bool,
+    ) -> None:
+        self._offloader, self._begin, self._in_flight = offloader, begin, in_flight
+        self._has_room, self._reads_always = has_room, reads_always
+        self.begin_bytes = at_rest_bytes(offloader, begin)
+        self.outside_bytes = self.reported_bytes = begin.peak_bytes
+        self.peak_bytes = self.allocated_bytes = 0
+        self.has_risen = self.is_of_loss = self.had_retries = False
+        self.chunks_in_flight: set[ChunksInFlight] = set()
+        self.beside: dict[Place, Beside] = {}
+        self._num_retries = begin.num_retries
+        self._besides_copies = Counter[ChunksInFlight]()
+        self._begun: set[ChunkKey] = set()
+        self._in_backward: ChunkKey | None = None
+        self._is_behind_forward = False
 
-    is_behind_forward: bool = False
-    """Whether the last event of a group was its close."""
+    def now(self) -> Allocated:
+        return self._offloader.backend.allocated() or self._begin
 
-    had_retries: bool = False
-    """Whether the allocator gave memory back in the step."""
+    def opened(self, group: Group) -> None:
+        """Note the chunks in flight, if the group is the first of its chunk."""
+        if group.key is not None and group.key.chunk not in self._begun:
+            if not self._begun:  # a peak that rose before belongs to no step
+                now = self.now()
+                self.outside_bytes = max(self.outside_bytes, now.peak_bytes)
+                self.reported_bytes, self._num_retries = now.peak_bytes, now.num_retries
+            self._begun.add(group.key.chunk)
+            in_flight = self._in_flight()
+            self.chunks_in_flight.add(in_flight)
+            if not self._has_room(in_flight):
+                plan = self._offloader.plan
+                self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
+        self._read()
+        self._is_behind_forward = False
 
-    allocated_bytes: int = 0
-    """Most allocated bytes when a backward went on to another chunk."""
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        """Note bytes beside the payloads: a group that stays holds storages whole."""
+        self._read()
+        self._is_behind_forward = True
+        if group.key is not None and payloads is not None:
+            again_bytes, place = group.counts.recipe_bytes, group.key.place
+            now = payloads.beside_bytes - again_bytes, again_bytes
+            self.beside[place] = Beside(*map(max, self.beside.get(place, Beside()), now))
 
-    besides_copies: Counter[ChunksInFlight] = field(default_factory=Counter)
-    """Most allocated bytes at these times without copies in flight, by chunks in flight."""
+    def reached(self, group: Group) -> None:
+        """Read memory; for a new chunk, see NOTE [ Needed bytes ]."""
+        if group.key is None or group.key.chunk == self._in_backward:
+            self._read()
+            return
+        now, chunks = self.now(), self._in_flight()
+        self._note(now, is_of_loss=self._is_behind_forward)
+        self._in_backward, self._is_behind_forward = group.key.chunk, False
+        self.allocated_bytes = max(self.allocated_bytes, now.nbytes)
+        nbytes = at_rest_bytes(self._offloader, now)
+        self._besides_copies[chunks] = max(self._besides_copies[chunks], nbytes)
 
-    begun: set[ChunkKey] = field(default_factory=set)
-    """Chunks whose forward has begun."""
+    def _read(self) -> None:
+        if self._reads_always:
+            self._note(self.now())
 
-    in_flight: set[ChunksInFlight] = field(default_factory=set)
-    """Chunks in flight, each time that another forward began."""
-
-    beside: dict[Place, Beside] = field(default_factory=dict)
-    """Bytes of groups that do not move."""
-
-    in_backward: ChunkKey | None = None
-    """The chunk that backward reached last."""
-
-    def __post_init__(self) -> None:
-        self.begin_groups(self.begin)
-
-    def begin_groups(self, now: Allocated) -> None:
-        """Count from here: a peak that rose before the first group belongs to no step."""
-        self.reported_bytes, self._num_retries = now.peak_bytes, now.num_retries
-
-    def note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
+    def _note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
         if now.peak_bytes > self.reported_bytes:
             self.reported_bytes = self.peak_bytes = now.peak_bytes
             self.has_risen, self.is_of_loss = True, is_of_loss
@@ -129,16 +175,14 @@ class StepMemory:
         """Return the most bytes when backward went on to another chunk, without copies and without
         the bytes of groups that stay, given by stage for each chunk.
         """
-        return max(
-            (
-                nbytes - sum(num * staying.get(stage, 0) for stage, num in now)
-                for now, nbytes in self.besides_copies.items()
-            ),
-            default=0,
+        bytes_then = (
+            nbytes - sum(num * staying.get(stage, 0) for stage, num in chunks)
+            for chunks, nbytes in self._besides_copies.items()
         )
+        return max(bytes_then, default=0)
 
 
-class DeviceRoom(Observer):
+class DeviceRoom:
     """Measures steps, and fills the room below the limit."""
 
     def __init__(self, offloader: Offloader, in_flight: Callable[[], ChunksInFlight]) -> None:
@@ -205,69 +249,18 @@ class DeviceRoom(Observer):
                 backend.name,
             )
             return
-        self._note_outside(allocated)
-        self._seen = StepMemory(allocated, self._at_rest_bytes(allocated))
-        self._offloader.observers.add(self)
+        reads_always = bool(self._num_left or self._history.may_shrink)
+        self._seen = StepMemory(
+            self._offloader,
+            allocated,
+            self._in_flight,
+            self._has_room,
+            reads_always=reads_always,
+        )
+        self._offloader.observers.add(self._seen)
 
-    def _note_outside(self, now: Allocated) -> None:
-        if now.peak_bytes > self._reported_bytes:
-            self._reported_bytes = self._outside_bytes = now.peak_bytes
-
-    def opened(self, group: Group) -> None:
-        """Note the chunks in flight, if the group is the first of its chunk."""
-        seen, key = self._seen, group.key
-        if seen is not None and key is not None and key.chunk not in seen.begun:
-            if not seen.begun:
-                now = self._allocated(seen)
-                seen.begin_groups(now)
-                self._note_outside(now)
-            seen.begun.add(key.chunk)
-            in_flight = self._in_flight()
-            seen.in_flight.add(in_flight)
-            if self._stay and not self._history.demand.covers(in_flight):
-                # groups of so many chunks have no room
-                plan = self._offloader.plan
-                self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
-        self._read()
-        if seen is not None:
-            seen.is_behind_forward = False
-
-    def closed(self, group: Group, payloads: Payloads | None) -> None:
-        """Note bytes beside the payloads: a group that stays holds storages whole."""
-        seen, key = self._seen, group.key
-        self._read()
-        if seen is not None:
-            seen.is_behind_forward = True
-        if seen is not None and key is not None and payloads is not None:
-            again_bytes = group.counts.recipe_bytes
-            now = payloads.beside_bytes - again_bytes, again_bytes
-            seen.beside[key.place] = Beside(*map(max, seen.beside.get(key.place, Beside()), now))
-
-    def reached(self, group: Group) -> None:
-        """Read memory; for a new chunk, see NOTE [ Needed bytes ]."""
-        seen, key = self._seen, group.key
-        if seen is None or key is None or key.chunk == seen.in_backward:
-            self._read()
-            return
-        allocated = self._allocated(seen)
-        seen.note(allocated, is_of_loss=seen.is_behind_forward)
-        seen.in_backward, seen.is_behind_forward = key.chunk, False
-        seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
-        chunks, at_rest_bytes = self._in_flight(), self._at_rest_bytes(allocated)
-        seen.besides_copies[chunks] = max(seen.besides_copies[chunks], at_rest_bytes)
-
-    def _read(self) -> None:
-        """Read the allocated bytes, if the step is measured for what the device needs."""
-        if self._seen is not None and (self._num_left or self._history.may_shrink):
-            self._seen.note(self._allocated(self._seen))
-
-    def _at_rest_bytes(self, allocated: Allocated) -> int:
-        """Return the allocated bytes without copies in flight, both ways."""
-        mover = self._offloader.engine.mover
-        return allocated.nbytes - mover.in_flight.nbytes - mover.arrived.unused_bytes
-
-    def _allocated(self, seen: StepMemory) -> Allocated:
-        return self._offloader.backend.allocated() or seen.begin
+    def _has_room(self, in_flight: ChunksInFlight) -> bool:
+        return not self._stay or self._history.demand.covers(in_flight)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
         """End the step, and choose which groups stay; not if ``chunks`` is None, for a step that is
@@ -276,11 +269,13 @@ class DeviceRoom(Observer):
         seen, self._seen = self._seen, None
         if seen is None:
             return
-        self._offloader.observers.remove(self)
+        self._offloader.observers.remove(seen)
+        if seen.outside_bytes > self._reported_bytes:
+            self._outside_bytes = seen.outside_bytes
         self._reported_bytes = seen.reported_bytes
         if not chunks:
             return
-        step = Demand.of(chunks, seen.beside, seen.in_flight)
+        step = Demand.of(chunks, seen.beside, seen.chunks_in_flight)
         staying = by_stage(self._staying(step))
         peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
         change = self._history.add(step)
@@ -301,7 +296,7 @@ class DeviceRoom(Observer):
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART
         if self._foreseen_bytes is not None:
-            now_bytes = self._at_rest_bytes(self._allocated(seen))
+            now_bytes = at_rest_bytes(self._offloader, seen.now())
             needed_bytes = now_bytes + self._needed_bytes + self._spare_bytes
             self._fill(needed_bytes, limit_bytes, hidden_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
