@@ -6,8 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-from helpers.examples import EXAMPLES, TRAIN_GPT, run_command
+from helpers.examples import EXAMPLES, ONE_AFTER_ANOTHER, TRAIN_GPT, run_command
 
 from pp_offload.plan import OffloadPlan
 
@@ -29,17 +28,19 @@ def test_a_row_for_each_rank(tmp_path: Path) -> None:
     assert [row[2] for row in rows] == [f"{rank.peak_bytes / 2**30:.2f}" for rank in plan.ranks]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--limit-gib", "0.001"], "--limit-gib: limit_bytes is 1073741 (1.02 MiB), expected at"),
-        (["-o", "/nowhere/plan.json"], "expected a file in a directory that is there"),
-        (["--groups", "all"], "--groups is 'all', expected attn, mlp or attn,mlp"),
-    ],
-)
-def test_what_cannot_be(flags: list[str], message: str) -> None:
-    done = run_command([sys.executable, SCRIPT, *QUICK, *flags])
-    assert done.returncode != 0 and message in done.stderr, done.stderr
+WRONG = {
+    "--limit-gib 0.001": "--limit-gib: limit_bytes is 1073741 (1.02 MiB), expected at",
+    "-o /nowhere/plan.json": "expected a file in a directory that is there",
+    "--groups all": "--groups is 'all', expected attn, mlp or attn,mlp",
+}
+
+
+def test_what_cannot_be() -> None:
+    lines = {" ".join([*QUICK, flags]): message for flags, message in WRONG.items()}
+    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *lines])
+    assert done.returncode == 0, done.stderr
+    for line, (code, errors) in json.loads(done.stdout).items():
+        assert code != 0 and lines[line] in f"{code}{errors}", f"{line}: {code}, {errors}"
 
 
 def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:

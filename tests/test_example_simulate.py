@@ -19,8 +19,8 @@ FIELDS += "peak_bytes host_peak_bytes bytes_offloaded on_demand_reloads offload_
 @pytest.mark.parametrize(
     ("schedule", "in_flight"),
     [
-        ("1f1b", [2, 1]),
         ("zbv", [4, 4]),
+        pytest.param("1f1b", [2, 1], marks=pytest.mark.slow),
         pytest.param("interleaved1f1b", [5, 3], marks=pytest.mark.slow),
     ],
 )

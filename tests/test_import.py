@@ -68,8 +68,13 @@ def test_type_checkers_have_the_same_names() -> None:
     "code",
     [
         "from pp_offload import pipelining",
-        "import pp_offload; pp_offload.pipelining.attach",
-        "from pp_offload.pipelining import attach",
+        *(
+            pytest.param(code, marks=pytest.mark.slow)
+            for code in (
+                "import pp_offload; pp_offload.pipelining.attach",
+                "from pp_offload.pipelining import attach",
+            )
+        ),
     ],
 )
 def test_a_module_that_is_a_name_may_come_first(code: str) -> None:

@@ -82,11 +82,13 @@ def train(
     return gradients + [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_model_is_compiled_once(way: Callable[..., Any]) -> None:
+@pytest.mark.quick("whole", "parts")
+@pytest.mark.parametrize("name", WAYS)
+def test_a_model_is_compiled_once(name: str) -> None:
     """Whole, with fullgraph, and not anew because the next context is another one. Buffers stay,
     whether or not the context was given the model.
     """
+    way = WAYS[name]
     expected = train(way, lambda model: nullcontext())
     offloaded_bytes = []
     for is_given in (True, False):

@@ -259,7 +259,7 @@ LINES = folders("_core", "_groups", "_megatron", "_activations")
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *((kind, 25) for kind in ("host", "disk", "context")),
+        *((kind, 60) for kind in ("host", "disk", "context")),
         *(pytest.param(kind, 8, marks=pytest.mark.slow) for kind in (*KINDS, "context")),
         *(pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in (*KINDS, "context")),
     ],

@@ -1,12 +1,15 @@
-"""Which cases of a test are quick, which are slow, and which are run by hand. Marks say so:
+"""Which cases of a test are quick, which are slow, and which are run by hand.
 
-@pytest.mark.quick("late", "eager")  # quick are those with one of these among their parameters
-@pytest.mark.covering(1)             # quick are so many that each value is in one of them; slow so
-                                     # many more that each pair of values is; the rest is exhaustive
+Quick are so many cases that each value of each parameter is in one of them; slow are the others. Of
+the promises, in tests/core, all cases are quick. Marks say what else:
+
+@pytest.mark.quick("late", "eager")  # quick only with one of these among the parameters
+@pytest.mark.covering(1)             # slow are so many that each pair of values is in one of them;
+                                     # the rest is exhaustive
 @pytest.mark.covering(2)             # quick are so many that each pair is; the rest is exhaustive
 
-With both, what is quick is chosen among those that the first one names. A case that is marked
-exhaustive stays so.
+Parameters that one mark gives together count as one. A case that is marked slow or exhaustive stays
+so.
 """
 
 from __future__ import annotations
@@ -26,24 +29,28 @@ def mark_slow(items: Sequence[pytest.Item], *, is_sparse: bool = False) -> None:
 
     Args:
         items: All that may be run.
-        is_sparse: Whether of every test so many cases do that each value is in one of them.
+        is_sparse: Whether each value in one case is enough, whatever marks say.
     """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("gpu"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        quick, slow = list(filter(_has_named, cases)), cases
+        quick, slow = [case for case in cases if _may_be_quick(case)], cases
         if covering := cases[0].get_closest_marker("covering"):
             quick, slow = _covering(quick, *covering.args), _covering(cases, 2)
-        if is_sparse and len(quick) > 1:
+        elif not cases[0].get_closest_marker("core"):
+            quick = _covering(quick, 1)
+        if is_sparse:
             quick = _covering(quick, 1)
         for case in cases:
-            if case not in quick and not case.get_closest_marker("exhaustive"):
+            if case not in quick and not _is_marked(case):
                 case.add_marker(pytest.mark.slow if case in slow else pytest.mark.exhaustive)
 
 
 def _covering(cases: Sequence[pytest.Item], size: int) -> list[pytest.Item]:
+    if len(cases) < 2:
+        return list(cases)
     values = [_values(case) for case in cases]
     return [cases[number] for number in chosen(values, size)]
 
@@ -75,14 +82,25 @@ def tuples(case: Mapping[str, Any], size: int) -> Tuples:
 def _values(case: pytest.Item) -> Mapping[str, Any]:
     """Of whatever kind they are, all cases are given the same ones."""
     params = case.callspec.params  # type: ignore[attr-defined]
-    return {name: _key(value) for name, value in params.items()}
+    values = {name: _key(value) for name, value in params.items()}
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else list(mark.args[0])
+        if len(names) > 1:
+            values[str(names)] = tuple(values.pop(name.strip()) for name in names)
+    return values
 
 
 def _key(value: object) -> object:
     return value if isinstance(value, str | int | float) else id(value)
 
 
-def _has_named(case: pytest.Item) -> bool:
+def _is_marked(case: pytest.Item) -> bool:
+    return any(case.get_closest_marker(name) for name in ("slow", "exhaustive"))
+
+
+def _may_be_quick(case: pytest.Item) -> bool:
+    if _is_marked(case):
+        return False
     marks = list(case.iter_markers("quick"))
     if not marks or case.get_closest_marker("emulated"):  # of these there are few anyway
         return True

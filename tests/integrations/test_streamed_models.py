@@ -50,7 +50,7 @@ CHECKPOINTS: dict[str, Checkpoints] = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("num_resident", [1, 2, 3])
 @pytest.mark.parametrize("weights", ["all", "frozen base"])

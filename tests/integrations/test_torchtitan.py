@@ -32,7 +32,14 @@ PIPELINES = [
 ONE_RANK = ["--ranks 1", "--ranks 1 --checkpoint full --compile"]
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, PIPELINES), (1, ONE_RANK)])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, PIPELINES[:1]), (1, ONE_RANK[:1])]
+    + [
+        pytest.param(world, cases, marks=pytest.mark.slow)
+        for world, cases in ((2, PIPELINES[1:]), (1, ONE_RANK[1:]))
+    ],
+)
 def test_its_llama_is_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None:
     for rank, results in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
         assert list(results) == cases

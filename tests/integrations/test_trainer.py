@@ -37,12 +37,17 @@ from transformers import Trainer, TrainingArguments
 
 __all__ = ["imports_frozen"]
 
-CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+CASES: list[Any] = [
     ({}, {}, {}),
     ({"bf16": True}, {}, {"use_pin_memory": False}),
     ({"gradient_accumulation_steps": 1}, {"use_cache": True}, {"use_streams": False}),
     ({"max_steps": -1, "num_train_epochs": 2}, {}, {"max_fwd_stash_size": 1}),
-    ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}, {}),
+    pytest.param(
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {},
+        {},
+        marks=pytest.mark.slow,
+    ),
     ({"eval_on_start": True}, {"attn_implementation": "eager"}, {"head": "model.norm"}),
     ({}, {"lora": {"target_modules": "all-linear"}}, {"config": OffloadConfig(prefetch_bytes=0)}),
     ({"max_grad_norm": 0.0}, {"lora": {"use_dora": True}}, {"warn_if_no_head": False}),

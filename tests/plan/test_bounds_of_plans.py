@@ -11,7 +11,7 @@ from pp_offload.plan import InfeasibleError, chooser
 
 
 @pytest.mark.parametrize(
-    "seed", [22, 160, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (90, 1044))]
+    "seed", [160, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (22, 90, 1044))]
 )
 def test_hardly_any_choice_of_groups_and_bounds_is_better(seed: int, small_floor: None) -> None:
     drawn, tapes = planned(seed)

@@ -42,16 +42,22 @@ from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 pytestmark = pytest.mark.usefixtures("small_floor")
 
 
+SEEDS = {
+    ran: range(10),
+    ran_with_recomputed: range(45, 53),
+    ran_with_budget: range(300, 304),
+    ran_with_disk: range(6),
+    ran_with_optimizer: range(6),
+    ran_split: range(5),
+    ran_v_shaped: range(4),
+}
+
+
 @pytest.mark.parametrize(
     ("run", "seeds"),
     [
-        (ran, range(10)),
-        (ran_with_recomputed, range(45, 53)),
-        (ran_with_budget, range(300, 304)),
-        (ran_with_disk, range(6)),
-        (ran_with_optimizer, range(6)),
-        (ran_split, range(5)),
-        (ran_v_shaped, range(4)),
+        *((run, seeds[:2]) for run, seeds in SEEDS.items()),
+        *(pytest.param(run, seeds[2:], marks=pytest.mark.slow) for run, seeds in SEEDS.items()),
     ],
 )
 def test_random_pipelines_cost_what_they_cost_the_engine(
@@ -95,11 +101,11 @@ FAULTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_a_rule_shows(name: str) -> None:
+def test_a_fault_in_a_rule_shows() -> None:
     run = ran_v_shaped(0)
-    with FAULTS[name]():
-        assert run.differences()
+    for name, fault in FAULTS.items():
+        with fault():
+            assert run.differences(), name
     assert not run.differences()
 
 

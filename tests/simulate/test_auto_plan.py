@@ -128,7 +128,7 @@ class Feedforward(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("num_saved", [40, 80, 120, 160])
+@pytest.mark.parametrize("num_saved", [40, 160])
 @pytest.mark.parametrize("resets", [False, True])
 def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets: bool) -> None:
     weights = 2 * NUM_LAYERS * WIDTH**2 * 2
@@ -175,7 +175,7 @@ def peaks_of(drawn: Drawn, tapes: list[RankTapes], **how: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     "seed",
-    [2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 9, 11, 12, 20, 22, 35, 51))],
+    [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 7, 9, 11, 12, 20, 22, 35, 51))],
 )
 def test_no_rank_takes_more_than_the_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one step is below it in which all groups leave, and one with the margin."""

@@ -55,7 +55,7 @@ def name(case: Any) -> str:
     return getattr(case, "__name__", str(case))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS, ids=name)
 @each_way
 @pytest.mark.parametrize("make", MODELS, ids=name)
@@ -73,7 +73,7 @@ def test_equal_bit_for_bit(kind: str, make: Any, offload: Offload, order: Any) -
     assert_no_hooks()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("optimizer", [sgd, adamw], ids=name)
 @pytest.mark.parametrize("num_slices", [1, 2, 7])
@@ -241,7 +241,7 @@ class Fails(nn.Module):
         raise KeyError("backward")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "error"),
     [("forward", KeyError), ("forward", KeyboardInterrupt), ("backward", KeyError)],

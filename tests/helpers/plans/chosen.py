@@ -16,9 +16,9 @@ MOST_LONGER = 1.03
 """So many times as long as by the best of all choices; see benchmarks/results/plan_search.txt."""
 
 
-def slow(*seeds: int) -> list[Any]:
-    """Pipelines with more ranks and layers."""
-    return [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
+def slow(*values: Any) -> list[Any]:
+    """Parameters of slow cases, such as seeds of pipelines with more ranks and layers."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def chosen(drawn: Drawn, tapes: list[RankTapes], limit: int) -> OffloadPlan | None:
