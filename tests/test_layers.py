@@ -23,7 +23,7 @@ MOST_LINES = {
     "_memory": 1483,
     "_slices": 1590,
     "backends": 721,
-    "cli": 1355,
+    "cli": 1350,
     "compat": 112,
     "integrations": 1197,
     "plan": 3143,

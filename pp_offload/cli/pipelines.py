@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from argparse import ArgumentError, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,9 +153,8 @@ def optimizer_of(name: str) -> MakeOptimizer:
     option, how = "--optimizer", "a function of a list of parameters that returns an optimizer"
     if ":" in name:
         return _imported(name, option, "such as my_model:optimizer", f"expected {how}")
-    base = torch.optim.Optimizer
-    names = [each for each, kind in vars(torch.optim).items() if isinstance(kind, type)]
-    names = [each for each in names if issubclass(getattr(torch.optim, each), base)]
+    classes = {each: kind for each, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    names = [each for each, kind in classes.items() if issubclass(kind, torch.optim.Optimizer)]
     if name not in names:
         raise wrong(
             option,
@@ -170,7 +169,7 @@ def optimizer_of(name: str) -> MakeOptimizer:
         )
         problem = f"{name} cannot be made of the parameters of a rank alone"
         with any_error_of(option, problem, expected):
-            optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters)
+            optimizer: torch.optim.Optimizer = classes[name](parameters)
         return optimizer
 
     return make
@@ -207,16 +206,12 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
 def _config_of(path: str) -> Any:
     from transformers import AutoConfig
 
-    expected = (
+    problem = f"found no config of Transformers at {path!r}"
+    if not os.path.exists(path):
+        problem = f"found no file or directory {path!r}, and no model of that name in the cache"
+    how = (
         "expected a config.json, its directory, or the name of a model that is in the cache; "
         "nothing is downloaded"
     )
-    try:
-        with any_error_of("--hf", f"found no config of Transformers at {path!r}", expected):
-            return AutoConfig.from_pretrained(path, local_files_only=True)
-    except ArgumentError as failure:
-        if os.path.exists(path) or not isinstance(failure.__cause__, OSError):
-            raise
-        # Transformers would add that it cannot reach a server, but no download was asked for.
-        problem = f"found no file or directory {path!r}, and no model of that name in the cache"
-        raise wrong("--hf", f"{problem} of Transformers, {expected}") from failure
+    with any_error_of("--hf", problem, how):
+        return AutoConfig.from_pretrained(path, local_files_only=True)
