@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 from unittest.mock import patch
 
-import pytest
 import torch
 from helpers.fuzz.operators import COMPUTES
-from helpers.fuzz.programs import Do, Forward, Group, Options, Program, Step, drawn
+from helpers.fuzz.programs import Program, drawn
 from helpers.fuzz.run import Machine, end_failed_backward, offload
 from steps import no_garbage
 from torch.utils._mode_utils import no_dispatch
 
 from pp_offload.simulate import Hardware, VirtualBackend
-from pp_offload.simulate.clocks import VirtualEvent
-from pp_offload.simulate.memory import DeviceMemory
 from pp_offload.testing import SimulatedBackend
 
 INSTANT = Hardware(
@@ -122,30 +118,3 @@ def test_programs_move_what_they_move_with_data() -> None:
     count = compare(1, 60)
     assert count.different == 0
     assert count.compared > 30 and count.offloaded > 15
-
-
-ASKED: Counter[int] = Counter()
-
-
-def ends_late(event: VirtualEvent) -> bool:
-    """Only when it has been asked a few times."""
-    ASKED[id(event)] += 1
-    return ASKED[id(event)] > 5
-
-
-FAULTS = {
-    "memory is never free": (DeviceMemory, "_free_gone", lambda memory: None),
-    "memory is not counted": (DeviceMemory, "_add", lambda memory, category, nbytes: None),
-    "copies end late": (VirtualEvent, "query", ends_late),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_virtual_device_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
-    body = (Group((Do("tanh"), Do("tanh"))),)
-    steps = (Step(ops=(Forward(), Forward())),)
-    program = Program(((body,),), steps, "eager", options=Options(rematerialize="none"))
-    with_data = moved(program, SimulatedBackend("eager"))
-    assert with_data.bytes_offloaded > 0
-    assert moved(program, VirtualBackend(INSTANT)) != with_data
