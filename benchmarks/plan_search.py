@@ -28,7 +28,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
@@ -36,11 +36,12 @@ from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.plans.every_choice import best_followed, choices, each_number, num_groups
+from helpers.plans.every_choice import Choice, choices, each_number
 from helpers.plans.small import limits, planned
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose
+from pp_offload.plan.fills import first_saved
 
 NUM_LIMITS = 5
 
@@ -75,7 +76,8 @@ def rows_of(seed: int, options: argparse.Namespace) -> Iterator[Row]:
     """The plans of one pipeline; none if it has too many choices."""
     drawn, tapes = planned(seed, layers="*" if options.recompute else None)
     num_numbers = prod(rank.num_layers + 1 for rank in tapes)
-    if not 2 <= num_groups(tapes) <= options.most_groups or num_numbers > MAX_NUMBERS:
+    num_groups = sum(len(first_saved(rank)) for rank in tapes)
+    if not 2 <= num_groups <= options.most_groups or num_numbers > MAX_NUMBERS:
         return
     numbers = each_number(tapes) if options.recompute else [tapes]
     every = [choice for some in numbers for choice in choices(drawn, some)]
@@ -98,6 +100,18 @@ def rows_of(seed: int, options: argparse.Namespace) -> Iterator[Row]:
             seconds=time.process_time() - begin_s,
         )
         fastest_s = min(fastest_s, plan.seconds)
+
+
+def best_followed(every: Sequence[Choice], limit_bytes: int) -> float:
+    """The shortest time of those that fit, as an engine follows them. Few have to be followed."""
+    best_s = inf
+    for choice in sorted(every, key=lambda choice: choice.tried[1]):
+        if choice.tried[1] >= best_s:
+            break
+        if choice.tried[0] <= limit_bytes:
+            peak, seconds = choice.followed
+            best_s = min(best_s, seconds) if peak <= limit_bytes else best_s
+    return best_s
 
 
 def figures(rows: list[Row]) -> dict[str, Any]:

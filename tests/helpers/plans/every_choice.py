@@ -5,32 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import compress, product
+from typing import Any
 
 from helpers.plans.random_pipelines import Drawn
 from pp_offload.config import AUTO, OffloadConfig, without_plan
 from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser, predict
 from pp_offload.plan.chooser import NUM_PROVEN
+from pp_offload.plan.fills import first_saved
 from pp_offload.plan.pipeline import predict_each
 from pp_offload.simulate import PipelineStep
-
-Place = tuple[int, int, int]
-"""Rank, stage and position."""
-
-
-def places_of(tapes: list[RankTapes]) -> list[Place]:
-    """Groups that have something to move."""
-    return [
-        (rank, stage, position)
-        for rank, rank_tapes in enumerate(tapes)
-        for stage, tape in rank_tapes.stages.items()
-        for position, group in enumerate(tape.groups)
-        if group.payloads
-    ]
-
-
-def num_groups(tapes: list[RankTapes]) -> int:
-    return len(places_of(tapes))
 
 
 @dataclass(frozen=True)
@@ -63,18 +47,15 @@ def _highest(steps: Sequence[PipelineStep]) -> int:
 
 def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
     """Each of them, also with smaller bounds than an engine chooses by itself."""
-    places = places_of(tapes)
+    places = [(n, group.place) for n, rank in enumerate(tapes) for group in first_saved(rank)]
     plain = without_plan(drawn.config)
 
-    def config_of(stay: Sequence[Place], bounds: Sequence[tuple[int, int]]) -> OffloadConfig:
-        ranks = [
-            RankPlan(
-                tape.planned([(stage, position) for at, stage, position in stay if at == rank]),
-                max_in_flight_bytes=in_flight,
-                prefetch_bytes=ahead,
-            )
-            for rank, (tape, (in_flight, ahead)) in enumerate(zip(tapes, bounds, strict=True))
-        ]
+    def config_of(resident: set[Any], bounds: Sequence[tuple[int, int]]) -> OffloadConfig:
+        ranks = []
+        for number, (tape, (in_flight, ahead)) in enumerate(zip(tapes, bounds, strict=True)):
+            groups = tape.planned([place for rank, place in resident if rank == number])
+            limits = {"max_in_flight_bytes": in_flight, "prefetch_bytes": ahead}
+            ranks.append(RankPlan(groups, **limits))
         return replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks)))
 
     def choice_of(config: OffloadConfig) -> Choice:
@@ -88,23 +69,10 @@ def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
     for part in chooser.BOUNDS if is_free else [1]:
         bounds = [(max(1, int(part * flying)), max(1, int(part * ahead))) for flying, ahead in own]
         for bits in product([False, True], repeat=len(places)):
-            resident = [place for place, bit in zip(places, bits, strict=True) if bit]
-            yield choice_of(config_of(resident, bounds))
+            yield choice_of(config_of(set(compress(places, bits)), bounds))
 
 
 def each_number(tapes: list[RankTapes]) -> Iterator[list[RankTapes]]:
     """With each number of recomputed layers."""
     for nums in product(*(range(rank.num_layers + 1) for rank in tapes)):
         yield [rank.recomputing(num) for rank, num in zip(tapes, nums, strict=True)]
-
-
-def best_followed(every: Sequence[Choice], limit_bytes: int) -> float:
-    """The shortest time of those that fit, as an engine follows them. Few have to be followed."""
-    best_s = float("inf")
-    for choice in sorted(every, key=lambda choice: choice.tried[1]):
-        if choice.tried[1] >= best_s:
-            break
-        if choice.tried[0] <= limit_bytes:
-            peak, seconds = choice.followed
-            best_s = min(best_s, seconds) if peak <= limit_bytes else best_s
-    return best_s
