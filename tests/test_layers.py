@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1350,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3143,
-    "simulate": 2689,
+    "plan": 3140,
+    "simulate": 2674,
     "testing": 967,
     "trace": 1340,
 }

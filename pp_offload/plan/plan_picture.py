@@ -98,10 +98,7 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
         path: File, whose suffix names the format.
         title: Model, schedule and device, in words.
 
-    Raises:
-        ImportError: Matplotlib is not installed.
-        OSError: The file cannot be written.
-        ValueError: The suffix names no format of pictures.
+    Raises: see :func:`draw_plan`.
     """
     art.check_format(path)
     without = front.without_offload

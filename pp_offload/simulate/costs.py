@@ -55,10 +55,6 @@ class OperatorCosts:
     Args:
         hardware: Rates of the device.
         operator_seconds: Measured times, which replace the roofline for their operators.
-
-    Raises:
-        TypeError: ``operator_seconds`` is neither a table of operators nor a function.
-        ValueError: A measured time is no number of at least 0.
     """
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
@@ -77,9 +73,6 @@ class OperatorCosts:
         """Run an overload that is no view; return its outputs, and its time with the gap after it.
 
         See NOTE [ Repeated calls ].
-
-        Raises:
-            ValueError: The function of measured times returned no number of at least 0.
         """
         key = _key(func, args, kwargs) if makes_new_memory(func) else None
         if key in self._results:

@@ -171,11 +171,7 @@ class Hardware:
 
 
 def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
-    """Check that a value is an int or a float above 0, or of at least 0. ``True`` is neither.
-
-    Raises:
-        ValueError: The value is something else.
-    """
+    """Check that a value is an int or a float above 0, or of at least 0. ``True`` is neither."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
         least = "of at least 0" if may_be_zero else "above 0"

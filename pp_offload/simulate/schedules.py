@@ -216,11 +216,7 @@ def checked_stages(schedule: str, stages_per_rank: int | None) -> int:
 def order_of(
     schedule: str, *, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> PipelineOrder:
-    """Make the order of a schedule by name.
-
-    Raises:
-        ValueError: The schedule does not fit these numbers.
-    """
+    """Make the order of a schedule by name; see :class:`PipelineOrder`."""
     return PipelineOrder(
         SCHEDULES.get(schedule, schedule),
         num_ranks=num_ranks,
