@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1350,
     "compat": 112,
     "integrations": 1197,
-    "plan": 3140,
-    "simulate": 2674,
+    "plan": 3138,
+    "simulate": 2678,
     "testing": 967,
     "trace": 1340,
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -31,7 +31,7 @@ from pp_offload.plan.tape import Backward, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.schedules import PipelineOrder
-from pp_offload.simulate.stages import Modules, Work
+from pp_offload.simulate.stages import Work
 
 _T = TypeVar("_T")
 
@@ -92,11 +92,9 @@ class _Variants:
         self, stages: Sequence[int], work: Work, recording: Any, others: Iterable[_Variants]
     ) -> None:
         self._work, self._recording = work, recording
-        self._layers: list[tuple[int, str]] = []
+        self._layers = [(stage, name) for stage in stages for name in work.layers_of(stage)]
         """Stage and name of each layer that may be recomputed, in forward order."""
 
-        if isinstance(work, Modules):
-            self._layers = [(stage, name) for stage in stages for name in work.layers_of(stage)]
         self._recorded = {0: self._record(stages, 0)}
         self._equal = next((each for each in others if each._key == self._key), None)
 
@@ -120,7 +118,7 @@ class _Variants:
     def _record(self, stages: Sequence[int], num: int) -> RankTapes:
         chosen, work = spread(self._layers, num), self._work
         names = {stage: tuple(name for at, name in chosen if at == stage) for stage in stages}
-        with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
+        with work.recomputing(names):
             tapes = self._recording().tapes(self._recorded[0].update if num else None)
         recomputed = tuple(names.values())
         return replace(tapes, recomputed=recomputed, num_layers=len(self._layers), variant=self)

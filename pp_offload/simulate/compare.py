@@ -20,7 +20,7 @@ from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.pipeline import run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
-from pp_offload.simulate.stages import Modules, Work
+from pp_offload.simulate.stages import Work
 
 WORTH_A_WORD = 0.02
 """Least relative increase of a step's time by offload that is reported."""
@@ -134,7 +134,7 @@ def compare(
 
     # The engine derives its plan from a first step, which a run without offload does not need. But
     # the state of an optimizer exists from the end of the first step on.
-    num_steps = 2 if isinstance(work, Modules) and work.optimizer is not None else 1
+    num_steps = 1 if work.optimizer is None else 2
     names = "without offload", "with offload"
     none, ours = (None if progress is None else partial(progress, name) for name in names)
     without = run_pipeline(order, work, hardware, peers=peers, num_steps=num_steps, progress=none)

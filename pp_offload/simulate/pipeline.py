@@ -25,7 +25,7 @@ from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
 from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
-from pp_offload.simulate.stages import Modules, Work
+from pp_offload.simulate.stages import Work
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished actions, and the number of all."""
@@ -68,7 +68,7 @@ def run_pipeline(
     if config is not None:
         check_config(config)
     with ExitStack() as stack:
-        if config is not None and config.offload_plan is not None and isinstance(work, Modules):
+        if config is not None and config.offload_plan is not None:
             names = config.offload_plan.recomputed_by_stage(order.stages_of)
             stack.enter_context(work.recomputing(names))
         work.prepare(order, VirtualBackend(hardware))

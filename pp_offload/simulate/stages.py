@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,22 @@ class RankWork:
         """Release all resources: there is no further step."""
 
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of a rank."""
+
+
 class Work:
     """Work of all ranks."""
+
+    optimizer: MakeOptimizer | None = None
+
+    def layers_of(self, stage: int) -> list[str]:
+        """Return the names of the modules of a stage that a plan may recompute."""
+        return []
+
+    def recomputing(self, names: Mapping[int, Collection[str]]) -> AbstractContextManager[None]:
+        """Have backward recompute modules as a whole inside, given their names by stage."""
+        return nullcontext()
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
         """Prepare the work, once, on a device whose times do not count."""
@@ -110,10 +124,6 @@ class _TimedWork(RankWork):
 
     def weight(self, stage: int, microbatch: int) -> None:
         self._launch(self._times.weight_s)
-
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of a rank."""
 
 
 class Modules(Work):
@@ -170,20 +180,14 @@ class Modules(Work):
         """Inputs of each stage, and outputs of the last stage; filled in by :meth:`prepare`."""
 
     def layers_of(self, stage: int) -> list[str]:
-        """Return the names of the modules of a stage that a plan may recompute."""
         return [] if self.layers is None else matching(self.stages[stage], self.layers)
 
     @contextmanager
     def recomputing(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
-        """Have backward recompute these modules as a whole inside.
-
-        Args:
-            names: Names of modules, by stage. Modules of an earlier :func:`recompute_layers` are
-                not changed.
-        """
         with ExitStack() as stack:
             for stage, layers in names.items():
                 module = self.stages[stage]
+                # Those of an earlier recompute_layers stay as they are.
                 new_names = [name for name in layers if not is_recomputed(module, name)]
                 stack.enter_context(recompute_layers(module, new_names))
             yield
