@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -41,35 +41,31 @@ def loads_a_checkpoint(training: Training) -> None:
     training.model.load_state_dict(state)
 
 
-class Step(NamedTuple):
-    seconds: float
-    peak_bytes: int
+@contextmanager
+def loop() -> Iterator[Training]:
+    """On a link that takes four times a layer's forward for a layer's copy."""
+    training = Training(LIMIT_BYTES)
+    training.backend = VirtualBackend(hardware(4.0))
+    with as_another_process(), use_backend(training.backend, config=training.config):
+        yield training
 
 
-class Loop:
-    """A training on a link that takes four times a layer's forward for a layer's copy."""
-
-    def __init__(self) -> None:
-        self.training = Training(LIMIT_BYTES)
-        self.backend = self.training.backend = VirtualBackend(hardware(4.0))
-
-    def steps(self, num: int, rows: int) -> list[Step]:
-        self.training.rows = rows
-        return [self._step() for _ in range(num)]
-
-    def _step(self) -> Step:
-        begin_s = self.backend.seconds
-        peak_bytes = self.training.step(num=4)
-        self.backend.synchronize()
-        return Step(self.backend.seconds - begin_s, peak_bytes)
+def run(training: Training, num: int, rows: int) -> list[float]:
+    """Times of so many steps, all below the limit."""
+    training.rows, times = rows, []
+    for _ in range(num):
+        begin_s = training.backend.seconds
+        assert training.step(num=4) <= LIMIT_BYTES
+        training.backend.synchronize()
+        times.append(training.backend.seconds - begin_s)
+    return times
 
 
 @cache
 def best_s(rows: int) -> float:
     """Time of a settled step of a loop that never had another batch."""
-    loop = Loop()
-    with as_another_process(), use_backend(loop.backend, config=loop.training.config):
-        return loop.steps(NUM_SETTLING, rows)[-1].seconds
+    with loop() as training:
+        return run(training, NUM_SETTLING, rows)[-1]
 
 
 LONGER, SHORTER = ROWS * 3 // 2, ROWS // 2
@@ -87,15 +83,9 @@ LONGER, SHORTER = ROWS * 3 // 2, ROWS // 2
 def test_steps_are_below_the_limit_and_the_best_two_steps_after_a_change(
     changes: list[tuple[Event, int]],
 ) -> None:
-    loop, best = Loop(), [best_s(rows) for _, rows in changes]
-    settled: list[list[float]] = []
-    with as_another_process(), use_backend(loop.backend, config=loop.training.config):
-        steps = loop.steps(NUM_SETTLING, ROWS)
-        for event, rows in changes:
-            event(loop.training)
-            changed = loop.steps(NUM_CHANGED, rows)
-            settled.append([step.seconds for step in changed[2:]])
-            steps += changed
-    assert max(step.peak_bytes for step in steps) <= LIMIT_BYTES
-    for seconds, least_s in zip(settled, best, strict=True):
-        assert max(seconds) < least_s * (1 + 1e-6)
+    best = [best_s(rows) for _, rows in changes]
+    with loop() as training:
+        run(training, NUM_SETTLING, ROWS)
+        for (event, rows), least_s in zip(changes, best, strict=True):
+            event(training)
+            assert max(run(training, NUM_CHANGED, rows)[2:]) < least_s * (1 + 1e-6)
