@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.plans.chosen import chooser_of
 from helpers.plans.small import limits, planned, with_host_memory
 
 from pp_offload._common.sizes import size_said
-from pp_offload.plan import Chooser, OffloadPlan
+from pp_offload.plan import Chooser, OffloadPlan, RankPlan
 from pp_offload.plan.table import table
 
 pytestmark = pytest.mark.usefixtures("small_bounds")
@@ -54,11 +55,8 @@ def test_copies_that_have_too_much_to_do(
     options: dict[str, object],
     expected: str | None,
 ) -> None:
-    drawn, tapes = planned(22)
-    chooser = chooser_of(drawn, tapes)
-    plan = chooser.plan(2**40)
-    ranks = [replace(rank, stalled_s=0.0) for rank in plan.ranks]
-    ranks[-1] = replace(ranks[-1], stalled_s=stalled_s, recomputed=recomputed)
-    plan = replace(plan, seconds=1.0, ranks=tuple(ranks), options=options)
-    text = " ".join(table(plan, chooser.without_offload()).split())
+    rank = RankPlan((), stalled_s=stalled_s, recomputed=recomputed)
+    plan = OffloadPlan("", 2**30, 1.0, 1.0, (rank,), options)
+    without: Any = SimpleNamespace(ranks=[SimpleNamespace(peak_bytes=0)])
+    text = " ".join(table(plan, without).split())
     assert ("Copies have too much" not in text) if expected is None else expected in text
