@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ NUM_LAYERS = 24
 class Training:
     """Steps of microbatches in turn, as on a stage of 1F1B, and what the device took in each."""
 
-    def __init__(self, limit_bytes: int | str, *, resets: bool = False) -> None:
+    def __init__(
+        self, limit_bytes: int | str, *, resets: bool = False, num_layers: int = NUM_LAYERS
+    ) -> None:
         self.config = OffloadConfig(
             device_limit_bytes=limit_bytes,
             host_budget_bytes=2**40,  # numbers alone, whatever this machine has
@@ -29,7 +32,7 @@ class Training:
             prefetch_bytes=2 * SAVED_BYTES,
         )
         self.backend = VirtualBackend(hardware(1.0))
-        self.model = Layers(NUM_LAYERS, WIDTH)
+        self.model = Layers(num_layers, WIDTH)
         self.resets = resets
         self.states: list[Tensor] = []
         self.rows = ROWS
@@ -46,6 +49,14 @@ class Training:
             self.backend.memory.take_peak()
         off_interface.reset()
         own = self.backend.memory.take_peak() if not self.resets else 0
+        for _ in self.turns(in_flight, num):
+            continue
+        peak = self.backend.memory.peak_bytes
+        self.backend.memory._peak_bytes = max(own, peak)  # what the device would tell
+        return peak
+
+    def turns(self, in_flight: int, num: int) -> Iterator[int]:
+        """Forwards of so many microbatches, and their backwards in turn; yields after each turn."""
         waiting: deque[Tensor] = deque()
         for number in range(num + in_flight):
             if number < num:
@@ -55,9 +66,7 @@ class Training:
                 torch.empty(self.loss_bytes, dtype=torch.uint8, device="meta")  # and gone again
                 y.backward(torch.empty_like(y))
                 del y
-        peak = self.backend.memory.peak_bytes
-        self.backend.memory._peak_bytes = max(own, peak)  # what the device would tell
-        return peak
+            yield number
 
     def optimizer_step(self, nbytes: int) -> None:
         """The first one makes states, which stay."""

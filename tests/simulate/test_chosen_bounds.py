@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from helpers.virtual_layers import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
-from torch import Tensor
+from helpers import virtual_training
+from helpers.virtual_layers import FLOPS, SAVED_BYTES, hardware
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
@@ -23,39 +21,24 @@ NUM_LAYERS, IN_FLIGHT = 8, 4
 CHUNK_BYTES = NUM_LAYERS * SAVED_BYTES
 
 
-class Training:
-    """Steps of microbatches in turn, as on a stage of 1F1B."""
+class Training(virtual_training.Training):
+    """Steps whose steady state is timed."""
 
-    def __init__(self, manager: Manager, num_layers: int = NUM_LAYERS) -> None:
+    def __init__(self, manager: Manager) -> None:
         assert isinstance(manager.backend, VirtualBackend)
-        self.manager = manager
-        self.backend = manager.backend
-        self.model = Layers(num_layers, WIDTH)
-        self.rows = ROWS
+        super().__init__("auto", num_layers=NUM_LAYERS)
+        self.manager, self.backend = manager, manager.backend
 
-    def forward(self) -> Tensor:
-        off_interface.init_chunk_handler(None, None, 1)
-        x = torch.empty(self.rows, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
-        return self.model(x, offload=True)  # type: ignore[no-any-return]
-
-    def step(self, rounds: int = 6) -> tuple[float, int]:
+    def timed_step(self, rounds: int = 6) -> tuple[float, int]:
         """Seconds that compute was stalled in a round of the steady state, and the peak there."""
         off_interface.reset()
-        stalled_s, waiting = 0.0, deque(self.forward() for _ in range(IN_FLIGHT - 1))
-        for number in range(rounds):
-            if number == 2:
-                stalled_s = self.backend.compute.stalled_s
-                self.backend.memory.take_peak()
-            waiting.append(self.forward())
-            y = waiting.popleft()
-            y.backward(torch.empty_like(y))
-            del y
-        stalled_s = (self.backend.compute.stalled_s - stalled_s) / (rounds - 2)
-        peak = self.backend.memory.peak_bytes
-        while waiting:
-            y = waiting.popleft()
-            y.backward(torch.empty_like(y))
-            del y
+        compute, memory = self.backend.compute, self.backend.memory
+        for number in self.turns(IN_FLIGHT, IN_FLIGHT - 1 + rounds):
+            if number == IN_FLIGHT:
+                begin_s = compute.stalled_s
+                memory.take_peak()
+            elif number == IN_FLIGHT - 2 + rounds:
+                stalled_s, peak = (compute.stalled_s - begin_s) / (rounds - 2), memory.peak_bytes
         self.backend.synchronize()
         return stalled_s, peak
 
@@ -79,9 +62,9 @@ def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
     device = hardware(copies)
     with use_backend(VirtualBackend(device), config=ALL_LEAVE) as manager:
         training = Training(manager)
-        training.step()
+        training.timed_step()
         for _ in range(2):
-            stalled_s, peak = training.step()
+            stalled_s, peak = training.timed_step()
         cap, window = training.bounds()
     assert stalled_s < 0.01 * 3 * FORWARD_S
     assert cap + window < 2 * CHUNK_BYTES
@@ -93,8 +76,8 @@ def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
         )
         with use_backend(VirtualBackend(device), config=config) as manager:
             training = Training(manager)
-            training.step()
-            stalled_s, _ = training.step()
+            training.timed_step()
+            stalled_s, _ = training.timed_step()
         assert stalled_s > 0.01 * 3 * FORWARD_S, less
 
 
@@ -103,7 +86,7 @@ def test_a_link_that_is_too_slow_is_never_idle() -> None:
     with use_backend(VirtualBackend(device), config=ALL_LEAVE) as manager:
         training = Training(manager)
         for _ in range(3):
-            stalled_s, _ = training.step()
+            stalled_s, _ = training.timed_step()
         cap, window = training.bounds()
     law_s = CHUNK_BYTES / device.link_bytes_per_s - 3 * FORWARD_S
     assert stalled_s <= 1.1 * law_s
@@ -129,7 +112,7 @@ def test_only_the_first_steps_are_timed(training: Training) -> None:
         patch.setattr(VirtualBackend, "timed_event", counted)
         counts = []
         for _ in range(5):
-            training.step()
+            training.timed_step()
             counts.append(made)
     assert 0 < counts[0] < counts[1] == counts[4]
     assert not training.manager.offloader.observers.reached
@@ -140,7 +123,7 @@ def test_bounds_do_not_grow_beyond_the_device() -> None:
     device = hardware(2.9)
     with use_backend(VirtualBackend(device), config=ALL_LEAVE) as manager:
         training = Training(manager)
-        peaks = [training.step()[1] for _ in range(3)]
+        peaks = [training.timed_step()[1] for _ in range(3)]
         free = sum(training.bounds())
     assert peaks[2] > peaks[0]
     memory_bytes = (peaks[0] + peaks[2]) // 2
@@ -149,7 +132,7 @@ def test_bounds_do_not_grow_beyond_the_device() -> None:
     ) as manager:
         training = Training(manager)
         for _ in range(4):
-            training.step()
+            training.timed_step()
             assert training.backend.memory.peak_bytes <= memory_bytes
         assert sum(training.bounds()) < free
 
@@ -157,7 +140,7 @@ def test_bounds_do_not_grow_beyond_the_device() -> None:
 def test_the_statistics_say_what_compute_waited(training: Training) -> None:
     assert training.manager.statistics().stalled_ms is None
     before_s = training.backend.compute.stalled_s
-    training.step()
+    training.timed_step()
     stalled_s = training.backend.compute.stalled_s - before_s
     off_interface.reset()
     stalled_ms = training.manager.statistics().stalled_ms
@@ -178,7 +161,7 @@ def test_a_device_that_makes_no_timed_events_goes_on(
     monkeypatch.setattr(VirtualBackend, "timed_event", no_event)
     before = training.bounds()
     for _ in range(6):
-        training.step()
+        training.timed_step()
     assert training.bounds() == (before[0], 2 * SAVED_BYTES)
     # Once under no plan, and under the plan of that step as often as steps are timed.
     assert num_tries == 1 + auto_bounds.NUM_TIMED, "it tries for ever"
