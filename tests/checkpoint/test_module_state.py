@@ -82,11 +82,13 @@ class Shares(Remembers):
         self.register_buffer("first", self.state[0])
         self.register_buffer("code", torch.zeros(2**13, WIDTH))
         self.register_buffer("last", torch.ones(WIDTH), persistent=False)
+        self.register_buffer("counts", torch.zeros(2**14, dtype=torch.int64))
 
     def scale(self) -> Tensor | float:
         self.state += 1
         self.code.data += 1
-        return self.first + self.same[1] + self.code[0] + self.last.sin()
+        self.counts += 1
+        return self.first + self.same[1] + self.code[0] + self.last.sin() + self.counts[0]
 
     def keep(self, state: Tensor) -> None:
         self.last = state
