@@ -231,6 +231,13 @@ def test_a_float32_that_was_bfloat16_is_copied_as_that() -> None:
     assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
 
 
+def test_a_copy_that_repeats_numbers_is_copied_without() -> None:
+    """As keys that several heads share; nobody saves what they are made of."""
+    run = one_group(lambda x: x.sin()[:, None].expand(-1, 4, -1).clone().square())
+    check(run, verify=True)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
 def test_a_group_that_stays_gives_up_what_is_computed_again() -> None:
     """Of a float32 that was bfloat16, too, it keeps the latter."""
     storages: list[weakref.ref[torch.UntypedStorage]] = []
@@ -251,6 +258,26 @@ def test_a_group_that_stays_gives_up_what_is_computed_again() -> None:
             y.sum().backward()
         manager.reset()
         assert manager.statistics().bytes_offloaded == 0
+
+
+def test_a_vector_of_statistics_is_no_input() -> None:
+    """Their kernels write them and count no change, and the product was saved before."""
+    statistics = torch.ones(COLUMNS)
+
+    def compute(x: Tensor) -> Tensor:
+        h = x.sin()
+        return (h * statistics).square() + h.square()
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        statistics.fill_(1.5)
+        y = group(x, compute, is_on)
+        with torch.autograd._unsafe_preserve_version_counter(statistics):
+            statistics.mul_(2)
+        y.sum().backward()
+        return gradients(x)
+
+    check(run, again=False)
 
 
 def test_an_input_whose_storage_its_owner_has_emptied() -> None:
