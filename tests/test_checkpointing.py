@@ -148,7 +148,7 @@ def test_a_kept_operator_that_runs_more_often_is_an_error() -> None:
 
 def draws(x):
     """Random numbers from an operator that may be kept, and behind it from others."""
-    noise = torch.rand_like(x) * torch.rand_like(x).sin()
+    noise = torch.rand_like(x) * torch.rand_like(x).sin() + torch.rand_like(x).cos()
     return (x * noise).sin() * nn.functional.dropout(x.square(), 0.5).sigmoid()
 
 
@@ -165,11 +165,8 @@ def test_numbers_behind_a_kept_operator_are_the_same(backend, options: str) -> N
     """PyTorch's selective checkpoints draw others there, and say nothing."""
     with backend.activate():
         params = SelectiveOpACParams(offload_inputs=True, min_offload_size=1, **DRAWN[options])
-        gradients, after = [], []
-        for run in (
-            Recompute(params, backend),
-            lambda function, x: function(x),
-        ):
+        gradients, after, recompute = [], [], Recompute(params, backend)
+        for run in (recompute, lambda function, x: function(x)):
             torch.manual_seed(0)
             x = torch.ones(50, device=backend.device, requires_grad=True)
             loss = run(draws, x).sum()
@@ -178,6 +175,8 @@ def test_numbers_behind_a_kept_operator_are_the_same(backend, options: str) -> N
             after.append(torch.rand(1))
         assert torch.equal(gradients[0], gradients[1])
         assert torch.equal(after[0], after[1]), "backward draws nothing from the caller's"
+        num_kept = recompute.counts.saved_outputs + recompute.counts.offloaded_outputs
+        assert num_kept == (2 if options == "every second" else 3)
 
 
 @pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
