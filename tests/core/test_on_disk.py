@@ -28,6 +28,7 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import DiskTierError, PipelineOffloadManager
+from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk_file import DiskFile
 
 KINDS = ("late", "threads")
@@ -98,6 +99,25 @@ def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
         for y in ys:
             y.sum().backward()
         assert manager.statistics().host_bytes_peak <= 4096
+
+
+@kinds
+def test_what_must_come_back_does_so_above_the_host_budget(kind: str, tmp_path: Path) -> None:
+    """Ahead of its use it does not."""
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "max_in_flight_bytes": 0}
+    with session(kind, host_budget_bytes=2**22, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        y = group(group(x, torch.sin, name="first"), torch.cos, name="second").sum()
+        wait_until_written(manager)
+        manager.release_idle_memory()
+        budget = HostBudget(2**22)
+        held = budget.reserve(budget.left_bytes)
+        (got,) = torch.autograd.grad(y, x)
+        assert 0 < manager.statistics().host_bytes_reserved <= 512 and held.nbytes
+        assert_same([got], torch.autograd.grad(x.sin().cos().sum(), x))
+        del y
+        assert_idle(manager)
 
 
 class Gate:

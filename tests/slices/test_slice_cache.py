@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -21,6 +22,24 @@ RUN = Run()
 
 def slices_of(num: int) -> list[Slice]:
     return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),), ()) for i in range(num)]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_the_program_has_written_is_brought_again(is_replaced: bool) -> None:
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
+        (slice_,) = slices_of(1)
+        (parameter,) = slice_.parameters
+        cache.use(slice_, RUN)
+        for index in (None, 0):
+            with torch.no_grad():
+                if is_replaced:
+                    parameter.data = parameter + 1
+                else:
+                    parameter.add_(1)
+            (tensor,) = cache.use(slice_, RUN, index)
+            assert tensor.tolist() == parameter.tolist()
 
 
 def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
