@@ -121,16 +121,16 @@ def test_what_must_come_back_does_so_above_the_host_budget(kind: str, tmp_path: 
 
 
 class Gate:
-    """Writes wait until it is open."""
+    """System calls, such as writes, that wait until it is open."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gate, write = threading.Event(), DiskFile._pwrite
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: str = "_pwrite") -> None:
+        self.gate, call = threading.Event(), getattr(DiskFile, step)
 
-        def wait(*args: Any) -> int:
+        def wait(*args: Any) -> Any:
             assert self.gate.wait(60)
-            return write(*args)
+            return call(*args)
 
-        monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(wait))
+        monkeypatch.setattr(DiskFile, step, staticmethod(wait))
 
     def __enter__(self) -> None:
         pass
