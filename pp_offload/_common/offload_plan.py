@@ -109,7 +109,6 @@ class RankPlan:
         return self.max_in_flight_bytes, self.prefetch_bytes
 
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
-        """Return the names of the layers that a virtual stage recomputes."""
         return self.recomputed[vp_stage] if vp_stage < len(self.recomputed) else ()
 
 
@@ -151,7 +150,6 @@ class OffloadPlan:
         )
 
     def with_limit(self, limit_bytes: int) -> Self:
-        """Copy the plan with another limit."""
         return replace(self, limit_bytes=limit_bytes)
 
     def recomputed_by_stage(

@@ -106,7 +106,6 @@ class Chunk:
 
     @property
     def _may_delay(self) -> bool:
-        """Whether commits may be delayed."""
         return True
 
     def commit(

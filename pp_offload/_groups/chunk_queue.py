@@ -45,7 +45,6 @@ class ChunkQueue:
         self._queued.sort(key=self._rank)
 
     def push(self, chunk: QueuedChunk) -> None:
-        """Insert a chunk at its place in the order."""
         bisect.insort(self._queued, chunk, key=self._rank)
 
     def remove(self, chunk: QueuedChunk) -> None:

@@ -74,7 +74,6 @@ class IdleGroups:
 
     @property
     def is_checking(self) -> bool:
-        """Whether this step is to be checked."""
         return self.num_steps_left > 0 and not self.was_disabled
 
     def check(

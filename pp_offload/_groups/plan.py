@@ -32,7 +32,6 @@ class ChunkShape(NamedTuple):
     """Bytes that offloading each group moves."""
 
     def by_key(self) -> Iterator[tuple[GroupKey, str, int]]:
-        """Key, name and bytes of each group, in forward order."""
         for position, (name, nbytes) in enumerate(zip(self.names, self.sizes, strict=True)):
             yield GroupKey(self.key, position), name, nbytes
 
@@ -59,7 +58,6 @@ class GroupBytes(NamedTuple):
 
     @classmethod
     def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
-        """Return the bytes of a committed group."""
         saved = counts.nbytes - counts.narrowed_bytes + counts.recipe_bytes
         if is_kept and not counts.again_bytes:
             return cls(saved, kept=saved)

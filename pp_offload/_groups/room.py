@@ -225,7 +225,6 @@ class DeviceRoom:
 
     @property
     def stay(self) -> Stay:
-        """Groups that stay in the next steps."""
         sizes, lean = self._history.demand.sizes, self._history.demand.lean
         most_bytes = frozenset((place, lean[place]) for place in self._stay)
         is_lean = (place for place, nbytes in self._stay.items() if nbytes < sizes[place])

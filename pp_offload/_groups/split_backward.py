@@ -91,13 +91,11 @@ class SplitBackward(Observer):
         _expect(group, batch, uses, frozenset(first).intersection(indices))
 
     def begin(self, key: ChunkKey, groups: Sequence[Group], part: BackwardPass) -> None:
-        """Begin a part of the backward of a chunk with these groups."""
         batches = map(_batch, groups)
         positions = {batch: position for position, batch in enumerate(batches) if batch is not None}
         self._running = Running(key, groups, part, positions, Counter())
 
     def used(self, saved: Saved, payload: Tensor) -> None:
-        """See :meth:`Observer.used`."""
         running = self._running
         position = None if running is None else running.positions.get(saved.batch)
         if running is None or position is None:

@@ -78,11 +78,9 @@ class StepRecord:
         return chunk.key
 
     def is_next(self, chunk: Chunk) -> bool:
-        """Whether backward certainly runs ``chunk`` next."""
         return next(self.queue.certain(), None) is chunk
 
     def begin(self, group: Group) -> None:
-        """Note that backward reached ``group``."""
         chunk = self._chunk_of(group)
         if chunk is not None:
             self.begin_backward(chunk)
@@ -99,7 +97,6 @@ class StepRecord:
             self._leave(before)
 
     def begin_part(self, chunk: Chunk, part: BackwardPass, split: SplitBackward) -> None:
-        """Begin a part of the split backward of ``chunk``."""
         assert chunk.key is not None, "a step finds its chunks by key"
         split.begin(chunk.key, chunk.groups, part)
         if part is BackwardPass.INPUT:
@@ -229,7 +226,6 @@ class StepRecord:
         return make_plan(self.shapes(), self.options or config, self.pipeline_rank, stay)
 
     def clear(self) -> None:
-        """Forget the step."""
         self._backward.clear()  # first: if an interrupt comes next, the step is not complete
         for chunk in self._forward.values():
             chunk.reset()

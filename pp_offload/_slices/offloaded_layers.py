@@ -118,12 +118,11 @@ class OffloadedLayers(CacheFigures):
             self._order.end()
             self._cache.end_prefetch()
 
-    def _compute(self, layer: StreamedForward, number: int, compute: Callable[..., Any]) -> Any:
-        """Return the result of ``compute`` with the layer's parameters on the device."""
-        self._layers[number] = layer
+    def _compute(self, layer: StreamedForward, call: Callable[[], Any], saves: bool) -> Any:
+        self._layers[layer.number] = layer
         try:
-            arrived = self._load(layer.places, number)
-            output = compute(arrived)
+            arrived = self._load(layer.places, layer.number)
+            output = arrived.compute(call, list(layer.exchanges(arrived)), saves=saves)
             arrived.check_not_written()
             return output
         except BaseException:
@@ -152,8 +151,8 @@ class StreamedForward:
 
     def __init__(self, handle: OffloadedLayers, number: int, layer: Module, places: Places) -> None:
         self.places = places
+        self.number = number
         self._handle = handle
-        self._number = number
         self._layer = layer
         self._own: Callable[..., Any] | None = vars(layer).get("forward")
         self._is_closed = False
@@ -182,13 +181,10 @@ class StreamedForward:
             # A checkpoint around the layer matches saved tensors by position, so if a backward in
             # the forward runs the layer again, references are saved again.
             return self._arrived.compute(call, saves=saves and is_recomputing())
+        return self._handle._cache.locked(self._handle._compute, self, call, saves)
 
-        def compute(arrived: OnDevice) -> Any:
-            return arrived.compute(call, list(self._exchanges(arrived)), saves=saves)
-
-        return self._handle._cache.locked(self._handle._compute, self, self._number, compute)
-
-    def _exchanges(self, arrived: OnDevice) -> Iterator[Exchange]:
+    def exchanges(self, arrived: OnDevice) -> Iterator[Exchange]:
+        """Yield attributes to exchange while the layer computes, beside its parameters."""
         yield vars(self), {"_thread": threading.current_thread(), "_arrived": arrived}
         attributes = vars(self._layer)
         if attributes.get(CHECKPOINT) is not None:

@@ -49,7 +49,6 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the slice takes on the device."""
         return sum([parameter.nbytes for parameter in self.parameters])
 
     def has_same(self, other: Slice) -> bool:

@@ -31,7 +31,6 @@ class SliceLayers(Module):
         self.places = Places(label, self._layers, lambda parameter: True)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the layers in order, as a Sequential does."""
         first, *later_layers = self._layers
         value = first(*inputs)
         del inputs

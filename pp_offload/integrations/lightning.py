@@ -106,7 +106,6 @@ class ActivationOffload(Callback):
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the offload."""
         self._running.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

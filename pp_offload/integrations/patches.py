@@ -19,6 +19,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,7 +96,7 @@ class patch:  # noqa: N801  called as a function is
             "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **self._options
         )
         self._contexts: list[OffloadActivations] = []  # of TRL's trainers
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         if _active is not None:
             raise OffloadError(
                 "pp_offload.patch() is active already; use the handle that it returned, or undo() "
@@ -121,9 +122,9 @@ class patch:  # noqa: N801  called as a function is
     def _replace(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of a class or module, until :meth:`undo`."""
         if name in vars(owner):
-            self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
         else:  # inherited
-            self._undo.append(partial(delattr, owner, name))
+            self._undo.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     def _replace_everywhere(self, trl: Any) -> None:
@@ -147,8 +148,7 @@ class patch:  # noqa: N801  called as a function is
     def undo(self) -> None:
         """Restore all functions. Offloaded tensors stay valid. A second call does nothing."""
         global _active
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         if _active is self:
             _active = None
 
@@ -162,7 +162,7 @@ class patch:  # noqa: N801  called as a function is
         counts = [self.statistics(), *(context.statistics() for context in self._contexts)]
         moved = sum(each.bytes_offloaded for each in counts) / 2**20
         again = sum(each.bytes_computed_again for each in counts) / 2**20
-        state = "active" if self._undo else "undone"
+        state = "active" if _active is self else "undone"
         return (
             f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "
             "again instead>"
