@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 724,
     "_checkpoint": 1473,
     "_common": 1212,
-    "_core": 4618,
+    "_core": 4619,
     "_groups": 3357,
     "_hooks": 419,
     "_megatron": 1303,

@@ -163,7 +163,8 @@ class Eligibility:
             is_plain = type(tensor) is Parameter and tensor.layout is torch.strided
             if is_plain and self.residents.has(tensor.untyped_storage()):
                 return False
-            if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
+            is_of_model = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+            if is_of_model or is_marked(tensor):
                 self.residents.add(tensor)
             return False
         numel = tensor.numel()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.toy import same_bits
+from helpers.wrapped import Pair
 from main_face import chunk_of, face
 from main_layer import Model, batches, step
 from torch import Tensor
@@ -68,6 +69,34 @@ def test_views_of_what_is_flagged_stay(face: PipelineOffloadManager) -> None:
         y = (x.sum() * 1 + (x * torch.ones(8, requires_grad=True)).sum()) + (weight * x[:4]).sum()
     group.group_offload(y).backward()
     assert face.statistics().bytes_offloaded == 0
+
+
+class Saves(torch.autograd.Function):
+    """Saves another tensor, and does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(other)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output + sum(other.first.sum() for other in ctx.saved_tensors), None
+
+
+@pytest.mark.parametrize("is_flagged", [False, True])
+def test_what_is_flagged_may_be_made_of_tensors(
+    face: PipelineOffloadManager, is_flagged: bool
+) -> None:
+    pair = Pair(torch.ones(3, 3), torch.ones(3, 3))
+    pair._do_not_offload = is_flagged  # type: ignore[attr-defined]
+    x = torch.ones(3, requires_grad=True)
+    group = off_interface(True, x, "act")
+    with group as y:
+        y = Saves.apply(y, pair)
+    group.group_offload(y).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [10.0] * 3
+    assert (face.statistics().bytes_offloaded == 0) is is_flagged
 
 
 def test_what_is_flagged_is_not_released(face: PipelineOffloadManager) -> None:
