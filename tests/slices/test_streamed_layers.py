@@ -17,6 +17,7 @@ from pp_offload import (
     OffloadedLayers,
     OffloadError,
     OffloadModel,
+    checkpoint_function,
     offload_layers,
 )
 from pp_offload.backends import Backend
@@ -25,6 +26,14 @@ from pp_offload.testing import SimulatedBackend
 DEPTH = 6
 ONE = WIDTH * WIDTH * 4
 """Bytes of a layer."""
+
+
+class Inside(nn.Linear):
+    """Checkpoints what is inside of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._gradient_checkpointing_func(super().forward, x)
+        return y
 
 
 class Stack(nn.Module):
@@ -96,6 +105,31 @@ def test_from_the_second_forward_on_each_call_is_foreseen(order: list[int] | Non
         repeats = [i + 1 < len(calls) and calls[i] == calls[i + 1] for i in range(len(calls))]
         expected = [1 if last or same else 2 for last, same in zip(is_last, repeats, strict=True)]
         assert seen == [num * ONE for num in expected]
+
+
+def test_nothing_is_prefetched_behind_a_forward() -> None:
+    """The program may write parameters there; a layer that was foreseen is given up."""
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        model = stack()
+        handle = offload_layers(model, "layers", backend=backend)
+        model(input_for(backend))
+        model.order = [0]
+        y = model(input_for(backend))
+        assert handle.parameter_bytes_on_device == ONE and y.requires_grad
+
+
+@pytest.mark.parametrize("kind", TWO_BACKENDS)
+def test_checkpoints_inside_of_layers(kind: str) -> None:
+    """As layers of Hugging Face have them. Computed again, they see tensors of another load."""
+    backend = make_backend(kind)
+    model = stack()
+    model.layers = nn.ModuleList(Inside(WIDTH, WIDTH) for _ in model.layers)
+    for layer in model.layers:
+        layer._gradient_checkpointing_func = checkpoint_function(backend=backend)
+    with backend.activate():
+        plain, model, _ = plain_and_streamed(backend, model)
+        assert same_training(plain, model, backend)
 
 
 @pytest.mark.parametrize("num_resident", [1, 2, 3])
