@@ -10,6 +10,7 @@ be one more pass over queries and keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.simulate import Modules
 
 HEAD_WIDTH = 128
 KIND: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+
+
+def chain(
+    num: int, layers: Callable[[], Sequence[nn.Module]], example: Tensor, /, **options: Any
+) -> Modules:
+    """Stages of such layers, each of which is a group, with a sum as the loss."""
+    stages = [nn.Sequential(*layers()) for _ in range(num)]
+    options = {"loss_fn": lambda y: y.sum(), "groups": {"layer": "*"}} | options
+    return Modules(stages, example=example, **options)
 
 
 class Layer(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.plans.beside_engine import OPTIMIZERS
+from helpers.virtual_models import KIND, chain
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -17,7 +18,6 @@ from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
 pytestmark = pytest.mark.usefixtures("small_floor")
 
-KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 WIDTH = 512
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 DEVICE = DEVICES["H100"]
@@ -25,15 +25,10 @@ DEVICE = DEVICES["H100"]
 
 def pipeline(name: str | None) -> tuple[PipelineOrder, Modules]:
     """Two ranks, each with two stages of layers that are large beside what they save."""
-    stages = [
-        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, **KIND), nn.GELU()) for _ in "ab"))
-        for _ in range(2)
-    ]
-    work = Modules(
-        stages,
-        example=torch.empty(64, WIDTH, **KIND),
-        loss_fn=lambda y: y.sum(),
-        groups={"layer": "*"},
+    work = chain(
+        2,
+        lambda: [nn.Sequential(nn.Linear(WIDTH, WIDTH, **KIND), nn.GELU()) for _ in "ab"],
+        torch.empty(64, WIDTH, **KIND),
         optimizer=None if name is None else OPTIMIZERS[name],
     )
     return PipelineOrder(Schedule1F1B, num_ranks=2, num_stages=2, num_microbatches=4), work

@@ -25,6 +25,7 @@ from helpers.plans.beside_engine import (
 )
 from helpers.plans.ordered_parts import ordered_parts
 from helpers.plans.random_pipelines import draw_pipeline
+from helpers.virtual_models import chain
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -178,9 +179,6 @@ def test_a_program_that_is_not_known_is_refused(
 def test_what_two_stages_side_by_side_save_is_refused() -> None:
     order = PipelineOrder(ScheduleZBVZeroBubble, num_ranks=2, num_stages=4, num_microbatches=4)
     with torch.device("meta"):
-        stages = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(4)]
-        work = Modules(
-            stages, example=torch.empty(64, 64), loss_fn=lambda y: y.sum(), groups={"a": "*"}
-        )
+        work = chain(4, lambda: [nn.Linear(64, 64), nn.Sigmoid()], torch.empty(64, 64))
     with pytest.raises(ValueError, match="another microbatch or stage saved as well"):
         record(order, work, DEVICES["H100"], OffloadConfig(min_offloaded_tensor_size=1))

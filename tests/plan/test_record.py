@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.virtual_models import KIND, chain
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -16,7 +17,6 @@ from pp_offload import OffloadConfig
 from pp_offload.plan import record
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder
 
-KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 WIDTH = 64
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 DEVICE = DEVICES["H100"]
@@ -92,14 +92,8 @@ def test_a_short_step_holds_as_many_microbatches(
 
 def test_equal_ranks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("pp_offload.plan.record")
-    stages = [nn.Sequential(nn.Linear(64, 64, **KIND), nn.GELU()) for _ in range(5)]
-    work = Modules(
-        stages,
-        example=torch.empty(16, 64, **KIND),
-        loss_fn=lambda y: y.sum(),
-        groups={"layer": "*"},
-        layers="*",
-    )
+    example = torch.empty(16, 64, **KIND)
+    work = chain(5, lambda: [nn.Linear(64, 64, **KIND), nn.GELU()], example, layers="*")
     order = PipelineOrder(Schedule1F1B, num_ranks=5, num_stages=5, num_microbatches=5)
     tapes = record(order, work, DEVICES["H100"])
     recorded: list[int] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.virtual_models import KIND, chain
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -27,13 +28,10 @@ NARROW = replace(CONFIG, max_in_flight_bytes=1, prefetch_bytes=0)
 
 
 def work_of(length: int = 2048, *, num_layers: int = 4, name: str = "linear") -> Modules:
-    kind: Any = {"device": "meta", "dtype": torch.bfloat16}
-    stages = [
-        nn.Sequential(*(nn.Linear(2048, 2048, **kind) for _ in range(num_layers))) for _ in range(4)
-    ]
-    return Modules(
-        stages,
-        example=torch.empty(length, 2048, **kind),
+    return chain(
+        4,
+        lambda: [nn.Linear(2048, 2048, **KIND) for _ in range(num_layers)],
+        torch.empty(length, 2048, **KIND),
         loss_fn=lambda y: y.float().square().mean(),
         groups={name: "*"},
     )

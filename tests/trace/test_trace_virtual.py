@@ -12,6 +12,7 @@ import torch
 from helpers.schedules import order
 from helpers.traces import check_file
 from helpers.virtual_layers import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_models import chain
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -82,15 +83,11 @@ def test_three_layers_take_what_a_hand_computes(tmp_path: Path) -> None:
     assert first == place | {"state": "offloaded", "bytes": SAVED_BYTES}
 
 
-def modules(num_stages: int) -> Modules:
-    with torch.device("meta"):
-        stages = [
-            nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Sigmoid()) for _ in range(3)))
-            for _ in range(num_stages)
-        ]
-        example = torch.empty(2048, 1024)
-    return Modules(
-        stages, example=example, loss_fn=lambda y: y.square().mean(), groups={"mlp": "*"}
+def modules() -> Modules:
+    return chain(
+        4,
+        lambda: [nn.Sequential(nn.Linear(1024, 1024), nn.Sigmoid()).to("meta") for _ in range(3)],
+        torch.empty(2048, 1024, device="meta"),
     )
 
 
@@ -101,8 +98,8 @@ def test_figures_of_four_virtual_ranks_are_those_of_the_run(tmp_path: Path) -> N
     trace = Trace(out, steps=range(1, 2))
     how: dict[str, Any] = {"config": config, "peers": PeerLink(latency_s=2e-4)}
     made = order(Schedule1F1B, 4, 4, 6)
-    step = run_pipeline(made, modules(4), slow, trace=trace, **how)
-    assert step == run_pipeline(made, modules(4), slow, **how), "a trace changes nothing"
+    step = run_pipeline(made, modules(), slow, trace=trace, **how)
+    assert step == run_pipeline(made, modules(), slow, **how), "a trace changes nothing"
     timeline = trace.timeline
     assert timeline is not None and timeline.ranks == [0, 1, 2, 3] and timeline.base_ns == 0
     kinds = check_file(out, 4)
