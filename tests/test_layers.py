@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1350,
     "compat": 112,
     "integrations": 1196,
-    "plan": 3138,
-    "simulate": 2678,
+    "plan": 3133,
+    "simulate": 2675,
     "testing": 967,
     "trace": 1340,
 }

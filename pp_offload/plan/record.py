@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from pp_offload._common.garbage import collector_off
 from pp_offload._core.group import Group
@@ -32,8 +32,6 @@ from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Work
-
-_T = TypeVar("_T")
 
 
 def record(
@@ -116,17 +114,14 @@ class _Variants:
         return self._recorded[num]
 
     def _record(self, stages: Sequence[int], num: int) -> RankTapes:
-        chosen, work = spread(self._layers, num), self._work
+        layers = self._layers
+        # Spread evenly, so that copies of groups in between have more time.
+        chosen = [layers[index * len(layers) // num] for index in range(num)]
         names = {stage: tuple(name for at, name in chosen if at == stage) for stage in stages}
-        with work.recomputing(names):
+        with self._work.recomputing(names):
             tapes = self._recording().tapes(self._recorded[0].update if num else None)
         recomputed = tuple(names.values())
-        return replace(tapes, recomputed=recomputed, num_layers=len(self._layers), variant=self)
-
-
-def spread(layers: Sequence[_T], num: int) -> list[_T]:
-    """Choose ``num`` layers, spread evenly, so that copies of groups in between have more time."""
-    return [layers[index * len(layers) // num] for index in range(num)]
+        return replace(tapes, recomputed=recomputed, num_layers=len(layers), variant=self)
 
 
 class _AllAnew(SplitBackward):

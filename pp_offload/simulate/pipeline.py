@@ -27,9 +27,6 @@ from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Work
 
-Progress = Callable[[int, int], None]
-"""Called with the number of finished actions, and the number of all."""
-
 
 def run_pipeline(
     order: PipelineOrder,
@@ -39,7 +36,7 @@ def run_pipeline(
     config: OffloadConfig | None = None,
     peers: PeerLink | None = None,
     num_steps: int = 2,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     trace: Any = None,
 ) -> PipelineStep:
     """Run some steps, and return the cost of the last one.
@@ -54,7 +51,7 @@ def run_pipeline(
             ``host_budget_bytes`` of host memory, or unlimited host memory if that is None.
         peers: The link between ranks; the default is a network.
         num_steps: Number of steps. The engine derives its plan from the first one.
-        progress: Called after each action.
+        progress: Called after each action with the number of finished actions and that of all.
         trace: A :class:`pp_offload.trace.Trace`, which records all ranks into one file.
 
     Raises:
