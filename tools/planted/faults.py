@@ -253,6 +253,18 @@ PACKAGE = {
     "what a backward changed is used again": Fault(
         "_core/mover:Mover._use", "before not in (-1, version)", "False", _PAYLOADS
     ),
+    "what backward got before and changed is given again": Fault(
+        "_core/mover:Mover._again", "tensor._version != back.versions[index]", "False", _PAYLOADS
+    ),
+    "what was computed again and changed is given again": Fault(
+        "_core/recipes:Recipe.give", "tensor._version != given[1]", "False", _PAYLOADS
+    ),
+    "statistics are an input of a recipe": Fault(
+        "_core/search:Walk.input", "may_be_statistics(packed.tensor)", "False", _RECIPES
+    ),
+    "a tensor is emptied behind the copy of the oldest group": Fault(
+        "_core/in_flight:InFlight.after_last", "self.queue[-1]", "self.queue[0]", _PAYLOADS
+    ),
     "reloads do not count in the window": Fault(
         "_core/mover:Mover._copy_back", "self.arrived.unused_bytes += nbytes", "pass", _PAYLOADS
     ),
