@@ -47,6 +47,19 @@ def test_sibling_captures(order: str) -> None:
 
 
 @pytest.mark.field("F24")
+def test_copies_from_before_a_capture_are_not_asked_about() -> None:
+    with manager_of("late") as (_, device):
+        chain = Chain()
+        step(chain)
+        begin()
+        y = group(make_inputs(1)[0], lambda x: (x * chain.weights[0][0]).exp())
+        with device.capture():
+            z = group(y, lambda y: y.sin().exp(), name="captured")
+            off_interface.forward_record(Event())
+        z.sum().backward()
+
+
+@pytest.mark.field("F24")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

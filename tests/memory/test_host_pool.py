@@ -18,7 +18,13 @@ from torch import Tensor
 
 from pp_offload._memory import host_pool
 from pp_offload._memory.budget import HostBudget, Reserved, as_another_process
-from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool
+from pp_offload._memory.host_pool import (
+    ALIGNMENT,
+    MIN_SLAB_BYTES,
+    HostBytes,
+    HostPool,
+    pageable,
+)
 from pp_offload.errors import NotWhileCapturingError
 
 MIB = 2**20
@@ -211,6 +217,11 @@ def test_pools_share_the_budget_and_a_slab_counts_while_an_owner_has_bytes_of_it
         owners.clear()
         gc.collect()
         assert budget.left_bytes == 4 * MIB
+
+
+def test_ordinary_memory_that_the_system_has_not_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="the system has no"):
+        pageable(2**60)
 
 
 def test_a_slab_that_could_not_be_made_is_not_counted() -> None:
