@@ -87,8 +87,8 @@ class AcceleratorBackend(Backend):
     def captures_on(self, stream: Stream) -> bool:
         """Whether a stream, which need not be the current one, is part of a capture."""
         before, device = self.current_stream(), accelerator_device()
-        set_accelerator_stream(stream)
         try:
+            set_accelerator_stream(stream)
             return self._ask()
         finally:
             set_accelerator_stream(before)
@@ -142,8 +142,8 @@ class AcceleratorBackend(Backend):
         # Not ``with stream``: the stream object stores the previous stream, so two threads inside
         # at once would restore each other's.
         before, device = self.current_stream(), accelerator_device()
-        set_accelerator_stream(stream)  # makes its device the current one, too
-        try:
+        try:  # also around this call, behind which an interrupt may come
+            set_accelerator_stream(stream)  # makes its device the current one, too
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
