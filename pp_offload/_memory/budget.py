@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 SHARE = 0.8
 """The part of the available memory that the ranks of a host may take together by default."""
@@ -48,7 +49,7 @@ CGROUPS = (
     ),
 )
 """Of v2 and v1: the controller, its folder, files of limit and use, and the key in ``memory.stat``
-of the page cache, which counts as used but is given up on demand.
+of the page cache.
 """
 
 
@@ -174,7 +175,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     Returns:
         The physical memory if nothing else can be read, as on a system without ``/proc``.
     """
-    available = list(_cgroups(root))
+    available = [each.limit_bytes - each.used_bytes + each.cached_bytes for each in cgroups(root)]
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             available.append(int(line.split()[1]) * 1024)
@@ -183,8 +184,18 @@ def available_bytes(root: Path = Path("/")) -> int:
     return max(0, min(available))
 
 
-def _cgroups(root: Path) -> Iterator[int]:
-    """Yield bytes that each cgroup of this process, and each above it, would still give."""
+class Cgroup(NamedTuple):
+    """A cgroup with a limit of memory."""
+
+    version: int
+    limit_bytes: int
+    used_bytes: int
+    cached_bytes: int
+    """Used bytes of the page cache, which is given up on demand."""
+
+
+def cgroups(root: Path) -> Iterator[Cgroup]:
+    """Yield the cgroups of this process that have a limit, and those above them."""
     members: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -198,7 +209,7 @@ def _cgroups(root: Path) -> Iterator[int]:
             if limit is not None and used is not None and limit < UNLIMITED:
                 lines = _lines(directory / "memory.stat")
                 stat = dict(line.split(" ", 1) for line in lines if " " in line)
-                yield limit - used + int(stat.get(cache, 0))
+                yield Cgroup(1 if controller else 2, limit, used, int(stat.get(cache, 0)))
             if directory == base:
                 break
 

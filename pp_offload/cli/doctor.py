@@ -8,7 +8,7 @@ import platform
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "host memory": {
             "there is": lambda: _total(root / "proc/meminfo"),
             "available": lambda: size_said(budget.available_bytes(root)),
-            "cgroup": lambda: "; ".join(_cgroups(root)) or "no limit found",
+            "cgroups": lambda: "; ".join(map(_limit, budget.cgroups(root))) or "no limit",
             "ranks on this host": budget.ranks_on_this_host,
             "host budget of a rank": lambda: (
                 f"{size_said(budget.HostBudget().limit_bytes)}, {share}"
@@ -165,21 +165,9 @@ def _total(meminfo: Path) -> str:
     return size_said(int(line.split()[-2]) * 1024)
 
 
-def _cgroups(root: Path) -> Iterator[str]:
-    """Yield limits of this process from cgroups of versions 2 and 1."""
-    lines = (root / "proc/self/cgroup").read_text().splitlines()
-    groups = [line.split(":", 2)[1:] for line in lines]
-    members = {name: path for names, path in groups for name in names.split(",")}
-    for controller, folder, limit_name, used_name, _ in budget.CGROUPS:
-        base = root / folder
-        for place in (base / members.get(controller, "").strip("/"), base):
-            if (place / limit_name).is_file():
-                texts = ((place / name).read_text() for name in (limit_name, used_name))
-                unlimited = str(budget.UNLIMITED)
-                limit, used = (int(text.replace("max", unlimited)) for text in texts)
-                of = size_said(limit) if limit < budget.UNLIMITED else "no limit"
-                yield f"version {1 if controller else 2}: {size_said(used)} used of {of}"
-                break
+def _limit(cgroup: budget.Cgroup) -> str:
+    used, limit = size_said(cgroup.used_bytes), size_said(cgroup.limit_bytes)
+    return f"version {cgroup.version}: {used} used of {limit}"
 
 
 def _memlock() -> str:
