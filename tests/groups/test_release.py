@@ -69,10 +69,6 @@ def its_storage(manager: PipelineOffloadManager, x: Tensor) -> Any:
     return x.untyped_storage()
 
 
-def marked(manager: PipelineOffloadManager, x: Tensor) -> None:
-    manager.mark_not_offloadable(x)
-
-
 def disabled(manager: PipelineOffloadManager, x: Tensor) -> None:
     manager.disable_offload()
 
@@ -83,7 +79,7 @@ def saved_in_the_manager(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
 
 
 NEEDS: list[dict[str, Any]] = [
-    *({"before": each} for each in (saved_outside, a_view, its_storage, marked, disabled)),
+    *({"before": each} for each in (saved_outside, a_view, its_storage, disabled)),
     {"before": saved_in_the_manager},
     {"min_numel": 41},
     {"make": Parameter},

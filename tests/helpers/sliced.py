@@ -53,7 +53,7 @@ class Merge(nn.Module):
 
 
 class Complex(nn.Module):
-    """Saves conjugated and real views of its parameter."""
+    """Saves conjugated, negated and real views of its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,19 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.weight.conj() * self.weight
-        return (y * torch.view_as_real(self.weight)[:, 1]).abs() + x * self.weight.real
+        return (y * torch.view_as_real(self.weight)[:, 1]).abs() + x * self.weight.conj().imag
+
+
+class Inside(nn.Linear):
+    """Checkpoints what is inside of it, as layers of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._gradient_checkpointing_func: Any = lambda inside, x: inside(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._gradient_checkpointing_func(super().forward, x)
+        return y
 
 
 def mlp(depth: int = 6) -> nn.Sequential:

@@ -43,6 +43,7 @@ def test_the_kernel_says_what_is_available(tmp_path: Path) -> None:
         ("1000", "5000", "", 0),
     ],
 )
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", ["slurm/job", "slurm"], ids=["its own", "above"])
 def test_cgroup_v2(
     tmp_path: Path, limit: str, used: str, stat: str, expected: int, group: str

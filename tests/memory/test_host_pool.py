@@ -18,13 +18,7 @@ from torch import Tensor
 
 from pp_offload._memory import host_pool
 from pp_offload._memory.budget import HostBudget, Reserved, as_another_process
-from pp_offload._memory.host_pool import (
-    ALIGNMENT,
-    MIN_SLAB_BYTES,
-    HostBytes,
-    HostPool,
-    pageable,
-)
+from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool, pageable
 from pp_offload.errors import NotWhileCapturingError
 
 MIB = 2**20

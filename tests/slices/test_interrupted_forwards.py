@@ -16,30 +16,15 @@ import torch
 from conftest import make_backend
 from helpers.injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
 from helpers.scenarios import hook_depth
-from helpers.sliced import input_for, state
+from helpers.sliced import WIDTH, Inside, input_for, state
 from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
 
 from pp_offload import OffloadModel, offload_layers
 from pp_offload.backends import Backend
 
-WIDTH = 8
-"""Of what :func:`input_for` makes."""
-
 PATHS = folders("_slices") | {str(ROOT / "offload_model.py")}
 CHECKPOINT = "_gradient_checkpointing_func"
-
-
-class Inside(nn.Linear):
-    """Checkpoints what is inside of it, as layers of Hugging Face do."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self._gradient_checkpointing_func: Any = lambda inside, x: inside(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._gradient_checkpointing_func(super().forward, x)
-        return y
 
 
 class Stack(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from helpers.sliced import WIDTH, input_for, same_training
+from helpers.sliced import WIDTH, Inside, input_for, same_training
 from helpers.toy import assert_no_hooks, moved
 from torch import Tensor, nn
 
@@ -26,14 +26,6 @@ from pp_offload.testing import SimulatedBackend
 DEPTH = 6
 ONE = WIDTH * WIDTH * 4
 """Bytes of a layer."""
-
-
-class Inside(nn.Linear):
-    """Checkpoints what is inside of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._gradient_checkpointing_func(super().forward, x)
-        return y
 
 
 class Stack(nn.Module):
@@ -121,10 +113,10 @@ def test_nothing_is_prefetched_behind_a_forward() -> None:
 
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
 def test_checkpoints_inside_of_layers(kind: str) -> None:
-    """As layers of Hugging Face have them. Computed again, they see tensors of another load."""
+    """Computed again, they see tensors of another load."""
     backend = make_backend(kind)
     model = stack()
-    model.layers = nn.ModuleList(Inside(WIDTH, WIDTH) for _ in model.layers)
+    model.layers = nn.ModuleList(Inside() for _ in model.layers)
     for layer in model.layers:
         layer._gradient_checkpointing_func = checkpoint_function(backend=backend)
     with backend.activate():
