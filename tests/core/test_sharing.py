@@ -132,3 +132,19 @@ def test_a_copy_of_what_a_wrapper_changed_is_not_shared(kind: str, is_plain_firs
         assert_same([got.to_local() if is_plain_first else got], [before + 1])
         del living, y
         assert_idle(manager)
+
+
+@kinds
+def test_no_copy_of_an_earlier_step_is_shared(kind: str) -> None:
+    """A fused optimizer changes tensors between two steps, and counts no change."""
+    x, w = drawn(4, 4).requires_grad_(), drawn(4, 4, seed=1)
+    with session(kind) as manager:
+        begin_step()
+        alive = group(x, lambda x: x * w)
+        settle(manager)
+        begin_step()
+        with torch.autograd._unsafe_preserve_version_counter(w):
+            w.mul_(2)
+        group(x, lambda x: x * w).sum().backward()
+        assert_same(gradients(x), [w])
+        del alive

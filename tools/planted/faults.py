@@ -265,6 +265,9 @@ PACKAGE = {
     "a tensor is emptied behind the copy of the oldest group": Fault(
         "_core/in_flight:InFlight.after_last", "self.queue[-1]", "self.queue[0]", _PAYLOADS
     ),
+    "copies are shared with the last step": Fault(
+        "_core/engine:Engine.begin_step", "self.shared.clear()", "pass", _SHARING
+    ),
     "reloads do not count in the window": Fault(
         "_core/mover:Mover._copy_back", "self.arrived.unused_bytes += nbytes", "pass", _PAYLOADS
     ),
