@@ -9,7 +9,15 @@ import pytest
 import torch
 from conftest import make_backend
 from helpers.nets import Net, inputs, train
-from helpers.sessions import session
+from helpers.sessions import (
+    assert_idle,
+    begin_microbatch,
+    begin_step,
+    drawn,
+    group,
+    session,
+    settle,
+)
 
 from pp_offload import OffloadConfig
 from pp_offload._core.observer import Observer, Observers
@@ -90,6 +98,22 @@ def test_what_leaves_with_an_engine_that_has_just_ended_comes_back() -> None:
     saved = engine.offload(torch.ones(NUMEL))
     engine.mover.synchronize()
     assert torch.equal(saved.unpack(), torch.ones(NUMEL))
+
+
+def test_an_engine_reloads_nothing_of_the_one_before_it() -> None:
+    """It would count bytes that the other engine hands out."""
+    with session("late", prefetch_bytes=10**6) as manager:
+        begin_step()
+        first = group(drawn(4, 4).requires_grad_(), torch.sin)
+        manager.offloader.engine.tear(ValueError())
+        begin_microbatch()
+        second = group(drawn(4, 4).requires_grad_(), torch.sin)
+        settle(manager)
+        second.sum().backward()
+        assert manager.statistics().bytes_reloaded_unused == 0
+        first.sum().backward()
+        del first, second
+        assert_idle(manager)
 
 
 def test_bytes_that_an_interrupt_left_counted_in_flight_do_not_stop_a_commit() -> None:
