@@ -39,7 +39,7 @@ from pp_offload._checkpoint.shared import (
     checkpoint_function,
     checkpoint_wrapper,
 )
-from pp_offload._common.checks import check_kind, said
+from pp_offload._common.checks import brief, check_kind
 from pp_offload._common.torch_private import (
     CheckpointWrapper,
     apply_activation_checkpointing,
@@ -140,7 +140,7 @@ def apply_activation_checkpointing_fsdp1_inplace(
     names = activation_checkpointing_modules
     if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
         raise ValueError(
-            f"activation_checkpointing_modules is {said(names)}; expected a list of names of "
+            f"activation_checkpointing_modules is {brief(names)}; expected a list of names of "
             'classes, such as ["GPT2Block"]'
         )
     if any(isinstance(module, CheckpointWrapper) for module in model.modules()):

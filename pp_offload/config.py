@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pp_offload._common.checks import (
+    brief,
     check_kind,
     count_problem,
     flag_problem,
-    said,
     takes_options_by_name,
 )
 from pp_offload._common.offload_plan import OffloadPlan
@@ -217,7 +217,7 @@ class OffloadConfig:
             except (OSError, ConfigError) as failure:
                 yield f"plan cannot be read: {failure}"
         elif not (self.plan is None or isinstance(self.plan, OffloadPlan)):
-            yield f"plan is {said(self.plan)}, expected an OffloadPlan, its file's path, or None"
+            yield f"plan is {brief(self.plan)}, expected an OffloadPlan, its file's path, or None"
 
     def _violations(self) -> Iterator[str]:
         for name, kind in COUNTS.items():
@@ -232,7 +232,7 @@ class OffloadConfig:
         fraction = self.activation_offload_fraction
         is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if not is_number or not 0 <= fraction <= 1:
-            yield f"activation_offload_fraction is {said(fraction)}, expected 0 to 1"
+            yield f"activation_offload_fraction is {brief(fraction)}, expected 0 to 1"
         ways = {
             "plan": self.plan is not None,
             "device_limit_bytes": isinstance(self.device_limit_bytes, int),
@@ -244,20 +244,20 @@ class OffloadConfig:
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
                 expected = " or ".join(map(repr, values))
-                yield f"{name} is {said(getattr(self, name))}, expected {expected}"
+                yield f"{name} is {brief(getattr(self, name))}, expected {expected}"
         if problem := flag_problem("verify", self.verify):
             yield problem
         chains = [*((name,) for name in TIERS), *(("host", name) for name in TIERS[1:])]
         if self.tiers not in chains:
             yield (
-                f"tiers is {said(self.tiers)}, expected one of {', '.join(map(repr, chains))}: "
+                f"tiers is {brief(self.tiers)}, expected one of {', '.join(map(repr, chains))}: "
                 f"a tuple, the host before the {' or the '.join(TIERS[1:])}"
             )
         if self.disk_dir is None:
             return
         path = os.fspath(self.disk_dir) if isinstance(self.disk_dir, str | os.PathLike) else None
         if not isinstance(path, str) or not path or "\0" in path:
-            yield f"disk_dir is {said(self.disk_dir)}, expected a path, or None"
+            yield f"disk_dir is {brief(self.disk_dir)}, expected a path, or None"
         elif self.tiers in chains and "disk" not in self.tiers:
             yield (
                 f"disk_dir is {path!r}, but tiers is {self.tiers!r}; add "

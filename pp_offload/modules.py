@@ -30,9 +30,9 @@ import torch
 from torch.nn import Module
 
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
-from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._common.checks import brief, check_flag, check_kind
 from pp_offload._common.module_names import listed, matching
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._groups.plan import groups_sum
 from pp_offload._megatron.interface import run_in_group
@@ -89,8 +89,8 @@ class OffloadModulesHandle:
         step = self.manager.group_bytes
         total = groups_sum(step[name] for name in self.modules if name in step)
         return (
-            f"groups {named}; at the peak of the last step {size_said(total.kept)} stay on the "
-            f"device, {size_said(total.copied)} copied, {size_said(total.again)} computed again"
+            f"groups {named}; at the peak of the last step {size_text(total.kept)} stay on the "
+            f"device, {size_text(total.copied)} copied, {size_text(total.again)} computed again"
         )
 
     def __repr__(self) -> str:
@@ -226,7 +226,7 @@ def _check_patterns_of(group: str, patterns: object) -> None:
     expected = "a module name with * for one part of it, or a list of such"
     if not isinstance(patterns, str | Collection) or isinstance(patterns, bytes | Mapping):
         raise TypeError(
-            f"the pattern of group '{group}' is {said(patterns)}, expected {expected}; leave the "
+            f"the pattern of group '{group}' is {brief(patterns)}, expected {expected}; leave the "
             "group out if it shall have no modules"
         )
     wanted = listed(patterns)

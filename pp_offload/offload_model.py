@@ -23,7 +23,7 @@ from torch import nn
 
 from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._common.checks import check_all, check_count, check_flag, count_problem, said
+from pp_offload._common.checks import brief, check_all, check_count, check_flag, count_problem
 from pp_offload._common.torch_private import ActivationWrapper
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
@@ -200,7 +200,7 @@ def _container(model: object) -> nn.Sequential | nn.ModuleList:
         if isinstance(model, kind) and type(model).forward is kind.forward:
             return model
     raise ValueError(
-        f"the model is {said(model)}; expected an nn.Sequential with its own forward, which says "
+        f"the model is {brief(model)}; expected an nn.Sequential with its own forward, which says "
         "what each layer computes with, or a list of modules, each of which is a slice; write the "
         "model as one, or cut it with torch.fx"
     )
@@ -245,7 +245,7 @@ def _check_numbers(
     elif count_problem("num_slices", num_slices, 1) or num_slices > num_layers:
         most = f"1 to {num_layers}" if num_layers > 1 else "1"
         raise ValueError(
-            f"num_slices is {said(num_slices)}; expected {most}, the number of layers, as an "
+            f"num_slices is {brief(num_slices)}; expected {most}, the number of layers, as an "
             "integer: each slice has at least one"
         )
 

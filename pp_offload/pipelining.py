@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
-from pp_offload._common.checks import said
+from pp_offload._common.checks import brief
 from pp_offload._common.module_names import listed
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._core.keys import ChunkKey, WeightPassKey
@@ -302,7 +302,7 @@ def _stages(schedule: Any) -> list[Any]:
     if hasattr(schedule, "_stage"):
         return [schedule._stage]
     raise TypeError(
-        f"schedule is {said(schedule)}, which has no stages; expected a schedule of "
+        f"schedule is {brief(schedule)}, which has no stages; expected a schedule of "
         "torch.distributed.pipelining"
     )
 

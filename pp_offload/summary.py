@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
 from pp_offload._common.processes import logger_of
-from pp_offload._common.sizes import size_cell, size_said
+from pp_offload._common.sizes import size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes, groups_sum
@@ -143,7 +143,7 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
 def format_duplicates(rows: Sequence[Mapping[str, tuple[int, int]]]) -> list[str]:
     """Format a line for each rank and group that copied bytes more than once."""
     return [
-        f"rank {rank}, {name}: {num} copies of what was copied before, {size_said(nbytes)}"
+        f"rank {rank}, {name}: {num} copies of what was copied before, {size_text(nbytes)}"
         for rank, row in enumerate(rows)
         for name, (num, nbytes) in sorted(row.items())
     ]

@@ -25,7 +25,7 @@ from pp_offload import (
     checkpoint,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._common.sizes import bytes_said, parse_size, size_cell, size_said
+from pp_offload._common.sizes import bytes_text, parse_size, size_cell, size_text
 from pp_offload.config import COUNTS
 from pp_offload.errors import OptionError
 
@@ -204,9 +204,9 @@ def test_sizes_are_read_and_what_is_none_is_not_guessed(text: str, nbytes: int |
 )
 def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: str) -> None:
     """The least size is enough when it is typed as it was read."""
-    assert size_said(nbytes) == text
-    assert bytes_said(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
-    typed = parse_size(size_said(nbytes, is_least=True), is_rounded=True)
+    assert size_text(nbytes) == text
+    assert bytes_text(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
+    typed = parse_size(size_text(nbytes, is_least=True), is_rounded=True)
     assert typed is not None and nbytes <= typed <= nbytes * 1.1
 
 

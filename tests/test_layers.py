@@ -25,7 +25,7 @@ MOST_LINES = {
     "backends": 721,
     "cli": 1338,
     "compat": 112,
-    "integrations": 1196,
+    "integrations": 1197,
     "plan": 3133,
     "simulate": 2675,
     "testing": 967,

@@ -27,9 +27,9 @@ from torch.nn import Module
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
-from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
+from pp_offload._common.checks import brief, check_all, check_kind, count_problem, flag_problem
 from pp_offload._common.processes import logger_of
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
@@ -80,7 +80,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     ) -> None:
         if sizes:
             raise TypeError(
-                f"found {', '.join(map(said, sizes))} behind use_streams; expected sizes by name, "
+                f"found {', '.join(map(brief, sizes))} behind use_streams; expected sizes by name, "
                 "because torchtune and TRL have them in a different order: min_offload_size=1024, "
                 "max_fwd_stash_size=5"
             )
@@ -129,9 +129,9 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         statistics = self.statistics()
         disk_bytes = statistics.disk_bytes_peak
         return (
-            f"<{type(self).__name__}: {size_said(statistics.bytes_offloaded)} offloaded so far; at "
-            f"most {size_said(statistics.host_bytes_peak)} in host memory"
-            f"{f' and {size_said(disk_bytes)} on disk' if disk_bytes else ''} at a time>"
+            f"<{type(self).__name__}: {size_text(statistics.bytes_offloaded)} offloaded so far; at "
+            f"most {size_text(statistics.host_bytes_peak)} in host memory"
+            f"{f' and {size_text(disk_bytes)} on disk' if disk_bytes else ''} at a time>"
         )
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]

@@ -147,7 +147,7 @@ class ActivationStash:
     def _warn_of_elsewhere(self) -> None:
         """Warn once if nothing was ever offloaded because tensors are on another device."""
         offloader = self._offloader
-        problem = offloader.engine.eligibility.elsewhere_said()
+        problem = offloader.engine.eligibility.elsewhere_advice()
         if problem and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
             self._has_warned = True
             logger.warning("'%s' offloaded nothing: %s", self.name, problem)

@@ -15,13 +15,13 @@ import torch
 
 from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._common.checks import (
+    brief,
     check_all,
     check_count,
     check_kind,
-    check_known,
+    check_names,
     count_problem,
     flag_problem,
-    said,
     takes_options_by_name,
 )
 from pp_offload._common.torch_private import OpOverload
@@ -146,7 +146,7 @@ class SelectiveOpACParams(FullACParams):
             keys = getattr(self, name)
             is_list = isinstance(keys, list | tuple | set | frozenset)
             if not is_list or not all(isinstance(key, str) for key in keys):
-                raise ValueError(f"{name} is {said(keys)}; expected a list of names")
+                raise ValueError(f"{name} is {brief(keys)}; expected a list of names")
         check_kind("recompute_every", self.recompute_every, Mapping, "a mapping of names to counts")
         if not self.save_ops_keys and not self.offload_ops_keys:
             raise ValueError(
@@ -209,18 +209,18 @@ def params_for(variant: object, given: Any) -> FullACParams:
         isinstance(given, Mapping) or hasattr(given, "__dict__")
     ):
         raise ValueError(
-            f"ac_fun_params is {said(given)}; expected {kind.__name__} for {variant}, or a mapping "
-            "or an object with such options"
+            f"ac_fun_params is {brief(given)}; expected {kind.__name__} for {variant}, or a "
+            "mapping or an object with such options"
         )
     names = [option.name for option in fields(kind)]
     if isinstance(given, Mapping):
-        check_known(given, names, "ac_fun_params")
+        check_names(given, names, "ac_fun_params")
         values = dict(given)
     else:
         values = {name: getattr(given, name) for name in names if hasattr(given, name)}
     if kind is SelectiveLayerACParams and "ac_freq" not in values:
         raise ValueError(
-            f"ac_fun_params is {said(given)}, without ac_freq; expected {kind.__name__}"
+            f"ac_fun_params is {brief(given)}, without ac_freq; expected {kind.__name__}"
         )
     return kind(**values)
 
@@ -231,7 +231,7 @@ def _params_type(variant: object) -> type[FullACParams]:
         if {member.value, member.name}.intersection(map(str, spellings)):
             return kind
     names = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
-    raise ValueError(f"unknown variant {said(variant)}; expected one of {names}")
+    raise ValueError(f"unknown variant {brief(variant)}; expected one of {names}")
 
 
 def operator(key: str) -> OpOverload:

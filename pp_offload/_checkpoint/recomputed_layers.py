@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._common.checks import check_kind, said
+from pp_offload._common.checks import brief, check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
 
 
@@ -62,7 +62,7 @@ def recompute_layers(
     """
     check_kind("model", model, Module, "an nn.Module")
     if isinstance(names, str) or not isinstance(names, Collection):
-        raise TypeError(f"names is {said(names)}, expected a list of names of modules")
+        raise TypeError(f"names is {brief(names)}, expected a list of names of modules")
     for name in names:
         _check_layer(model, name, names)
     if len(set(names)) != len(names):

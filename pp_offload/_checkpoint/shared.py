@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
 from pp_offload._checkpoint.recompute import Recompute, shared_for
-from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._common.checks import brief, check_flag, check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -88,7 +88,7 @@ def checkpoint(
     Source: PyTorch ``torch.utils.checkpoint.checkpoint``.
     """
     if not callable(function):
-        raise TypeError(f"function is {said(function)}, expected a module or another callable")
+        raise TypeError(f"function is {brief(function)}, expected a module or another callable")
     for name in INSTEAD.keys() & kwargs.keys():
         raise ValueError(f"checkpoint has no {name}, expected none; {INSTEAD[name]}")
     run = checkpoint_function(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pp_offload.errors import OptionError
 
-MAX_SAID = 100
+MAX_BRIEF = 100
 """Most characters of a value in a message."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _Cls = TypeVar("_Cls", bound=type)
 
 
-def said(value: object) -> str:
+def brief(value: object) -> str:
     """Format a value for a message: its text if it is plain and short, else its class.
 
     The text of a tensor would take a copy from its device, and that of a model fills the screen.
@@ -41,9 +41,9 @@ def said(value: object) -> str:
     except Exception:  # raised by an object inside
         return _class_of(value)
     is_plain = isinstance(value, _PLAIN)
-    if len(text) <= MAX_SAID and "\n" not in text:
+    if len(text) <= MAX_BRIEF and "\n" not in text:
         return text if is_plain else f"the {type(value).__qualname__} {text}"
-    return f"{text[:MAX_SAID]}..." if is_plain else _class_of(value)
+    return f"{text[:MAX_BRIEF]}..." if is_plain else _class_of(value)
 
 
 def _class_of(value: object) -> str:
@@ -82,12 +82,12 @@ def count_problem(name: str, value: object, least: int = 0, unit: str = "") -> s
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return None
     of = f" ({unit})" if unit else ""
-    return f"{name} is {said(value)}, expected an integer of at least {least}{of}"
+    return f"{name} is {brief(value)}, expected an integer of at least {least}{of}"
 
 
 def flag_problem(name: str, value: object) -> str | None:
     """Return the problem of a flag, or None. ``"no"`` and 0 are no flags."""
-    return None if isinstance(value, bool) else f"{name} is {said(value)}, expected True or False"
+    return None if isinstance(value, bool) else f"{name} is {brief(value)}, expected True or False"
 
 
 def check_all(*problems: str | None) -> None:
@@ -127,7 +127,7 @@ def check_kind(
     """Raise a TypeError unless ``value`` is an instance of ``kind``, in words: ``expected``."""
     if not isinstance(value, kind):
         more = f"; {advice}" if advice else ""
-        raise TypeError(f"{name} is {said(value)}, expected {expected}{more}")
+        raise TypeError(f"{name} is {brief(value)}, expected {expected}{more}")
 
 
 def check_group_name(action: str, name: object) -> None:
@@ -136,7 +136,7 @@ def check_group_name(action: str, name: object) -> None:
         return
     kind = ValueError if name == "" else TypeError
     raise kind(
-        f"{action} of a group whose name is {said(name)}, expected a str, such as 'mlp'; give the "
+        f"{action} of a group whose name is {brief(name)}, expected a str, such as 'mlp'; give the "
         "start and the commit of a group the same name"
     )
 
@@ -148,7 +148,7 @@ def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:
     if isinstance(given, Tensor):
         raise TypeError(f"{name} is a single tensor, expected a list of them; write [tensor]")
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} is {said(given)}, expected a list of tensors, or None")
+        raise TypeError(f"{name} is {brief(given)}, expected a list of tensors, or None")
     tensors = given if isinstance(given, list | tuple) else list(given)
     for index, item in enumerate(tensors):
         expected, advice = "a tensor", "leave out what is none"
@@ -165,7 +165,7 @@ def near(name: object, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def check_known(options: Iterable[object], names: Sequence[str], of: str = "") -> None:
+def check_names(options: Iterable[object], names: Sequence[str], of: str = "") -> None:
     """Raise a ValueError that proposes near names, if options of the owner ``of`` do not exist."""
     if unknown := [f"{name!r}{near(name, names)}" for name in options if name not in names]:
         whose = f"{of} has " if of else ""
@@ -193,8 +193,8 @@ def takes_options_by_name(cls: _Cls) -> _Cls:
             problems.append(f"{kind} has no option {', '.join(unknown)}; {expected}")
         if args:
             problems.append(
-                f"{kind} was given {said(args[0])} without a name, expected options by name; write "
-                f"{kind}(name=value), or {kind}(**options) for a dict"
+                f"{kind} was given {brief(args[0])} without a name, expected options by name; "
+                f"write {kind}(name=value), or {kind}(**options) for a dict"
             )
         try:
             init(self, **{name: options[name] for name in options if name in names})

@@ -17,7 +17,7 @@ from math import isfinite
 from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
-from pp_offload._common.checks import said
+from pp_offload._common.checks import brief
 from pp_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class OffloadPlan:
         """
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             actual = content.get("format") if isinstance(content, Mapping) else content
-            raise ConfigError(f"the format is {said(actual)}, expected {FORMAT!r}; {HOW}")
+            raise ConfigError(f"the format is {brief(actual)}, expected {FORMAT!r}; {HOW}")
         plan: Self = _record(cls, content)
         return plan
 
@@ -212,7 +212,7 @@ class OffloadPlan:
 def _record(kind: type, content: Any) -> Any:
     """Make a record of its fields by name. Older files lack some, which have defaults."""
     if not isinstance(content, Mapping):
-        raise ConfigError(f"found {said(content)} in place of values by name; {HOW}")
+        raise ConfigError(f"found {brief(content)} in place of values by name; {HOW}")
     types, values = get_type_hints(kind), {}
     for each in fields(kind):
         value = content.get(each.name)
@@ -229,9 +229,9 @@ def _value(kind: Any, name: str, value: Any) -> Any:
     origin, (item, *_) = get_origin(kind), get_args(kind) or (kind,)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} is {said(value)}, expected a list; {HOW}")
+            raise ConfigError(f"{name} is {brief(value)}, expected a list; {HOW}")
         return tuple(_value(item, name, each) for each in value)
     expected, is_right = KINDS[item if origin is UnionType else kind]
     if not is_right(value):
-        raise ConfigError(f"{name} is {said(value)}, expected {expected}; {HOW}")
+        raise ConfigError(f"{name} is {brief(value)}, expected {expected}; {HOW}")
     return value

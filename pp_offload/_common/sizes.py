@@ -1,7 +1,7 @@
 """Sizes in bytes, as a user reads and types them.
 
 parse_size("2GiB")    # 2147483648
-size_said(2**31)      # "2.00 GiB"
+size_text(2**31)      # "2.00 GiB"
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
     return int(nbytes) if is_rounded or nbytes.denominator == 1 else None
 
 
-def size_said(nbytes: int, *, is_least: bool = False) -> str:
+def size_text(nbytes: int, *, is_least: bool = False) -> str:
     """Format bytes in GiB or, below a tenth of that, in a smaller unit: ``"1.50 MiB"``. With
     ``is_least``, rounded up, so that a user who types the text has enough.
     """
@@ -54,7 +54,7 @@ def size_said(nbytes: int, *, is_least: bool = False) -> str:
 def size_cell(nbytes: int, unit: str = "GiB", digits: int = 2, *, is_least: bool = False) -> str:
     """Format bytes in the unit of a table's column; if that would read 0, with another unit."""
     if 0 < nbytes < UNITS[unit] / 10**digits:
-        return size_said(nbytes, is_least=is_least).replace(" ", "")
+        return size_text(nbytes, is_least=is_least).replace(" ", "")
     return _rounded(nbytes, unit, digits, is_least=is_least)
 
 
@@ -63,7 +63,7 @@ def _rounded(nbytes: int, unit: str, digits: int, *, is_least: bool) -> str:
     return f"{(ceil(parts) if is_least else round(parts)) / 10**digits:.{digits}f}"
 
 
-def bytes_said(nbytes: int, *, is_least: bool = False) -> str:
-    """Format bytes as a number, and in the words of :func:`size_said`: ``"1572864 (1.50 MiB)"``."""
-    text = size_said(nbytes, is_least=is_least)
+def bytes_text(nbytes: int, *, is_least: bool = False) -> str:
+    """Format bytes as a number, and in the words of :func:`size_text`: ``"1572864 (1.50 MiB)"``."""
+    text = size_text(nbytes, is_least=is_least)
     return str(nbytes) if text.endswith(" B") else f"{nbytes} ({text})"

@@ -128,7 +128,7 @@ class Eligibility:
         if sizes is not None and tensor.device == self.device and self.admits(tensor, 1):
             sizes[name] = max(sizes.get(name, tensor.shape), tensor.shape, key=torch.Size.numel)
 
-    def elsewhere_said(self) -> str:
+    def elsewhere_advice(self) -> str:
         """Return advice on tensors saved on another device; empty without any."""
         if self.elsewhere is None:
             return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_text
 from pp_offload._core.mover import Mover
 
 COUNTERS = (
@@ -114,7 +114,7 @@ class OffloadStatistics:
         """Format the counts that are not 0: a line each, with bytes in a fitting unit."""
         lines = []
         for name, number in self.as_dict().items():
-            text = size_said(int(number)) if "bytes" in name else f"{number:g}"
+            text = size_text(int(number)) if "bytes" in name else f"{number:g}"
             lines += [f"{name.replace('_', ' '):<24}{text:>14}"] * bool(number)
         return "\n".join(lines)
 

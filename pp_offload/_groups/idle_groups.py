@@ -100,7 +100,7 @@ class IdleGroups:
             elif not tensors[name]:
                 problem = _NO_TENSOR.format(num_committed, smallest_numel)
                 small = (eligibility.largest_small or {}).get(name)
-                problem += eligibility.elsewhere_said() or _advice(small)
+                problem += eligibility.elsewhere_advice() or _advice(small)
             else:
                 continue
             # If a checkpoint is around the group, its warning has given the reason.

@@ -18,7 +18,7 @@ from dataclasses import fields
 
 import torch
 
-from pp_offload._common.checks import check_count, said
+from pp_offload._common.checks import brief, check_count
 from pp_offload._common.processes import logger_of
 from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
@@ -415,7 +415,7 @@ def differences(there: OffloadConfig, here: OffloadConfig) -> str:
     """Return the options that differ, with both values, as text."""
     names = [each.name for each in fields(there)]
     return ", ".join(
-        f"{name} is {said(getattr(there, name))} there and {said(getattr(here, name))} here"
+        f"{name} is {brief(getattr(there, name))} there and {brief(getattr(here, name))} here"
         for name in names
         if getattr(there, name) != getattr(here, name)
     )
@@ -428,7 +428,7 @@ def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:
     if type(size) is int and type(stage) is int and 0 <= stage < size:
         return size, stage
     raise ValueError(
-        f"vp_stage is {said(vp_stage)} and vp_size {said(vp_size)}; expected an integer vp_size of "
-        "at least 1 and an integer vp_stage from 0 to vp_size - 1; give None for both without "
+        f"vp_stage is {brief(vp_stage)} and vp_size {brief(vp_size)}; expected an integer vp_size "
+        "of at least 1 and an integer vp_stage from 0 to vp_size - 1; give None for both without "
         "virtual stages"
     )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import check_switch, said
+from pp_offload._common.checks import brief, check_switch
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
@@ -138,7 +138,7 @@ def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tenso
 
 def _check_event(event: object) -> None:
     if isinstance(event, type) or not hasattr(event, "record"):
-        raise TypeError(f"event is {said(event)}, expected an event, such as torch.cuda.Event()")
+        raise TypeError(f"event is {brief(event)}, expected an event, such as torch.cuda.Event()")
 
 
 def _record_and_join(event: Any) -> None:

@@ -20,7 +20,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import check_flag, check_kind, described, said
+from pp_offload._common.checks import brief, check_flag, check_kind, described
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import pageable
 from pp_offload._memory.storages import has_storage, owned_by
@@ -157,7 +157,7 @@ class GPUTensorPool:
             dimensions = tuple(map(operator.index, shape))
         except TypeError as failure:
             raise TypeError(
-                f"shape is {said(shape)}, expected a tuple of integers; write (n,) for one"
+                f"shape is {brief(shape)}, expected a tuple of integers; write (n,) for one"
             ) from failure
         if dimensions and min(dimensions) < 0:
             raise ValueError(f"shape {dimensions} has a negative dimension; pass zero or more")

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import queue_callback
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.regions import is_in_backward
@@ -189,8 +189,8 @@ class CacheFigures:
         """Describe these parameters' bytes on the host, and the peak of them on the device."""
         nbytes = sum({id(p): p.nbytes for p in parameters}.values())
         return (
-            f"{size_said(nbytes)} of parameters on the host; at most "
-            f"{size_said(self._cache.peak_bytes)} of them on the device at a time"
+            f"{size_text(nbytes)} of parameters on the host; at most "
+            f"{size_text(self._cache.peak_bytes)} of them on the device at a time"
         )
 
 

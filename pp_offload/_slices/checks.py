@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 
-from pp_offload._common.checks import said
+from pp_offload._common.checks import brief
 from pp_offload._core.geometry import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends import Backend, check_backend
@@ -32,7 +32,7 @@ FSDP_MARK = "_is_fsdp_managed_module"
 def check_device(name: str, given: object, backend: Backend | None = None) -> torch.device:
     """Return the given device; raise a ValueError if the backend has another one."""
     if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
-        raise TypeError(f"{name} is {said(given)}, expected a torch.device, or its name")
+        raise TypeError(f"{name} is {brief(given)}, expected a torch.device, or its name")
     try:
         device = torch.device(given)
     except RuntimeError as failure:

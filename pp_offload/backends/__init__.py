@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pp_offload._common.checks import said
+from pp_offload._common.checks import brief
 from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
 from pp_offload.backends.captures import captured, those_captured
@@ -34,7 +34,7 @@ def check_backend(backend: object) -> None:
     is_class = isinstance(backend, type)
     if is_class or not hasattr(backend, "current_stream"):
         name = getattr(backend, "__name__", "")
-        what = f"the class {name}; write {name}()" if is_class else said(backend)
+        what = f"the class {name}; write {name}()" if is_class else brief(backend)
         raise TypeError(
             f"backend is {what}, expected a backend, such as CpuBackend(), "
             'AcceleratorBackend() or pp_offload.testing.SimulatedBackend("late")'

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from pp_offload import __version__
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_text
 from pp_offload._memory import budget
 from pp_offload._memory.checksum import checksum_version
 from pp_offload._memory.disk_file import file_system_of
@@ -109,11 +109,11 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "device": {"engine's backend": lambda: default_backend().name} | _accelerators(),
         "host memory": {
             "there is": lambda: _total(root / "proc/meminfo"),
-            "available": lambda: size_said(budget.available_bytes(root)),
+            "available": lambda: size_text(budget.available_bytes(root)),
             "cgroups": lambda: "; ".join(map(_limit, budget.cgroups(root))) or "no limit",
             "ranks on this host": budget.ranks_on_this_host,
             "host budget of a rank": lambda: (
-                f"{size_said(budget.HostBudget().limit_bytes)}, {share}"
+                f"{size_text(budget.HostBudget().limit_bytes)}, {share}"
             ),
             "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
         },
@@ -121,7 +121,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "NUMA": _nodes(root / "sys/devices/system/node"),
         "disk": {
             "file system": lambda: file_system_of(directory),
-            "free": lambda: size_said(disk_usage(directory).free),
+            "free": lambda: size_text(disk_usage(directory).free),
             speed: lambda: _speed(directory, disk_bytes),
         },
         "environment": variables or {"of those that matter": lambda: "none is set"},
@@ -157,16 +157,16 @@ def _accelerator(index: int) -> str:
     current: Any = torch.accelerator.current_accelerator()
     module: Any = torch.get_device_module(current)
     free, total = module.mem_get_info(index)
-    return f"{module.get_device_name(index)}, {size_said(free)} of {size_said(total)} free"
+    return f"{module.get_device_name(index)}, {size_text(free)} of {size_text(total)} free"
 
 
 def _total(meminfo: Path) -> str:
     line = next(line for line in meminfo.read_text().splitlines() if "MemTotal" in line)
-    return size_said(int(line.split()[-2]) * 1024)
+    return size_text(int(line.split()[-2]) * 1024)
 
 
 def _limit(cgroup: budget.Cgroup) -> str:
-    used, limit = size_said(cgroup.used_bytes), size_said(cgroup.limit_bytes)
+    used, limit = size_text(cgroup.used_bytes), size_text(cgroup.limit_bytes)
     return f"version {cgroup.version}: {used} used of {limit}"
 
 
@@ -174,7 +174,7 @@ def _memlock() -> str:
     import resource  # not on every system
 
     soft, hard = (
-        "unlimited" if limit == resource.RLIM_INFINITY else size_said(limit)
+        "unlimited" if limit == resource.RLIM_INFINITY else size_text(limit)
         for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
     )
     return f"{soft}, at most {hard}"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from pp_offload._common.checks import said
+from pp_offload._common.checks import brief
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.forwards import offload_of
@@ -61,7 +61,7 @@ class ActivationOffload:
     ) -> None:
         if not isinstance(getattr(accelerator, "sync_gradients", None), bool):
             raise TypeError(
-                f"accelerator is {said(accelerator)}, expected an accelerate.Accelerator, which "
+                f"accelerator is {brief(accelerator)}, expected an accelerate.Accelerator, which "
                 "says when gradients are synced; pip install 'pp_offload[hf]' if it is not there"
             )
         self._accelerator = accelerator

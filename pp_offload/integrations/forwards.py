@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
-from pp_offload._common.checks import check_kind, check_known
+from pp_offload._common.checks import check_kind, check_names
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
@@ -68,7 +68,7 @@ def check_choice(
     """
     if config is not None:
         check_config(config)
-    check_known(options, OPTIONS)
+    check_names(options, OPTIONS)
     if groups is not None and options:
         raise ValueError(
             f"groups are given, and {', '.join(options)} too, which only all activations have; "

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.nn import Module
 
-from pp_offload._common.checks import check_known, said
+from pp_offload._common.checks import brief, check_names
 
 Made = TypeVar("Made")
 
@@ -76,7 +76,8 @@ class OfModel(Generic[Made]):
             name, chosen = f"{name} of the trainer's arguments", getattr(args, name, True)
             if isinstance(chosen, Mapping):
                 raise ValueError(
-                    f"{name} is {said(chosen)}, expected True or False; give options to the trainer"
+                    f"{name} is {brief(chosen)}, expected True or False; give options to the "
+                    "trainer"
                 )
             if chosen is False and not self._has_warned:
                 self._has_warned = True
@@ -100,8 +101,8 @@ class OfModel(Generic[Made]):
         if not isinstance(chosen, Mapping):
             words = "".join(f", {word!r}" for word in self._words)
             raise ValueError(
-                f"{name} is {said(chosen)}, expected True, False{words} or a mapping of options; "
+                f"{name} is {brief(chosen)}, expected True, False{words} or a mapping of options; "
                 "leave it out to follow the trainer's arguments"
             )
-        check_known(chosen, self._names, of=name)
+        check_names(chosen, self._names, of=name)
         return dict(chosen)

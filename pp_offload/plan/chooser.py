@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.sizes import bytes_said, size_said
+from pp_offload._common.sizes import bytes_text, size_text
 from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig, without_plan
 from pp_offload.plan.fills import (
@@ -498,13 +498,13 @@ class Chooser:
         least = self._least.peak_bytes
         rank = [step.peak_bytes for step in self._least.step.ranks].index(least)
         state_bytes = self._tapes[rank].update.state_bytes
-        of_that = f", {size_said(state_bytes)} of that for its optimizer's state"
+        of_that = f", {size_text(state_bytes)} of that for its optimizer's state"
         advice = "take more ranks, shorter microbatches or fewer in flight"
         if (host_bytes := self._config.host_budget_bytes) is not None:
             advice += f", or give a larger host_budget_bytes than {host_bytes}"
         return InfeasibleError(
-            f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
-            f"{bytes_said(least, is_least=True)}, which rank {rank} needs even if all groups leave"
+            f"limit_bytes is {bytes_text(limit_bytes)}, expected at least "
+            f"{bytes_text(least, is_least=True)}, which rank {rank} needs even if all groups leave"
             f"{of_that if state_bytes else ''}; name more modules as groups, {advice}",
             least,
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.sizes import size_cell, size_said
+from pp_offload._common.sizes import size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
 from pp_offload.plan.record import neighbours
@@ -85,7 +85,7 @@ def table(plan: OffloadPlan, without: PipelineStep, roomier: OffloadPlan | None 
 
 def _headline(plan: OffloadPlan) -> str:
     """Compare the time of a step with that without offload."""
-    limit, ms = size_said(plan.limit_bytes), f"{plan.seconds * 1e3:.1f} ms"
+    limit, ms = size_text(plan.limit_bytes), f"{plan.seconds * 1e3:.1f} ms"
     groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
     if not num_recomputed(*plan.ranks) and all(each.keeps for each in groups if each.nbytes):
         return f"Everything fits in {limit}: no group needs to leave, and a step takes {ms}."
@@ -104,13 +104,13 @@ def _of_the_optimizer(plan: OffloadPlan) -> str:
     most = max((rank.optimizer_bytes for rank in plan.ranks), default=0)
     if not most:
         return "Peaks are without an optimizer's state."
-    return f"Peaks are with the optimizer's state, at most {size_said(most)} on a rank."
+    return f"Peaks are with the optimizer's state, at most {size_text(most)} on a rank."
 
 
 def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan) -> str:
     host = max(rank.host_peak_bytes for rank in roomier.ranks)
     return (
-        f"\nHost memory is what binds: with {size_said(host)} of it on a rank a step takes "
+        f"\nHost memory is what binds: with {size_text(host)} of it on a rank a step takes "
         f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
     )
 

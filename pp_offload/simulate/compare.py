@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from pp_offload._common.sizes import size_cell, size_said
+from pp_offload._common.sizes import size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
@@ -90,8 +90,8 @@ class Comparison:
         return ([f"a step is {longer:.0%} longer"] if longer > WORTH_A_WORD else []) + higher
 
     def _beside_the_limit(self, limit_bytes: int) -> str:
-        above = [f"rank {n} by {size_said(nbytes)}" for n, nbytes in self.above_the_limit.items()]
-        limit = f"The plan's limit is {size_said(limit_bytes)}"
+        above = [f"rank {n} by {size_text(nbytes)}" for n, nbytes in self.above_the_limit.items()]
+        limit = f"The plan's limit is {size_text(limit_bytes)}"
         if above:
             return f"{limit}; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}."
         return f"{limit}, and no rank is above it."

@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pp_offload._common.checks import check_count, check_known, near, said
+from pp_offload._common.checks import brief, check_count, check_names, near
 
 GB = 10**9
 
@@ -118,7 +118,7 @@ class Hardware:
             if name.startswith("num_"):
                 check_count(name, value)
             if name.endswith("_fraction") and value > 1:
-                raise ValueError(f"{name} is {said(value)}, expected at most 1")
+                raise ValueError(f"{name} is {brief(value)}, expected at most 1")
         if self.d2h_slowdown + self.h2d_slowdown >= 1:
             raise ValueError(
                 f"d2h_slowdown and h2d_slowdown are {self.d2h_slowdown} and {self.h2d_slowdown}, "
@@ -135,7 +135,7 @@ class Hardware:
         """
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))["hardware"]
-            check_known(given, [field.name for field in fields(cls)], "Hardware")
+            check_names(given, [field.name for field in fields(cls)], "Hardware")
             return cls(**given)
         except (ValueError, TypeError, KeyError) as failure:
             raise ValueError(
@@ -175,7 +175,7 @@ def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
         least = "of at least 0" if may_be_zero else "above 0"
-        raise ValueError(f"{name} is {said(value)}, expected a number {least}")
+        raise ValueError(f"{name} is {brief(value)}, expected a number {least}")
 
 
 def _row(name: str, tflops: int, memory_gb_per_s: int, memory_gb: int, link_gb: int) -> Hardware:

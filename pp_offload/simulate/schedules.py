@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from pp_offload._common.checks import check_all, count_problem, near, said
+from pp_offload._common.checks import brief, check_all, count_problem, near
 from pp_offload._common.torch_private import schedule_of_csv
 from pp_offload.pipelining import Action, actions_of
 
@@ -93,7 +93,7 @@ class PipelineOrder:
             self.schedule_name = os.path.basename(schedule)
         else:
             raise TypeError(
-                f"schedule is {said(schedule)}, expected a class of torch.distributed.pipelining "
+                f"schedule is {brief(schedule)}, expected a class of torch.distributed.pipelining "
                 "such as Schedule1F1B, or the path of a CSV file"
             )
         made = self.schedule_of(self._stand_ins())

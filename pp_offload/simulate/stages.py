@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
-from pp_offload._common.checks import check_kind, said
+from pp_offload._common.checks import brief, check_kind
 from pp_offload._common.module_names import matching
 from pp_offload._common.torch_private import prepare_stage
 from pp_offload._megatron.current import use_backend
@@ -158,8 +158,8 @@ class Modules(Work):
     ) -> None:
         if optimizer is not None and not callable(optimizer):
             raise TypeError(
-                f"optimizer is {said(optimizer)}, expected a function of a list of parameters that "
-                "makes one: each rank has its own: lambda p: torch.optim.AdamW(p)"
+                f"optimizer is {brief(optimizer)}, expected a function of a list of parameters "
+                "that makes one: each rank has its own: lambda p: torch.optim.AdamW(p)"
             )
         for index, stage in enumerate(stages):
             check_kind(f"stages[{index}]", stage, nn.Module, "a module")
@@ -305,7 +305,7 @@ def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim
     optimizer = make(trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"what optimizer returns is {said(optimizer)}, expected a torch.optim.Optimizer"
+            f"what optimizer returns is {brief(optimizer)}, expected a torch.optim.Optimizer"
         )
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):

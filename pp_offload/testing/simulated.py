@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import said
+from pp_offload._common.checks import brief
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.backends.captures import no_memory_in_captures
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
@@ -44,7 +44,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     def __init__(self, order: str = "late", seed: int = 0) -> None:
         if not isinstance(seed, int):
-            raise ValueError(f"seed is {said(seed)}, expected an integer")
+            raise ValueError(f"seed is {brief(seed)}, expected an integer")
         self.order = order
         self.name = f"simulated {order}"
         self.is_host = False

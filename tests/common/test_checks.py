@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import described, near, said, version_of
+from pp_offload._common.checks import brief, described, near, version_of
 
 
 class Mute(Tensor):
@@ -54,7 +54,7 @@ class Broken:
     ],
 )
 def test_a_value_is_said_in_a_few_words(value: object, words: str) -> None:
-    assert said(value) == words
+    assert brief(value) == words
 
 
 def test_only_what_is_near_is_proposed() -> None:

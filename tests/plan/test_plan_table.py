@@ -9,7 +9,7 @@ import pytest
 from helpers.plans.chosen import chooser_of
 from helpers.plans.small import limits, planned, with_host_memory
 
-from pp_offload._common.sizes import size_said
+from pp_offload._common.sizes import size_text
 from pp_offload.plan import Chooser, OffloadPlan, RankPlan
 from pp_offload.plan.table import table
 
@@ -32,7 +32,7 @@ def test_host_memory_binds(seed: int, part: float) -> None:
     little = chooser_of(*with_host_memory(drawn, tapes, part))
     plan, more = little.plan(limit), chooser_of(drawn, tapes).plan(limit)
     host = max(rank.host_peak_bytes for rank in more.ranks)
-    text = f"Host memory is what binds: with {size_said(host)} of it on a rank a step takes "
+    text = f"Host memory is what binds: with {size_text(host)} of it on a rank a step takes "
     assert f"{text}{more.seconds * 1e3:.1f} ms, " in shown(little, plan)
     for enough in (chooser_of(*with_host_memory(drawn, tapes, 2.0)), chooser_of(drawn, tapes)):
         assert enough.plan(limit).seconds == more.seconds < plan.seconds
