@@ -10,6 +10,7 @@ environment, as of ``OffloadConfig.from_env``. At the end each process says what
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def main() -> None:
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        sys.stderr.write(f"{active}\n")
+        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        sys.stderr.write(f"{rank}{active}\n")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class AttachedSchedule:
     def __repr__(self) -> str:
         state = f"{len(self._stages)} stages" if self._is_attached else "detached"
         groups = "groups marked by the model"
-        if self._is_attached and self._modules is not None and self._modules.modules:
+        if self._modules is not None and self._modules.modules:
             groups = self._modules.described()
         name = type(self._schedule).__name__
         return f"<AttachedSchedule of {name}: {state}; {groups}>"

@@ -28,6 +28,7 @@ from pp_offload._activations.output_head import (
     get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
 )
+from pp_offload._activations.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
 
 
@@ -287,10 +288,11 @@ def test_that_it_only_copies_is_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(OffloadActivations, "has_warned_of_copies", False)
+    monkeypatch.setattr(ActivationStash, "has_warned_of_host", False)
     config = OffloadConfig(tiers=tiers, disk_dir=tmp_path if "disk" in tiers else None)
     for _ in range(2):
-        OffloadActivations(config=config, backend=make_backend(kind))
+        with OffloadActivations(config=config, backend=make_backend(kind)):
+            pass
     assert caplog.text.count("frees none") == is_said
 
 

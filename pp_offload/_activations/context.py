@@ -28,7 +28,6 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import brief, check_all, check_kind, count_problem, flag_problem
-from pp_offload._common.processes import logger_of
 from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
@@ -43,8 +42,6 @@ from pp_offload._hooks.regions import (
 )
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default
-
-logger = logger_of(__name__)
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
@@ -102,28 +99,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             has_limit=True,
             backend=backend,
         )
-        self._warn_if_nothing_leaves(config)
         self.use_pin_memory, self.use_streams = use_pin_memory, use_streams
         self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # TRL's name for it
         self.max_fwd_stash_size = max_fwd_stash_size
         self._knows_model = False
         self._scopes = HookScopes()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
-
-    has_warned_of_copies = False
-
-    def _warn_if_nothing_leaves(self, config: OffloadConfig) -> None:
-        """Warn once in a process: the user compares, or an accelerator was not recognized."""
-        backend = self.stash.backend
-        is_of_use = not backend.is_host or "disk" in config.tiers
-        if not is_of_use and not OffloadActivations.has_warned_of_copies:
-            OffloadActivations.has_warned_of_copies = True
-            logger.warning(
-                "OffloadActivations on %s, where the device is the host: tensors are copied from "
-                "host memory to host memory, which takes time and frees none; use it on an "
-                'accelerator, or with config=OffloadConfig(tiers=("disk",))',
-                backend.name,
-            )
 
     def __repr__(self) -> str:
         statistics = self.statistics()

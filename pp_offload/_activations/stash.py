@@ -66,6 +66,8 @@ class ActivationStash:
         config, min_offload_size, use_pin_memory, backend: As of ``OffloadActivations``.
     """
 
+    has_warned_of_host = False
+
     def __init__(
         self,
         name: str,
@@ -107,6 +109,8 @@ class ActivationStash:
         """Begin the forward of a microbatch, and offload the tensors that the last one gathered."""
         if self._owner != current():
             self._start_in_child()
+        if not ActivationStash.has_warned_of_host and not self._offloader.copies_free:
+            self._warn_of_host()
         self._offloader.renew_if_torn()
         self.send()
         with self._offloader.lock:
@@ -142,7 +146,18 @@ class ActivationStash:
         if has_settled and self._room.is_settled and not self._has_logged:
             self._has_logged = True
             groups = groups_sum(self._step.summary.values())
-            log_gain(Gain(StepTime(), StepTime(), groups, self._room.figures))
+            times, copies_free = (StepTime(), StepTime()), self._offloader.copies_free
+            log_gain(Gain(*times, groups, self._room.figures, copies_free))
+
+    def _warn_of_host(self) -> None:
+        """Warn once in a process: the user compares, or an accelerator was not recognized."""
+        ActivationStash.has_warned_of_host = True
+        logger.warning(
+            "offload of '%s' on %s, where the device is the host: tensors are copied from host "
+            "memory to host memory, which takes time and frees none; use an accelerator, or "
+            'OffloadConfig(tiers=("disk",))',
+            *(self.name, self.backend.name),
+        )
 
     def _warn_of_elsewhere(self) -> None:
         """Warn once if nothing was ever offloaded because tensors are on another device."""

@@ -340,7 +340,8 @@ class Manager:
         if not self.step.summary and not self.bounds.last.step_ms:
             return None
         groups = groups_sum(self.step.summary.values())
-        return Gain(self.bounds.last, self.bounds.first, groups, self._room.figures)
+        times, copies_free = (self.bounds.last, self.bounds.first), self.offloader.copies_free
+        return Gain(*times, groups, self._room.figures, copies_free)
 
     def _say_what_steps_cost(self) -> None:
         """Log the gain once for each choice of groups that stay."""

@@ -135,6 +135,11 @@ class Offloader:
         if split is not None:
             self.observers.add(split)
 
+    @property
+    def copies_free(self) -> bool:
+        """Whether copies free memory of the device: not where that is the host, without a disk."""
+        return not self.backend.is_host or "disk" in self.config.tiers
+
     def delay(self, commit: Commit, released: Sequence[Tensor] | None) -> None:
         """Queue a commit for :meth:`commit_delayed`. The queue keeps no tensor alive."""
         refs = None if released is None else [weakref.ref(tensor) for tensor in released]

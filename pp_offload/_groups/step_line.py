@@ -22,6 +22,8 @@ MIB, GIB = 2**20, 2**30
 FREE_PART = 0.01
 """Part of a step up to which waiting for copies is no reason for a warning."""
 
+FREES_NOTHING = "copies free no memory here, where the device is the host"
+
 TABLE_TITLE = (
     "a step and the device's peak: now, in the first step, and without offload (~: estimated);\n"
     "saved tensors at the peak: kept on the device, copied, computed again"
@@ -70,12 +72,15 @@ class Gain(NamedTuple):
     device: DeviceFigures | None
     """Memory of the device; None if the device does not report it."""
 
+    copies_free: bool = True
+    """Whether copies free memory of the device: not where that is the host."""
+
     @property
     def spared_bytes(self) -> int:
         """Bytes that offload keeps off the device at the peak: an estimate, as copies may be in
         flight there.
         """
-        return self.groups.copied + self.groups.again
+        return self.groups.again + (self.groups.copied if self.copies_free else 0)
 
     @property
     def unit(self) -> tuple[str, int]:
@@ -107,7 +112,8 @@ def step_line(gain: Gain) -> tuple[int, str]:
         if gain.first.step_ms:
             line += f", and took {gain.first.step_ms:.1f} as the first"
     if device is None:
-        line += f"; without offload the peak is {copied + again:.2f} {unit} higher (estimated)"
+        spared = gain.spared_bytes / size
+        line += f"; without offload the peak is {spared:.2f} {unit} higher (estimated)"
     else:
         line += f"; the device's peak is about {device.peak_bytes / size:.2f} {unit}"
         if device.limit_bytes is not None:
@@ -118,6 +124,8 @@ def step_line(gain: Gain) -> tuple[int, str]:
         line += f", and {without:.2f} without offload (estimated)"
         if device.elsewhere:
             line += f"; {device.elsewhere}"
+    if not gain.copies_free:
+        line += f"; {FREES_NOTHING}"
     if now.waiting_ms <= FREE_PART * now.step_ms:
         return logging.INFO, line
     limit = "a device_limit_bytes, "
@@ -136,12 +144,14 @@ def gain_table(gains: Mapping[str, Gain | None]) -> str:
     unit, size = max([gain.unit for gain in ranks.values()], key=lambda unit: unit[1])
     rows = [(label, *_cells(gain, size)) for label, gain in ranks.items()]
     columns = ("step ms", "first", "without", f"peak {unit}", "first", "without")
-    return f"{TABLE_TITLE}\n{format_table([('', *columns, 'kept', 'copied', 'again'), *rows])}"
+    table = format_table([("", *columns, "kept", "copied", "again"), *rows])
+    note = "" if all(gain.copies_free for gain in ranks.values()) else f"\n{FREES_NOTHING}"
+    return f"{TABLE_TITLE}\n{table}{note}"
 
 
 def _cells(gain: Gain, size: int) -> list[str]:
     now, device, groups = gain.now, gain.device or DeviceFigures(0), gain.groups
-    is_offloading = gain.spared_bytes > 0
+    is_offloading = groups.copied + groups.again > 0
     without_ms = now.step_ms - now.waiting_ms if now.has_waits or not is_offloading else 0.0
     without_bytes = device.peak_bytes and device.peak_bytes + gain.spared_bytes
     mark = "~" if is_offloading else ""

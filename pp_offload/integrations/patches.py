@@ -162,10 +162,14 @@ class patch:  # noqa: N801  called as a function is
         counts = [self.statistics(), *(context.statistics() for context in self._contexts)]
         moved = sum(each.bytes_offloaded for each in counts) / 2**20
         again = sum(each.bytes_computed_again for each in counts) / 2**20
+        host = sum(each.host_bytes_peak for each in counts) / 2**20
         state = "active" if _active is self else "undone"
+        if not moved and not again:
+            why = "no option asked for it, or no tensor has min_offload_size bytes"
+            return f"<pp_offload.patch: {state}; nothing offloaded: {why}>"
         return (
             f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "
-            "again instead>"
+            f"again instead; at most {host:,.1f} MiB in host memory at a time>"
         )
 
 

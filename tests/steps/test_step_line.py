@@ -73,8 +73,10 @@ def test_without_a_clock_a_step_is_timed_by_the_host(line: Line) -> None:
             run_step(make_model(), batches(3, step=number))
         FineGrainedActivationOffloadingInterface.reset()
         assert re.search(r"takes [\d.]+ ms, and took [\d.]+ as the first", line().getMessage())
-        assert "higher (estimated)" in line().getMessage()
-        assert summary_table(local=True).splitlines()[-1].split()[4:7] == ["-", "-", "-"]
+        assert "the peak is 0.00 MiB higher (estimated)" in line().getMessage()
+        assert line().getMessage().endswith("free no memory here, where the device is the host")
+        *_, row, note = summary_table(local=True).splitlines()
+        assert row.split()[4:7] == ["-", "-", "-"] and note.startswith("copies free no memory")
 
 
 def test_where_copies_cost_time_it_is_a_warning() -> None:
