@@ -67,6 +67,7 @@ def test_frontier_writes_its_figures(tmp_path: Path) -> None:
         assert rows["waiting 2"]["step_ms"] > rows["megatron 2"]["step_ms"] > none["step_ms"]
 
 
+@slow
 def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
     ways = ["recompute", "ours", "activations"]
     short = ["--rounds", "1", "--warmup", "1"]

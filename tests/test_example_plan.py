@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.examples import EXAMPLES, ONE_AFTER_ANOTHER, TRAIN_GPT, run_command
 
 from pp_offload.plan import OffloadPlan
@@ -43,6 +44,7 @@ def test_what_cannot_be() -> None:
         assert code != 0 and lines[line] in f"{code}{errors}", f"{line}: {code}, {errors}"
 
 
+@pytest.mark.slow
 def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
     """Under the limit, bit for bit equal, and each rank sends what was planned, to the byte."""
     flags = "--steps 2 --microbatches 6 --plan auto --device-budget-mib 18 --json".split()
@@ -60,6 +62,7 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
     assert len(sent) == 2 and all(planned == measured for planned, measured in sent)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met() -> None:
     flags = "--plan auto --device-budget-mib 1".split()
     done = run_command([sys.executable, TRAIN_GPT, *flags])

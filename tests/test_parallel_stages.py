@@ -21,7 +21,7 @@ CASES = {
 """By number of ranks. With DDP, other schedules fail in its reducer without offload, too."""
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", CASES)
 def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
     for rank, results in enumerate(run_ranks(world, CASES[world], tmp_path, WORKER)):

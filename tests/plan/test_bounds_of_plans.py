@@ -23,6 +23,7 @@ def test_hardly_any_choice_of_groups_and_bounds_is_better(seed: int, small_floor
         check_follows(drawn, plan)
 
 
+@pytest.mark.slow
 def test_smaller_bounds_meet_a_lower_limit(
     small_floor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
