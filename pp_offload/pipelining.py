@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import brief
 from pp_offload._common.module_names import listed
 from pp_offload._common.offload_plan import RankPlan
+from pp_offload._common.undo import UndoStack
 from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._groups.manager import differences
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
@@ -98,7 +98,7 @@ class AttachedSchedule:
         self._order = _order_of(schedule, self._stages)
         self._split: SplitBackward | None = None
         self._is_attached = False
-        self._undo = ExitStack()
+        self._undo = UndoStack()
         try:
             self._attach(groups, config)
         except BaseException:
@@ -119,9 +119,8 @@ class AttachedSchedule:
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
             self._split = SplitBackward(self._order.split, is_keeping=is_keeping)
-        manager.num_attached += 1
-        self._is_attached = True
-        self._undo.callback(self._leave_manager)
+        self._undo.add(self._leave_manager)
+        manager.num_attached, self._is_attached = manager.num_attached + 1, True
         for vp_stage, stage in enumerate(self._stages):
             self._set(stage, _ATTACHED, self)
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
@@ -133,14 +132,19 @@ class AttachedSchedule:
 
     def detach(self) -> None:
         """Restore the schedule and the modules. A second call does nothing."""
-        self._undo.close()
+        self._undo.run()
 
     def _leave_manager(self) -> None:
-        self._is_attached = False
-        self.manager.num_attached -= 1
-        self.manager.step.queue.set_order(())
-        self.manager.offloader.follow_parts(None)
-        self.manager.release_idle_memory()
+        manager = self.manager
+        if self._is_attached:
+            manager.num_attached, self._is_attached = manager.num_attached - 1, False
+        manager.step.queue.set_order(())
+        manager.offloader.follow_parts(None)
+        manager.release_idle_memory()
+
+    def _remove_groups(self) -> None:
+        if self._modules is not None:
+            self._modules.remove()
 
     def __repr__(self) -> str:
         state = f"{len(self._stages)} stages" if self._is_attached else "detached"
@@ -159,8 +163,8 @@ class AttachedSchedule:
     def _mark_modules(self, groups: Patterns | None) -> None:
         self._keep_modules()
         models = {f" of stage {stage.stage_index}": stage.submod for stage in self._stages}
+        self._undo.add(self._remove_groups)
         self._modules = mark_modules(models, groups or {})
-        self._undo.callback(self._modules.remove)
         for group, patterns in (groups or {}).items():
             if not self._modules.modules[group]:
                 numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
@@ -192,7 +196,7 @@ class AttachedSchedule:
         """Set an attribute until :meth:`detach`."""
         attributes = vars(owner)
         restore = attributes.__setitem__ if name in attributes else attributes.pop
-        self._undo.callback(restore, name, attributes.get(name))
+        self._undo.add(restore, name, attributes.get(name))
         attributes[name] = value
 
     def _forward(

@@ -19,7 +19,6 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +35,7 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.selective import same_version_counter, storages_of, written_arguments
 from pp_offload._common.checks import check_all, count_problem
 from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leaves, tree_map
+from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit
@@ -96,7 +96,7 @@ class patch:  # noqa: N801  called as a function is
             "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **self._options
         )
         self._contexts: list[OffloadActivations] = []  # of TRL's trainers
-        self._undo = ExitStack()
+        self._undo = UndoStack()
         if _active is not None:
             raise OffloadError(
                 "pp_offload.patch() is active already; use the handle that it returned, or undo() "
@@ -122,9 +122,9 @@ class patch:  # noqa: N801  called as a function is
     def _replace(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of a class or module, until :meth:`undo`."""
         if name in vars(owner):
-            self._undo.callback(setattr, owner, name, vars(owner)[name])
+            self._undo.add(setattr, owner, name, vars(owner)[name])
         else:  # inherited
-            self._undo.callback(delattr, owner, name)
+            self._undo.add(_remove, owner, name)
         setattr(owner, name, value)
 
     def _replace_everywhere(self, trl: Any) -> None:
@@ -148,7 +148,7 @@ class patch:  # noqa: N801  called as a function is
     def undo(self) -> None:
         """Restore all functions. Offloaded tensors stay valid. A second call does nothing."""
         global _active
-        self._undo.close()
+        self._undo.run()
         if _active is self:
             _active = None
 
@@ -171,6 +171,11 @@ class patch:  # noqa: N801  called as a function is
             f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "
             f"again instead; at most {host:,.1f} MiB in host memory at a time>"
         )
+
+
+def _remove(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)
 
 
 # ``save_on_cpu`` objects may be entered several times, and on several threads.

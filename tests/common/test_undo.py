@@ -1,0 +1,33 @@
+"""Calls that undo what was done run the last first, and all of them, whatever interrupts them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from helpers.injected import Injected, files, interrupt_at, num_lines
+
+from pp_offload._common.undo import UndoStack
+
+LINES = files("_common/undo")
+
+
+def stack(undone: list[int]) -> UndoStack:
+    undo = UndoStack()
+    for number in range(3):
+        undo.add(undone.append, number)
+    return undo
+
+
+def test_an_interrupted_run_goes_on_where_it_was() -> None:
+    undone: list[int] = []
+    undo = stack(undone)
+    undo.run()
+    undo.run()
+    assert undone == [2, 1, 0]
+    for number in range(1, num_lines(LINES, stack([]).run) + 1):
+        undone = []
+        undo = stack(undone)
+        with suppress(Injected), interrupt_at(number, LINES):
+            undo.run()
+        undo.run()
+        assert list(dict.fromkeys(undone)) == [2, 1, 0], number
