@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,8 +100,12 @@ def may_be_statistics(tensor: Tensor) -> bool:
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has one of :data:`MARKS`, with a true value."""
-    return any(map(tensor.__dict__.get, MARKS))
+    """Whether ``tensor``, or a part of a quantized tensor of Transformer Engine, has one of
+    :data:`MARKS`, with a true value.
+    """
+    parts: Any = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else ()
+    parts = [part for part in (tensor, *parts) if part is not None]
+    return any(part.__dict__.get(mark) for part in parts for mark in MARKS)
 
 
 class Eligibility:

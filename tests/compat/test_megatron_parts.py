@@ -84,12 +84,20 @@ class Saves(torch.autograd.Function):
         return grad_output + sum(other.first.sum() for other in ctx.saved_tensors), None
 
 
-@pytest.mark.parametrize("is_flagged", [False, True])
+class Quantized(Pair):
+    """A pair that tells its parts as quantized tensors of Transformer Engine do."""
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        return None, self.second
+
+
+@pytest.mark.parametrize(("flagged", "is_flagged"), [("", False), ("whole", True), ("part", True)])
 def test_what_is_flagged_may_be_made_of_tensors(
-    face: PipelineOffloadManager, is_flagged: bool
+    face: PipelineOffloadManager, flagged: str, is_flagged: bool
 ) -> None:
-    pair = Pair(torch.ones(3, 3), torch.ones(3, 3))
-    pair._do_not_offload = is_flagged  # type: ignore[attr-defined]
+    pair: Any = Quantized(torch.ones(3, 3), torch.ones(3, 3))
+    if flagged:
+        (pair if flagged == "whole" else pair.second)._do_not_offload = True
     x = torch.ones(3, requires_grad=True)
     group = off_interface(True, x, "act")
     with group as y:
