@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 720,
     "_checkpoint": 1473,
     "_common": 1238,
-    "_core": 4624,
+    "_core": 4628,
     "_groups": 3373,
     "_hooks": 419,
     "_megatron": 1303,

@@ -198,7 +198,11 @@ class DiskTier(HostTier):
         host = passage.host
         read = Read(weakref.ref(batch), passage)
         self.reads.append(read)  # first: an interrupt must not free what a thread writes to
-        read.event = self.disk.read_into(batch.write, host.views, after=host.waits_for)
+        try:
+            read.event = self.disk.read_into(batch.write, host.views, after=host.waits_for)
+        except Exception:  # refused: no thread has begun
+            self.reads.remove(read)
+            raise
         batch.reading = read.event  # last: a read that poll() does not see would never end
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:

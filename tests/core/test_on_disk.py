@@ -30,6 +30,7 @@ from torch import Tensor
 from pp_offload import DiskTierError, PipelineOffloadManager
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk_file import DiskFile
+from pp_offload.errors import ClosedError
 
 KINDS = ("late", "threads")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -247,6 +248,21 @@ def test_memory_of_an_interrupted_read_is_not_given_to_others(
             del y
             gc.collect()
             assert manager.statistics().host_bytes_in_use == x.nbytes
+
+
+def test_refused_reads_take_no_host_memory(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "prefetch_bytes": 0}
+    with session("threads", max_in_flight_bytes=0, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        y = group(x, torch.sin).sum()
+        wait_until_written(manager)
+        manager.offloader.engine.mover.tier.disk.close()
+        for _ in range(2):
+            with pytest.raises(ClosedError):
+                torch.autograd.grad(y, x, retain_graph=True)
+            gc.collect()
+            assert manager.statistics().host_bytes_in_use == 0
 
 
 def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
