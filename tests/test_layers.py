@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1473,
     "_common": 1238,
     "_core": 4628,
-    "_groups": 3373,
+    "_groups": 3374,
     "_hooks": 419,
     "_megatron": 1303,
     "_memory": 1494,

@@ -265,10 +265,11 @@ class DeviceRoom:
         """End the step, and choose which groups stay; not if ``chunks`` is None, for a step that is
         not typical of others.
         """
-        seen, self._seen = self._seen, None
+        seen = self._seen
         if seen is None:
             return
-        self._offloader.observers.remove(seen)
+        self._offloader.observers.remove(seen)  # first: after an interrupt, it is removed again
+        self._seen = None
         if seen.outside_bytes > self._reported_bytes:
             self._outside_bytes = seen.outside_bytes
         self._reported_bytes = seen.reported_bytes
