@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1338,
     "compat": 112,
     "integrations": 1209,
-    "plan": 3133,
-    "simulate": 2675,
+    "plan": 3136,
+    "simulate": 2689,
     "testing": 967,
     "trace": 1340,
 }

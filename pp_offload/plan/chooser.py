@@ -501,7 +501,10 @@ class Chooser:
         of_that = f", {size_text(state_bytes)} of that for its optimizer's state"
         advice = "take more ranks, shorter microbatches or fewer in flight"
         if (host_bytes := self._config.host_budget_bytes) is not None:
-            advice += f", or give a larger host_budget_bytes than {host_bytes}"
+            advice += (
+                ", or, if groups stay for want of host memory, give a larger host_budget_bytes "
+                f"than {host_bytes}"
+            )
         return InfeasibleError(
             f"limit_bytes is {bytes_text(limit_bytes)}, expected at least "
             f"{bytes_text(least, is_least=True)}, which rank {rank} needs even if all groups leave"

@@ -171,10 +171,12 @@ class Hardware:
 
 
 def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
-    """Check that a value is an int or a float above 0, or of at least 0. ``True`` is neither."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
-        least = "of at least 0" if may_be_zero else "above 0"
+    """Check that a value is an int or a float above 0, as a rate, which may be infinite; or of at
+    least 0, as a time, which may not. ``True`` is neither.
+    """
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+    if not (0 <= number < inf if may_be_zero else number > 0):
+        least = "of at least 0 and not infinite" if may_be_zero else "above 0"
         raise ValueError(f"{name} is {brief(value)}, expected a number {least}")
 
 
