@@ -23,7 +23,7 @@ MOST_LINES = {
     "_memory": 1494,
     "_slices": 1584,
     "backends": 721,
-    "cli": 1338,
+    "cli": 1342,
     "compat": 112,
     "integrations": 1209,
     "plan": 3136,

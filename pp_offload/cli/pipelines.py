@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,12 +206,16 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
 def _config_of(path: str) -> Any:
     from transformers import AutoConfig
 
-    problem = f"found no config of Transformers at {path!r}"
-    if not os.path.exists(path):
-        problem = f"found no file or directory {path!r}, and no model of that name in the cache"
     how = (
         "expected a config.json, its directory, or the name of a model that is in the cache; "
         "nothing is downloaded"
     )
-    with any_error_of("--hf", problem, how):
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        with any_error_of("--hf", f"found no config of Transformers at {path!r}", how):
+            return AutoConfig.from_pretrained(path, local_files_only=True)
+    except ArgumentError as failure:
+        if os.path.exists(path) or not isinstance(failure.__cause__, OSError):
+            raise
+        # Transformers would add that it cannot reach a server, but no download was asked for.
+        problem = f"found no file or directory {path!r}, and no model of that name in the cache"
+        raise wrong("--hf", f"{problem} of Transformers, {how}") from failure
