@@ -7,7 +7,8 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,18 @@ def test_a_flipped_bit_is_never_a_gradient(
             y.backward()
 
 
+@contextmanager
+def written_group(tmp_path: Path) -> Iterator[tuple[PipelineOffloadManager, Tensor, list[Tensor]]]:
+    """A manager, a leaf, and a list of the only output: what was saved for it is on disk alone."""
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "prefetch_bytes": 0}
+    with session("threads", max_in_flight_bytes=0, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        outputs = [group(x, torch.sin).sum()]
+        wait_until_written(manager)
+        yield manager, x, outputs
+
+
 def test_memory_of_an_interrupted_read_is_not_given_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,32 +248,22 @@ def test_memory_of_an_interrupted_read_is_not_given_to_others(
         read_into(*args, **options)
         raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "prefetch_bytes": 0}
-    with session("threads", max_in_flight_bytes=0, **options) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        y = group(x, torch.sin).sum()
-        wait_until_written(manager)
+    with written_group(tmp_path) as (manager, x, outputs):
         with monkeypatch.context() as patch, Gate(patch, "_pread"):
             patch.setattr(DiskFile, "read_into", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                torch.autograd.grad(y, x, retain_graph=True)
-            del y
+                torch.autograd.grad(outputs, x, retain_graph=True)
+            outputs.clear()
             gc.collect()
             assert manager.statistics().host_bytes_in_use == x.nbytes
 
 
 def test_refused_reads_take_no_host_memory(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "prefetch_bytes": 0}
-    with session("threads", max_in_flight_bytes=0, **options) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        y = group(x, torch.sin).sum()
-        wait_until_written(manager)
+    with written_group(tmp_path) as (manager, x, outputs):
         manager.offloader.engine.mover.tier.disk.close()
         for _ in range(2):
             with pytest.raises(ClosedError):
-                torch.autograd.grad(y, x, retain_graph=True)
+                torch.autograd.grad(outputs, x, retain_graph=True)
             gc.collect()
             assert manager.statistics().host_bytes_in_use == 0
 
