@@ -137,8 +137,8 @@ class Offloader:
 
     @property
     def copies_free(self) -> bool:
-        """Whether copies free memory of the device: not where that is the host, without a disk."""
-        return not self.backend.is_host or "disk" in self.config.tiers
+        """Whether copies free device memory: not where the device is the host, the only tier."""
+        return not self.backend.is_host or self.config.tiers != ("host",)
 
     def delay(self, commit: Commit, released: Sequence[Tensor] | None) -> None:
         """Queue a commit for :meth:`commit_delayed`. The queue keeps no tensor alive."""
