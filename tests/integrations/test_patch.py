@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toy import assert_no_hooks
+from helpers.toy import assert_no_hooks, autograd_lets_go
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -237,6 +237,7 @@ def test_an_exception_in_the_backward_of_a_selective_checkpoint_leaves_nothing(
     with pytest.raises(ZeroDivisionError):
         x.sum().backward()
     del x
+    autograd_lets_go()
     gc.collect()
     statistics = patched.statistics()
     assert (statistics.live_tensors, statistics.host_bytes_in_use) == (0, 0)
