@@ -2,7 +2,8 @@
 
 project = "pp_offload"
 author = "the pp_offload authors"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_inherit_docstrings = False
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme = "alabaster"

@@ -1,4 +1,4 @@
-"""Prediction of a step's cost: the engine itself, on tensors that are only their bytes.
+"""Prediction of a step's cost: the engine itself, on tensors that are only their bytes::
 
     tapes = record(order, work, DEVICES["H100"])        # one microbatch, on a virtual device
     print(profile_table(profile(tapes, DEVICES["H100"])))

@@ -1,4 +1,4 @@
-"""Simulation of a step's cost on any accelerator: the engine itself, on streams with clocks.
+"""Simulation of a step's cost on any accelerator: the engine itself, on streams with clocks::
 
     device = VirtualBackend(DEVICES["H100"])
     with use_backend(device) as manager:
@@ -6,7 +6,7 @@
         ...                       # forward and backward, as always; there is no data
     device.seconds, device.memory.peak_bytes
 
-A whole pipeline, each rank on such a device:
+A whole pipeline, each rank on such a device::
 
     order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
     step = run_pipeline(order, Modules(stages, example=x, loss_fn=loss_fn), DEVICES["H100"])

@@ -1,4 +1,4 @@
-"""Timeline of steps: groups, copies, waits and bytes, for Perfetto.
+"""Timeline of steps: groups, copies, waits and bytes, for Perfetto::
 
     with Trace("out.json.gz", steps=range(2, 4)):
         train()
