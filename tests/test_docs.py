@@ -38,10 +38,10 @@ EXAMPLES = {
     "offload-model": 1,
     "integrations": 3,
     "testing": 1,
-    "simulate": 3,
+    "simulate": 2,
     "trace": 2,
     "cli": 1,
-    "planning": 7,
+    "planning": 5,
     "megatron": 1,
 }
 """How many blocks of Python a page has; each is run below, that of Megatron in tests/compat."""
@@ -303,17 +303,9 @@ def test_the_simulated_device_runs() -> None:
     assert names["manager"].statistics().bytes_offloaded > 0
 
 
-def test_a_step_on_a_virtual_device_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(blocks("simulate")[0], {})
-    milliseconds, gib = re.findall(r"[\d.]+", capsys.readouterr().out)
-    flops = 3 * 2 * 4096 * 8192 * 8192
-    assert float(milliseconds) / 1e3 > flops / (990e12 * 0.6)
-    assert 0.25 < float(gib) < 1, "parameters, their gradients, in and out"
-
-
 def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    exec(blocks("simulate")[1], names)
+    exec(blocks("simulate")[0], names)
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[::2]] == ["0", "1", "2", "3"]
     saved = 4 * 4096 * 8192 * 2
@@ -322,7 +314,7 @@ def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
         assert 8 * saved < rank.bytes_offloaded <= 16 * saved
         assert 0 < rank.peak_bytes < DEVICES["H100"].memory_bytes
     ran = names["step"]
-    exec(blocks("simulate")[2], names)
+    exec(blocks("simulate")[1], names)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["1.0", "0.5", "0.25"]
     assert float(lines[0][1]) == pytest.approx(ran.seconds, rel=1e-9)
@@ -372,25 +364,32 @@ def test_a_plan_is_made_and_followed(
         exec(blocks("planning")[0], {"schedule": None})
     assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
     exec(blocks("planning")[1], {"pipeline_rank": 3, "stage_modules": [nn.Linear(1, 1)]})
-    exec(blocks("planning")[3], {})
-    for rank in (1, 0):  # the first one waits for the other, and merges
+    for rank in (0, 1):
         with as_rank(rank, 2):
-            exec(blocks("planning")[4], {"train": steps_of_another_model})
-        printed = capsys.readouterr().out
-        assert ("rank 1: sent GiB 0.0, planned" in printed) is (rank == 0)
+            exec(blocks("trace")[0], {"train": steps_of_another_model})
+    exec(blocks("planning")[2], {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("False") and "rank 1: sent GiB 0.0, planned" in printed
+
+
+def test_a_plan_in_python_is_what_its_pipeline_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(blocks("planning")[5], names)
-    planned, measured, _ = capsys.readouterr().out.splitlines()
+    for code in (*blocks("simulate"), blocks("planning")[3]):
+        exec(code, names)
+    *others, planned, measured, least = capsys.readouterr().out.splitlines()
+    assert "linear     0-3   15  64.0" in "\n".join(others)
     assert planned.split("[")[1] == measured.split("[")[1]
-    exec(blocks("planning")[2], names)
-    assert "linear     0-3   15  64.0" in capsys.readouterr().out
+    assert 2 * 2**30 < int(least) < 4 * 2**30
 
 
 def test_a_sharded_optimizer_counts_its_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 8 replicas: masters and gradients of an eighth of the parameters, and two states."""
-    (tmp_path / "the_model.py").write_text(blocks("cli")[0] + blocks("planning")[6])
+    (tmp_path / "the_model.py").write_text(blocks("cli")[0] + blocks("planning")[4])
     monkeypatch.chdir(tmp_path)
     holds = {}
     for optimizer in ("AdamW", "the_model:sharded"):
@@ -406,8 +405,8 @@ def test_the_profile_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "my_model.py").write_text(blocks("cli")[0])
     monkeypatch.chdir(tmp_path)
     output = good("profile", "my_model:stages")
-    shown = section("planning", "What is worth sending").split("```")[1].strip().split("\n\n")
-    assert len(shown) == 2 and all(f"\n{table}\n" in output for table in shown)
+    shown = section("planning", "What is worth sending").split("```")[1].strip()
+    assert shown.startswith("group") and f"\n{shown}\n" in output
 
 
 @pytest.mark.parametrize("name", ["step_of_a_rank", "step_of_four_ranks"])
