@@ -21,19 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from on_card import CASES, LARGE, Case, Stage
-from rematerialize import GIB, MEASURED
-from torch import Tensor, nn
-from virtual_megatron import StreamedMemory, megatron_on, why_not
+from on_card import CASES, GIB, LARGE, Case
+from virtual_h100 import GROUPS, virtual_step
+from virtual_megatron import why_not
 
-from pp_offload import OffloadConfig, use_backend
 from pp_offload._common.pictures import (
     BLACK,
     BLUE,
@@ -44,90 +39,34 @@ from pp_offload._common.pictures import (
     new_figure,
     save,
 )
-from pp_offload.simulate import VirtualBackend
 
 LIMITS = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25, 0.1)
-GROUPS = ("attn", "mlp")
-SETTLED = 8
-"""Steps until all is chosen, and one more."""
-
-
-def point(
-    case: Case, way: str, num_layers: int, groups: Sequence[str] = GROUPS, **options: Any
-) -> dict[str, Any]:
-    """Milliseconds, peak and bytes of a step.
-
-    Args:
-        case: What is run.
-        way: One of on_card.py, ``save_on_cpu``, ``megatron`` or ``waiting``.
-        num_layers: How many layers go that way.
-        groups: Which of their parts are groups.
-        options: Of ``OffloadConfig``.
-    """
-    backend = VirtualBackend(MEASURED)
-    backend.memory = StreamedMemory(MEASURED.workspace_bytes)
-    config = OffloadConfig(min_offloaded_tensor_size=case.min_numel, **options)
-    with ExitStack() as entered:
-        manager = entered.enter_context(use_backend(backend, config=config))
-        stage = Stage(case, backend.device)
-        stage.num_chosen, stage.groups = num_layers, groups
-        if way == "save_on_cpu":
-            for layer in stage.layers[:num_layers]:
-                layer.forward = saved_on_cpu(layer.forward)
-        if way in ("megatron", "waiting"):
-            modules = nn.ModuleList(stage.layers)
-            stage.interface = entered.enter_context(megatron_on(backend, modules))
-            stage.wait = backend.synchronize if way == "waiting" else stage.wait
-            way = "ours"
-        for _ in range(SETTLED if way == "ours" else 2):
-            begin_s, copied = backend.seconds, backend.link.bytes_to_host
-            again = manager.statistics().bytes_computed_again
-            backend.memory.take_peak()
-            stage.step(way, nullcontext)
-            stage.clear()
-            backend.synchronize()
-    return {
-        "step_ms": (backend.seconds - begin_s) * 1e3,
-        "peak_gib": backend.memory.peak_bytes / GIB,
-        "copied_gib": (backend.link.bytes_to_host - copied) / GIB,
-        "again_gib": (manager.statistics().bytes_computed_again - again) / GIB,
-    }
-
-
-def saved_on_cpu(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same forward, whose saved tensors are on the host until backward."""
-
-    def run(x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return forward(x)
-
-    return run
 
 
 def points(case: Case, *, quick: bool) -> list[dict[str, Any]]:
     """All of a case, the one without offload first."""
     all_layers = case.layers
     numbers = (all_layers,) if quick else range(1, all_layers + 1)
-    none = point(case, "none", 0, device_limit_bytes=None)
+    none = virtual_step(case, "none", device_limit_bytes=None)
     rows = [{"way": "none", **none}]
     for part in LIMITS[-1:] if quick else LIMITS:
         limit = int(part * none["peak_gib"] * GIB)
-        row = point(case, "ours", all_layers, device_limit_bytes=limit)
+        row = virtual_step(case, "ours", device_limit_bytes=limit)
         rows.append({"way": f"limit {part:g}", **row})
     for fraction in () if quick else FRACTIONS:
-        row = point(case, "ours", all_layers, activation_offload_fraction=fraction)
+        row = virtual_step(case, "ours", activation_offload_fraction=fraction)
         rows.append({"way": f"fraction {fraction:g}", **row})
     for way in ("recompute", "save_on_cpu"):
         for num in numbers:
-            row = point(case, way, num, device_limit_bytes=None)
+            row = virtual_step(case, way, num, device_limit_bytes=None)
             rows.append({"way": f"{way} {num}", **row})
     for way in () if why_not() else ("megatron", "waiting"):
         for name in GROUPS:
-            row = point(case, way, all_layers, [name], device_limit_bytes=None)
+            row = virtual_step(case, way, all_layers, [name], device_limit_bytes=None)
             rows.append({"way": f"{way} {name}", **row})
         for num in numbers:
-            row = point(case, way, num, device_limit_bytes=None)
+            row = virtual_step(case, way, num, device_limit_bytes=None)
             rows.append({"way": f"{way} {num}", **row})
     for row in rows:
         row["ratio"] = row["step_ms"] / none["step_ms"]

@@ -22,26 +22,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from on_card import CASES, WAYS, Stage
+from on_card import CASES, WAYS
 from torch import Tensor
-
-from pp_offload import OffloadConfig, use_backend
-from pp_offload.simulate import Hardware, VirtualBackend
-
-FACTS = Path(__file__).parent / "results/h100.json"
-GIB = 2**30
-SETTLED = 8
-"""Steps until bounds are chosen, and one more."""
+from virtual_h100 import FACTS, Row, virtual_step
 
 NAMES = {
     "_scaled_dot_product_flash_attention": "attention_forward",
     "_scaled_dot_product_flash_attention_backward": "attention_backward",
 }
-Row = dict[str, Any]
 
 
 class OperatorTimes:
@@ -66,31 +57,6 @@ class OperatorTimes:
         return None
 
 
-def virtual(case: str, way: str, facts: Row) -> Row:
-    """A step when all is chosen."""
-    hardware = Hardware.from_file(FACTS)
-    backend = VirtualBackend(hardware, OperatorTimes(facts["operators_us"]))
-    options = {"device_limit_bytes": None, **WAYS.get(way, {})}
-    config = OffloadConfig(
-        min_offloaded_tensor_size=CASES[case].min_numel, rematerialize="none", **options
-    )
-    with use_backend(backend, config=config) as manager:
-        stage = Stage(CASES[case], backend.device)
-        for _ in range(SETTLED if way.startswith("ours") else 2):
-            begin_s, before = backend.seconds, manager.statistics()
-            backend.memory.take_peak()
-            stage.step("ours" if way.startswith("ours") else way, nullcontext)
-            backend.synchronize()
-            end_s = backend.seconds
-            stage.clear()
-        moved = manager.statistics().since(before)
-    return {
-        "here_ms": (end_s - begin_s) * 1e3,
-        "here_peak_gib": backend.memory.peak_bytes / GIB,
-        "here_back_gib": moved.bytes_reloaded / GIB,
-    }
-
-
 def beside(measured: Row, facts: Row, none: Row | None) -> Row:
     """A row of the facts, and the same here.
 
@@ -99,7 +65,18 @@ def beside(measured: Row, facts: Row, none: Row | None) -> Row:
         facts: All of them.
         none: The row without offload; None for that row itself.
     """
-    row = measured | virtual(measured["case"], measured["way"], facts)
+    case, way = measured["case"], measured["way"]
+    here = virtual_step(
+        CASES[case],
+        "ours" if way.startswith("ours") else way,
+        operator_times=OperatorTimes(facts["operators_us"]),
+        **{"device_limit_bytes": None, "rematerialize": "none", **WAYS.get(way, {})},
+    )
+    row = measured | {
+        "here_ms": here["step_ms"],
+        "here_peak_gib": here["peak_gib"],
+        "here_back_gib": here["back_gib"],
+    }
     none = none or row
     return row | {
         "ratio": measured.get("ratio", row["ms"] / none["ms"]),  # its own on a later day

@@ -22,14 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from on_card import CASES, Stage
+from on_card import CASES, LARGE
 from torch import Tensor, nn
+from virtual_h100 import MEASURED, virtual_step
 
 from pp_offload import (
     CpuBackend,
@@ -38,8 +38,8 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.simulate import Hardware, VirtualBackend
 
+MIB = 2**20
 VOCABULARY = 512
 SHAPE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -109,60 +109,15 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
     return row | {"ratio": row["cheap_bytes"] / row["none_bytes"]}
 
 
-GIB, MIB = 2**30, 2**20
-
-MEASURED = Hardware.from_file(Path(__file__).parent / "results/h100.json")
-"""An H100 80GB behind PCIe 5 (2026-11-27)."""
-
-
-def virtual_row(backend: VirtualBackend, owner: Any, step: Callable[[], object]) -> dict[str, Any]:
-    """The last of four steps.
-
-    Args:
-        backend: Must be active.
-        owner: Has the statistics of the engine.
-        step: Runs a step.
-    """
-    for _ in range(4):
-        begin_s, busy_s, before = backend.seconds, backend.compute.busy_s, owner.statistics()
-        backend.memory.take_peak()
-        step()
-        backend.synchronize()
-    moved = owner.statistics().since(before)
-    return {
-        "step_ms": (backend.seconds - begin_s) * 1e3,
-        "busy_ms": (backend.compute.busy_s - busy_s) * 1e3,
-        "peak_gib": backend.memory.peak_bytes / GIB,
-        "copied_gib": moved.bytes_offloaded / GIB,
-        "again_gib": moved.bytes_computed_again / GIB,
-    }
-
-
-def virtual_stage(case: str, way: str, choice: str) -> dict[str, Any]:
-    """A rank of 1F1B: ``none``, ``recompute`` or ``ours``."""
-    backend = VirtualBackend(MEASURED)
-    config = OffloadConfig(
-        device_limit_bytes=None,
-        min_offloaded_tensor_size=CASES[case].min_numel,
-        rematerialize=choice,
-    )
-    with use_backend(backend, config=config) as manager:
-        stage = Stage(CASES[case], backend.device)
-
-        def run() -> None:
-            stage.step(way, nullcontext)
-            stage.clear()
-
-        return virtual_row(backend, manager, run)
-
-
 def virtual_rows(*, quick: bool) -> list[dict[str, Any]]:
     """A row for each case and way, beside that without offload."""
     rows = []
-    for case in ["tiny"] if quick else ["gpt4096", "llama8b"]:
+    for case in ["tiny"] if quick else LARGE:
         for way, choice in (("none", ""), ("recompute", ""), ("ours", "none"), ("ours", "cheap")):
             name = f"{way}, {choice}" if choice else way
-            row = virtual_stage(case, way, choice or "none")
+            row = virtual_step(
+                CASES[case], way, device_limit_bytes=None, rematerialize=choice or "none"
+            )
             rows.append({"case": case, "way": name, **row})
     plain = {row["case"]: row for row in rows if row["way"] == "none"}
     copied = {row["case"]: row["copied_gib"] for row in rows if row["way"] == "ours, none"}
