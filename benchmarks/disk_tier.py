@@ -17,8 +17,6 @@ Figures
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import parser_for, write_figures
 from torch import Tensor
 
 from pp_offload._memory.checksum import checksum
@@ -44,6 +43,7 @@ class Plain:
 
     def __init__(self, directory: Path, nbytes: list[int]) -> None:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)
+        self.fd = self._file.fileno()
         self._threads = ThreadPoolExecutor(NUM_THREADS)
         self._offsets = [sum(nbytes[:i]) for i in range(len(nbytes))]
 
@@ -61,10 +61,6 @@ class Plain:
 
         views = [buffer.numpy().data for buffer in buffers]
         list(self._threads.map(run, views, self._offsets))
-
-    @property
-    def fd(self) -> int:
-        return self._file.fileno()
 
 
 class Tier:
@@ -125,11 +121,11 @@ def measure(directory: Path, total_mib: int, rounds: int) -> dict[str, Any]:
     ways = {"plain": Plain(directory, nbytes), "tier": Tier(directory)}
     mib, figures = sum(nbytes) / MIB, {}
     print(f"{mib:.0f} MiB in buffers of {SIZES_MIB} MiB, {NUM_THREADS} threads")
-    for key, title in (("throughput_ratio", "on the disk"), ("cached_ratio", "in the cache")):
+    for key, is_synced in (("throughput_ratio", True), ("cached_ratio", False)):
+        title = "on the disk" if is_synced else "in the cache"
         taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
         for number in range(rounds + 1):
             for name in sorted(ways, reverse=number % 2 == 1):
-                is_synced = key == "throughput_ratio"
                 both = write_and_read(ways[name], sources, targets, is_synced=is_synced)
                 taken[name].append((*both, sum(both)))
         print(f"\n  {title + ', median MiB/s':32}{'write':>10}{'read':>10}{'both':>10}")
@@ -151,17 +147,11 @@ def measure(directory: Path, total_mib: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Throughput of the disk tier.")
+    parser = parser_for(__doc__)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--mib", type=int, default=1024, help="written and read in a round")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="one round; the figures mean nothing")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    total_mib, rounds = (64, 1) if options.quick else (options.mib, options.rounds)
-    figures = measure(options.dir, total_mib, rounds)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    total_mib, rounds = (64, 1) if options.quick else (1024, 9)
+    write_figures(measure(options.dir, total_mib, rounds), options.json)
 
 
 if __name__ == "__main__":

@@ -19,26 +19,16 @@ Ways
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from command import parser_for, write_figures
 from on_card import CASES, GIB, LARGE, Case
 from virtual_h100 import GROUPS, virtual_step
-from virtual_megatron import why_not
+from virtual_megatron import modules
 
-from pp_offload._common.pictures import (
-    BLACK,
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    VERMILION,
-    new_figure,
-    save,
-)
+from pp_offload._common import pictures
 
 LIMITS = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25, 0.1)
@@ -50,24 +40,21 @@ def points(case: Case, *, quick: bool) -> list[dict[str, Any]]:
     numbers = (all_layers,) if quick else range(1, all_layers + 1)
     none = virtual_step(case, "none", device_limit_bytes=None)
     rows = [{"way": "none", **none}]
+
+    def add(name: str, way: str, *args: Any, **options: Any) -> None:
+        options = options or {"device_limit_bytes": None}
+        rows.append({"way": name, **virtual_step(case, way, *args, **options)})
+
     for part in LIMITS[-1:] if quick else LIMITS:
-        limit = int(part * none["peak_gib"] * GIB)
-        row = virtual_step(case, "ours", device_limit_bytes=limit)
-        rows.append({"way": f"limit {part:g}", **row})
+        add(f"limit {part:g}", "ours", device_limit_bytes=int(part * none["peak_gib"] * GIB))
     for fraction in () if quick else FRACTIONS:
-        row = virtual_step(case, "ours", activation_offload_fraction=fraction)
-        rows.append({"way": f"fraction {fraction:g}", **row})
-    for way in ("recompute", "save_on_cpu"):
+        add(f"fraction {fraction:g}", "ours", activation_offload_fraction=fraction)
+    peers = ("megatron", "waiting") if modules() else ()
+    for way in ("recompute", "save_on_cpu", *peers):
+        for name in GROUPS if way in peers else ():
+            add(f"{way} {name}", way, all_layers, [name])
         for num in numbers:
-            row = virtual_step(case, way, num, device_limit_bytes=None)
-            rows.append({"way": f"{way} {num}", **row})
-    for way in () if why_not() else ("megatron", "waiting"):
-        for name in GROUPS:
-            row = virtual_step(case, way, all_layers, [name], device_limit_bytes=None)
-            rows.append({"way": f"{way} {name}", **row})
-        for num in numbers:
-            row = virtual_step(case, way, num, device_limit_bytes=None)
-            rows.append({"way": f"{way} {num}", **row})
+            add(f"{way} {num}", way, num)
     for row in rows:
         row["ratio"] = row["step_ms"] / none["step_ms"]
         row["of_peak"] = row["peak_gib"] / none["peak_gib"]
@@ -87,19 +74,19 @@ def table(by_case: dict[str, list[dict[str, Any]]]) -> str:
 
 
 SERIES = (
-    ("limit", "this engine, below a limit", BLUE, "o-"),
-    ("fraction", "this engine, a fraction by hand", GREEN, "^-"),
-    ("recompute", "some layers recomputed", ORANGE, "D-"),
-    ("save_on_cpu", "some layers in save_on_cpu", VERMILION, "s-"),
-    ("waiting", "Megatron-Core's module, the host waits", PURPLE, "v-"),
-    ("megatron", "Megatron-Core's module, the host runs ahead", PURPLE, "v:"),
+    ("limit", "this engine, below a limit", pictures.BLUE, "o-"),
+    ("fraction", "this engine, a fraction by hand", pictures.GREEN, "^-"),
+    ("recompute", "some layers recomputed", pictures.ORANGE, "D-"),
+    ("save_on_cpu", "some layers in save_on_cpu", pictures.VERMILION, "s-"),
+    ("waiting", "Megatron-Core's module, the host waits", pictures.PURPLE, "v-"),
+    ("megatron", "Megatron-Core's module, the host runs ahead", pictures.PURPLE, "v:"),
 )
 """Way, what the legend says, colour and line."""
 
 
 def draw(by_case: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """A panel for each case: how much longer a step takes, over the peak."""
-    figure = new_figure(4.2, layout="constrained")
+    figure = pictures.new_figure(4.2, layout="constrained")
     panels = figure.subplots(1, len(by_case), sharey=True, squeeze=False)[0]
     for axes, (case, rows) in zip(panels, by_case.items(), strict=True):
         for way, label, colour, line in SERIES:
@@ -111,7 +98,9 @@ def draw(by_case: dict[str, list[dict[str, Any]]], path: Path) -> None:
             )
             if points:
                 axes.plot(*zip(*points, strict=True), line, color=colour, ms=4, label=label)
-        axes.axvline(rows[0]["peak_gib"], color=BLACK, lw=1, ls="--", label="peak without offload")
+        axes.axvline(
+            rows[0]["peak_gib"], color=pictures.BLACK, lw=1, ls="--", label="peak without offload"
+        )
         axes.set(yscale="log", xlabel="peak of the device, GiB")
         axes.set_xlim(left=0)
         axes.set_title(case, fontsize=9, loc="left")
@@ -122,30 +111,22 @@ def draw(by_case: dict[str, list[dict[str, Any]]], path: Path) -> None:
         *panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=2
     )
     figure.suptitle("virtual, with the rates of a measured H100; lower left is better", fontsize=9)
-    save(figure, path)
+    pictures.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []])
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--draw", type=Path, help="draw the figures of this file, and run nothing")
-    parser.add_argument("--quick", action="store_true", help="two points of two layers")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     num_layers = 2 if options.quick else options.layers
-    by_case = (
-        json.loads(options.draw.read_text())
-        if options.draw
-        else {
-            name: points(replace(CASES[name], layers=num_layers), quick=options.quick)
-            for name in options.cases or LARGE
-        }
-    )
+    by_case = {
+        name: points(replace(CASES[name], layers=num_layers), quick=options.quick)
+        for name in options.cases or LARGE
+    }
     print(table(by_case))
-    if options.json:
-        options.json.write_text(json.dumps(by_case, indent=1) + "\n")
+    write_figures(by_case, options.json)
     if options.picture:
         draw(by_case, options.picture)
 

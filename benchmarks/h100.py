@@ -19,12 +19,11 @@ uses what is still on its way to the host where it is: see GiB back, here and th
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from command import parser_for, write_figures
 from on_card import CASES, WAYS
 from torch import Tensor
 from virtual_h100 import FACTS, Row, virtual_step
@@ -35,41 +34,38 @@ NAMES = {
 }
 
 
-class OperatorTimes:
+def timed(microseconds: Mapping[str, float]) -> Callable[..., float | None]:
     """Seconds of the operators that were timed; None for others.
 
     Args:
         microseconds: By name, and sizes of all tensors or of the first.
     """
 
-    def __init__(self, microseconds: Mapping[str, float]) -> None:
-        self._microseconds = microseconds
-
-    def __call__(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
-    ) -> float | None:
+    def seconds(func: Any, args: Sequence[Any], *rest: Any) -> float | None:
         name = func._overloadpacket.__name__
         sizes = ["x".join(map(str, x.shape)) for x in args if isinstance(x, Tensor) and x.dim()]
         for operands in (sizes, sizes[:1]):
             key = " ".join([NAMES.get(name, name), *operands])
-            if key in self._microseconds:
-                return self._microseconds[key] * 1e-6
+            if key in microseconds:
+                return microseconds[key] * 1e-6
         return None
 
+    return seconds
 
-def beside(measured: Row, facts: Row, none: Row | None) -> Row:
+
+def beside(measured: Row, facts: Row, plain: dict[str, Row]) -> Row:
     """A row of the facts, and the same here.
 
     Args:
         measured: Of the facts.
         facts: All of them.
-        none: The row without offload; None for that row itself.
+        plain: Rows without offload, by case. The first row of a case becomes one.
     """
     case, way = measured["case"], measured["way"]
     here = virtual_step(
         CASES[case],
         "ours" if way.startswith("ours") else way,
-        operator_times=OperatorTimes(facts["operators_us"]),
+        operator_times=timed(facts["operators_us"]),
         **{"device_limit_bytes": None, "rematerialize": "none", **WAYS.get(way, {})},
     )
     row = measured | {
@@ -77,7 +73,7 @@ def beside(measured: Row, facts: Row, none: Row | None) -> Row:
         "here_peak_gib": here["peak_gib"],
         "here_back_gib": here["back_gib"],
     }
-    none = none or row
+    none = plain.setdefault(case, row)
     return row | {
         "ratio": measured.get("ratio", row["ms"] / none["ms"]),  # its own on a later day
         "here_ratio": row["here_ms"] / none["here_ms"],
@@ -108,21 +104,16 @@ HEADER = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two rows")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     facts = json.loads(FACTS.read_text())
     print(facts["machine"]["device"], facts["machine"]["date"])
     print(HEADER)
-    none: dict[str, Row] = {}
+    plain: dict[str, Row] = {}
     rows = []
     for measured in facts["rows"][: 2 if options.quick else None]:
-        rows.append(beside(measured, facts, none.get(measured["case"])))
-        none.setdefault(measured["case"], rows[-1])
+        rows.append(beside(measured, facts, plain))
         print(line(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_figures(rows, options.json)
 
 
 if __name__ == "__main__":

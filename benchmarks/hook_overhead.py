@@ -17,27 +17,20 @@ Figures
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from peers import installed_peers
+from command import parser_for, write_figures
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from pp_offload import (
-    CpuBackend,
-    OffloadConfig,
-    PipelineOffloadManager,
-    use_backend,
-)
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
 NUMEL = 1024
@@ -51,7 +44,7 @@ BEHIND = 3
 
 
 class LaggingEvent:
-    """Has passed when its stream was given ``behind`` more copies, or after a wait for it."""
+    """Has passed when its stream was given ``BEHIND`` more copies, or after a wait for it."""
 
     __slots__ = ("_number", "_stream")
 
@@ -69,14 +62,13 @@ class LaggingEvent:
 class LaggingStream:
     """Counts copies, which are done when they are queued."""
 
-    def __init__(self, behind: int) -> None:
+    def __init__(self) -> None:
         self.num_passed = 0
         self._num_queued = 0
-        self._behind = behind
 
     def queued(self) -> None:
         self._num_queued += 1
-        self.num_passed = max(self.num_passed, self._num_queued - self._behind)
+        self.num_passed = max(self.num_passed, self._num_queued - BEHIND)
 
     def wait_event(self, event: LaggingEvent) -> None:
         """Nothing to wait for: all that was queued anywhere has been done."""
@@ -86,13 +78,13 @@ class LaggingStream:
 
 
 class LaggingBackend(CpuBackend):
-    """A CPU whose copies are done at once and seen as done when ``behind`` more have followed."""
+    """A CPU whose copies are done at once and seen as done when ``BEHIND`` more have followed."""
 
-    def __init__(self, *, behind: int) -> None:
+    name = f"cpu, {BEHIND} copies behind"
+
+    def __init__(self) -> None:
         super().__init__()
-        self.name = f"cpu, {behind} copies behind"
-        self.d2h = LaggingStream(behind)
-        self.h2d = LaggingStream(behind)
+        self.d2h, self.h2d = LaggingStream(), LaggingStream()
 
     def copy(
         self, stream: LaggingStream, targets: list[Tensor], sources: list[Tensor], label: str
@@ -105,6 +97,18 @@ class LaggingBackend(CpuBackend):
             stream.record_event().synchronize()
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a sample runs: so many groups forward, each saving so many tensors, then backward."""
+
+    groups: int
+    tensors: int
+
+    @property
+    def num_tensors(self) -> int:
+        return self.groups * self.tensors
+
+
 Run = Callable[[Tensor], Tensor]
 """Operations of a group."""
 
@@ -114,14 +118,8 @@ class Variant:
 
     name = "plain autograd"
 
-    def install(self) -> None:
-        """Called before the clock starts."""
-
     def begin_step(self) -> None:
-        """Called before the first microbatch."""
-
-    def begin_microbatch(self) -> None:
-        """Called before the forward of each microbatch."""
+        """Called before the forward."""
 
     def group(self, x: Tensor, run: Run) -> Tensor:
         """Operations that save tensors."""
@@ -145,34 +143,26 @@ class Engine(Variant):
 
     Args:
         name: In the table.
-        behind: Copies count as done when so many have followed; 0 means at once.
+        backend: Copies the tensors.
+        load: All its tensors are checked to be offloaded, for a figure says nothing otherwise.
     """
 
-    def __init__(self, name: str, *, behind: int = 0) -> None:
+    def __init__(self, name: str, backend: CpuBackend, load: Load) -> None:
         self.name = name
         config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
-        backend = LaggingBackend(behind=behind) if behind else CpuBackend(inline_bytes=MAX_NUMEL)
         with use_backend(backend, config=config) as manager:
             self._manager = manager
-
-    def install(self) -> None:
-        PipelineOffloadManager.OFFLOAD_MGR = self._manager
-
-    def check_all_offloaded(self, load: Load) -> None:
-        """Raise an error if tensors stay, for then a figure would say nothing."""
         values = torch.ones(NUMEL)
-        expected = load.num_tensors * values.nbytes
         for _ in range(3):
-            before = self._manager.statistics().bytes_offloaded
+            before = manager.statistics()
             sample_ns(self, load, values)
-            moved = self._manager.statistics().bytes_offloaded - before
-        if moved != expected:
-            raise RuntimeError(f"{moved} bytes were offloaded, expected {expected}, in {load}")
+            moved = manager.statistics().since(before).bytes_offloaded
+        if moved != load.num_tensors * values.nbytes:
+            raise RuntimeError(f"{moved} bytes were offloaded, in {load}")
 
     def begin_step(self) -> None:
+        PipelineOffloadManager.OFFLOAD_MGR = self._manager
         off_interface.reset()
-
-    def begin_microbatch(self) -> None:
         off_interface.init_chunk_handler(None, None, 1)
 
     def group(self, x: Tensor, run: Run) -> Tensor:
@@ -207,104 +197,75 @@ FLOOR = Hooked("copying floor", lambda: saved_tensors_hooks(copied, copied))
 SAVE_ON_CPU = Hooked("save_on_cpu", save_on_cpu)
 
 
-@dataclass(frozen=True)
-class Load:
-    """What one sample runs: some steps, each all forward, then all backward in the same order."""
-
-    steps: int
-    microbatches: int
-    groups: int
-    tensors: int
-
-    @property
-    def num_tensors(self) -> int:
-        """Saved tensors in all steps."""
-        return self.steps * self.microbatches * self.groups * self.tensors
-
-
 def sample_ns(variant: Variant, load: Load, values: Tensor) -> int:
     """Time of one run of ``load``."""
     seed = torch.ones_like(values)
     run = partial(chain, num_tensors=load.tensors)
-    variant.install()
     start = time.perf_counter_ns()
-    for _ in range(load.steps):
-        variant.begin_step()
-        outputs = []
-        for _ in range(load.microbatches):
-            variant.begin_microbatch()
-            x = values.clone().requires_grad_()  # a storage saved twice moves once
-            for _ in range(load.groups):
-                x = variant.group(x, run)
-            outputs.append(variant.group(x, nothing))  # the engine keeps the last group
-        for output in outputs:
-            torch.autograd.backward(output, seed)
-        del x, output, outputs
+    variant.begin_step()
+    x = values.clone().requires_grad_()  # a storage saved twice moves once
+    for _ in range(load.groups):
+        x = variant.group(x, run)
+    x = variant.group(x, nothing)  # the engine keeps the last group
+    torch.autograd.backward(x, seed)
+    del x
     return time.perf_counter_ns() - start
 
 
 Case = tuple[Variant, Load]
 
 
-def least_ns(cases: Iterable[Case], seconds: float, min_rounds: int) -> dict[Case, int]:
-    """The least time of each case; all take turns, for ``seconds`` but ``min_rounds`` at least."""
-    cases = list(dict.fromkeys(cases))
-    values = torch.ones(NUMEL)
-    least = {case: sample_ns(*case, values) for case in cases}
+@contextmanager
+def no_garbage() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        end, rounds = time.perf_counter() + seconds, 0
-        while rounds < min_rounds or time.perf_counter() < end:
-            for variant, load in cases:
-                took = sample_ns(variant, load, values)
-                least[variant, load] = min(took, least[variant, load])
-            rounds += 1
+        yield
     finally:
         gc.enable()
+
+
+def least_ns(cases: Sequence[Case], seconds: float, min_rounds: int) -> dict[Case, int]:
+    """The least time of each case; all take turns, for ``seconds`` but ``min_rounds`` at least."""
+    values = torch.ones(NUMEL)
+    least = {case: sample_ns(*case, values) for case in cases}
+    with no_garbage():
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds < min_rounds or time.perf_counter() < end:
+            for case in cases:
+                least[case] = min(least[case], sample_ns(*case, values))
+            rounds += 1
     return least
-
-
-def cost_ns(least: dict[Case, int], variant: Variant, load: Load) -> float:
-    """Per saved tensor, beyond plain autograd."""
-    return (least[variant, load] - least[PLAIN, load]) / load.num_tensors
-
-
-def ours_for(load: Load, *, behind: int = 0) -> Engine:
-    """This engine, checked to offload every tensor of ``load``."""
-    engine = Engine("ours, lagging" if behind else "ours", behind=behind)
-    engine.check_all_offloaded(load)
-    return engine
 
 
 def measure(seconds: float, min_rounds: int) -> dict[str, Any]:
     """All figures, printed."""
-    loads = {n: Load(1, 1, max(2, 100 // n), n) for n in TENSORS_PER_GROUP}
-    peers = [Hooked(name, context) for name, context in installed_peers(NUMEL)]
-    variants = {
+    loads = {n: Load(max(2, 100 // n), n) for n in TENSORS_PER_GROUP}
+    variants: dict[str, dict[int, Variant]] = {
         variant.name: dict.fromkeys(loads, variant)
-        for variant in (PLAIN, IDENTITY, FLOOR, SAVE_ON_CPU, *peers)
+        for variant in (PLAIN, IDENTITY, FLOOR, SAVE_ON_CPU)
     }
-    for name, behind in (("ours", 0), ("ours, lagging", BEHIND)):
-        variants[name] = {n: ours_for(load, behind=behind) for n, load in loads.items()}
+    inline = partial(CpuBackend, inline_bytes=MAX_NUMEL)
+    for name, backend in (("ours", inline), ("ours, lagging", LaggingBackend)):
+        variants[name] = {n: Engine(name, backend(), load) for n, load in loads.items()}
     cases = [(variants[name][n], load) for n, load in loads.items() for name in variants]
     least = least_ns(cases, seconds, min_rounds)
     costs = {
-        name: {n: cost_ns(least, by_size[n], load) for n, load in loads.items()}
+        name: {
+            n: (least[by_size[n], load] - least[PLAIN, load]) / load.num_tensors
+            for n, load in loads.items()
+        }
         for name, by_size in variants.items()
         if name != PLAIN.name
     }
     floor = costs[FLOOR.name]
+    ratios = {name: {n: ns / floor[n] for n, ns in costs[name].items()} for name in costs}
     print("\ncost per saved tensor of 4 KiB beyond plain autograd, in us, and over the floor")
     print(f"  {'tensors per group':24}" + "".join(f"{n:>17}" for n in loads))
     for name, by_size in costs.items():
-        cells = (f"{ns / 1e3:9.2f} ({ns / floor[n]:5.2f})" for n, ns in by_size.items())
+        cells = (f"{ns / 1e3:9.2f} ({ratios[name][n]:5.2f})" for n, ns in by_size.items())
         print(f"  {name:24}" + "".join(cells))
     print(f"  {'target for ours':24}" + "".join(f"{'(':>11}{TARGETS[n]:5.2f})" for n in loads))
-    ratios = {
-        name: {str(n): costs[name][n] / floor[n] for n in loads}
-        for name in ("ours", "ours, lagging")
-    }
     return {
         "torch": torch.__version__,
         "ratio_to_floor": ratios["ours"],
@@ -314,10 +275,8 @@ def measure(seconds: float, min_rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of the engine's hooks.")
+    parser = parser_for(__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="for all")
-    parser.add_argument("--quick", action="store_true", help="one round; the figures mean nothing")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     seconds, min_rounds = (0.0, 1) if options.quick else (options.seconds, 5)
@@ -325,8 +284,7 @@ def main() -> None:
         figures = measure(seconds, min_rounds)
     finally:
         PipelineOffloadManager.reset_instance()
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,26 @@ Figures
                                  largest over the zoo, each shape in a fresh pool
     allocations_after_first_step how often the system was asked after the first step, all shapes
 
+A layer saves, in bf16: input, norm, query, key, value, attention output, residual, second norm,
+gate, up and activation; a mixture of experts saves the last three per expert. Dimensions and
+sequence lengths are divided by the same factor, so the ratios of sizes stay.
+
 Nothing is copied, so memory that a late copy still uses plays no part, and neither does what a
 pinned allocator keeps.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-from shape_zoo import Shape, shape_zoo
+from command import parser_for, write_figures
 
 from pp_offload._memory.host_pool import HostPool
 
@@ -36,8 +39,65 @@ NUM_MICROBATCHES = 8
 IN_FLIGHT = 4
 NUM_STEPS = 4
 FOOTPRINT_TARGET = 1.03
+BYTES_PER_ELEMENT = 2
+
+WIDTHS = [
+    (2048, 5632, 1.0),
+    (3072, 8192, 1 / 3),
+    (4096, 14336, 1 / 4),
+    (5120, 25600, 1 / 8),
+    (6144, 16384, 1 / 8),
+    (7168, 18432, 1 / 8),
+    (8192, 28672, 1 / 8),
+    (3584, 18944, 1 / 7),
+]
+"""Hidden size, width of the MLP, and key-value heads per query head."""
+
+LENGTHS = [1000, 4096, 6144, 8192]
+NUM_EXPERTS = 64
 
 allocate = partial(torch.empty, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and a sequence length."""
+
+    hidden: int
+    ffn: int
+    kv_ratio: float
+    length: int
+    num_experts: int = 1
+
+    def layer_bytes(self, draw: random.Random) -> list[int]:
+        """The sizes of one layer's saved tensors, in the order they are saved. In bytes."""
+        row = self.length * BYTES_PER_ELEMENT
+        width = row * self.hidden
+        kv = row * int(self.hidden * self.kv_ratio)
+        sizes = [width, width, width, kv, kv, width, width, width]
+        for tokens in self._split(draw):
+            sizes += [tokens * BYTES_PER_ELEMENT * self.ffn] * 3
+        return [size for size in sizes if size]
+
+    def _split(self, draw: random.Random) -> list[int]:
+        """Tokens per expert, at random."""
+        if self.num_experts == 1:
+            return [self.length]
+        cuts = sorted(draw.randint(0, self.length) for _ in range(self.num_experts - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, self.length], strict=True)]
+
+    def __str__(self) -> str:
+        kind = f", {self.num_experts} experts" if self.num_experts > 1 else ""
+        return f"h {self.hidden}, ffn {self.ffn}, s {self.length}{kind}"
+
+
+def shape_zoo(factor: int) -> Iterator[Shape]:
+    """All shapes, every dimension divided by ``factor``."""
+    for hidden, ffn, kv_ratio in WIDTHS:
+        for length in LENGTHS:
+            yield Shape(hidden // factor, ffn // factor, kv_ratio, length // factor)
+    for length in LENGTHS:
+        yield Shape(7168 // factor, 2048 // factor, 1 / 8, length // factor, NUM_EXPERTS)
 
 
 class Owner:
@@ -57,10 +117,8 @@ def measure_footprint(shape: Shape) -> dict[str, float]:
             layers = [shape.layer_bytes(draw) for _ in range(NUM_LAYERS)]
             waiting.append([Owner(pool, sizes) for sizes in layers])
             live = [*chain(*(owner.host.sizes for owners in waiting for owner in owners))]
-            peak, rounded_peak = (
-                max(peak, sum(live)),
-                max(rounded_peak, sum(map(power_of_two, live))),
-            )
+            peak = max(peak, sum(live))
+            rounded_peak = max(rounded_peak, sum(map(power_of_two, live)))
             if len(waiting) == IN_FLIGHT:
                 free(waiting.popleft())
         while waiting:
@@ -111,15 +169,9 @@ def measure(factor: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Host memory held.")
-    parser.add_argument("--factor", type=int, default=16, help="divide every dimension by this")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; the figures mean nothing")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     torch.set_num_threads(1)
-    figures = measure(64 if options.quick else options.factor)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(measure(64 if options.quick else 16), options.json)
 
 
 if __name__ == "__main__":

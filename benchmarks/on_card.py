@@ -21,6 +21,7 @@ Figures of a row
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import time
@@ -30,19 +31,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import machine
 import torch
 import torch.nn.functional as F
-from machine import (
-    DEVICES,
-    MIB,
-    ceiling_bytes_per_s,
-    device_of,
-    machine,
-    peak_bytes,
-    reset_peak,
-    synchronize,
-)
-from peers import installed_peers
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -98,7 +89,10 @@ WAYS: dict[str, dict[str, Any]] = {
     },
 }
 """Groups of attention and of MLP, with these options; limits are parts of a plain step's peak."""
-OTHERS = ("none", "recompute", "activations", "save_on_cpu", "trl", "torchtune")
+PEERS = {"trl": "trl.models.activation_offloading", "torchtune": "torchtune.training"}
+"""Modules with the class ``OffloadActivations``. None is required."""
+
+OTHERS = ("none", "recompute", "activations", "save_on_cpu", *PEERS)
 """Plain; each layer checkpointed; all of the stage in a context of ours, of torch, or of a peer."""
 
 
@@ -110,9 +104,9 @@ class Layer(nn.Module):
         self.case = case
         self.groups: Collection[str] = ()
         self.interface: Any = off_interface
-        head = case.width // case.heads
+        self.head = case.width // case.heads
         sizes = [(case.width, case.width), (case.width, case.width)]
-        sizes += [(case.kv_heads * head, case.width)] * 2
+        sizes += [(case.kv_heads * self.head, case.width)] * 2
         sizes += [(case.inner, case.width)] * (1 if case.kind == "gpt" else 2)
         sizes += [(case.width, case.inner)]
         self.weights = nn.ParameterList(torch.randn(a, b) * (0.5 / b**0.5) for a, b in sizes)
@@ -133,10 +127,6 @@ class Layer(nn.Module):
             parts[1:] = [part.repeat_interleave(repeats, 1) for part in parts[1:]]
         y = F.scaled_dot_product_attention(*parts, is_causal=True)
         return x + F.linear(y.transpose(1, 2).flatten(2), o)
-
-    @property
-    def head(self) -> int:
-        return self.case.width // self.case.heads
 
     def mlp(self, x: Tensor) -> Tensor:
         y, (*inner, down) = self.norm(x, 1), self.weights[4:]
@@ -206,15 +196,15 @@ class Stage:
             waiting.pop(0).backward()
             self.wait()
 
-    def same(self, *ways: Any) -> bool:
-        """Whether steps in two ways, each with its context, give the same bits.
+    def same(self, way: str, context: Callable[[], AbstractContextManager[object]]) -> bool:
+        """Whether a step gives the same bits as a plain one.
 
         Attention's backward is not the same twice unless it is told to.
         """
         torch.use_deterministic_algorithms(True)
         results = []
-        for way, context in zip(ways[::2], ways[1::2], strict=True):
-            self.step(way, context)
+        for each in (("none", nullcontext), (way, context)):
+            self.step(*each)
             weights = [weight for layer in self.layers for weight in layer.parameters()]
             results.append([*self.losses, *(weight.grad for weight in weights)])
             self.clear()
@@ -230,16 +220,30 @@ def plain_peak(case: Case, device: torch.device) -> int | None:
     """Bytes of a step without offload, where the device tells."""
     stage = Stage(case, device)
     for _ in range(2):
-        reset_peak(device)
+        machine.reset_peak(device)
         stage.step("none", nullcontext)
-        synchronize(device)
+        machine.synchronize(device)
         stage.clear()
-    return peak_bytes(device)[0]
+    return machine.peak_bytes(device)[0]
 
 
-def empty_cache(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+def peer(module: str, min_numel: int, *, overlaps: bool) -> Callable[[], Any] | None:
+    """Make the context of another offloader; None if it does not run here.
+
+    Tensors of ``min_numel`` elements leave. Copies overlap compute only on an accelerator.
+    """
+    options = {"use_pin_memory": overlaps, "use_streams": overlaps, "min_offload_size": min_numel}
+    try:
+        context = partial(importlib.import_module(module).OffloadActivations, **options)
+        with context():
+            torch.ones(1024, requires_grad=True).sin().cos().sum().backward()
+    except Exception:
+        return None
+    return context
+
+
+def gib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else round(nbytes / GIB, 5)
 
 
 def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int) -> dict[str, Any]:
@@ -247,10 +251,10 @@ def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int)
     times: dict[str, list[tuple[float, float]]] = {"none": [], way: []}
     row: dict[str, Any] = {"case": case, "way": way}
     options = dict(WAYS.get(way, {}))
-    if isinstance(options.get("device_limit_bytes"), float):
+    if isinstance(part := options.get("device_limit_bytes"), float):
         peak = plain_peak(CASES[case], device)
-        row["limit_gib"] = None if peak is None else options["device_limit_bytes"] * peak / GIB
-        options["device_limit_bytes"] = peak and int(options["device_limit_bytes"] * peak)
+        options["device_limit_bytes"] = peak and int(part * peak)
+        row["limit_gib"] = gib(options["device_limit_bytes"])
     with ExitStack() as stack:
         config = OffloadConfig(min_offloaded_tensor_size=CASES[case].min_numel, **options)
         manager = stack.enter_context(use_backend(default_backend(device), config=config))
@@ -263,41 +267,36 @@ def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int)
             context = lambda: offload  # noqa: E731
         elif way == "save_on_cpu":
             context = partial(save_on_cpu, pin_memory=device.type != "cpu")
-        elif way in OTHERS[4:]:
-            peers = installed_peers(CASES[case].min_numel, use_streams=device.type != "cpu")
-            context = dict(peers).get(way)
+        elif way in PEERS:
+            context = peer(PEERS[way], CASES[case].min_numel, overlaps=device.type != "cpu")
             if context is None:
                 return {**row, "left_out": "it is not installed, or does not run here"}
         stage = Stage(CASES[case], device)
 
         def step(name: str) -> None:
-            before = manager.statistics() if way in WAYS else None
-            synchronize(device)
-            reset_peak(device)
+            before = manager.statistics()
+            machine.synchronize(device)
+            machine.reset_peak(device)
             start = time.perf_counter()
             stage.step(name, context if name == way else nullcontext)
             queued = time.perf_counter()
-            synchronize(device)
+            machine.synchronize(device)
             times[name].append((time.perf_counter() - start, queued - start))
             if name == way:
-                for key, nbytes in zip(
-                    ("peak_gib", "reserved_gib"), peak_bytes(device), strict=True
-                ):
-                    row[key] = None if nbytes is None else round(nbytes / GIB, 5)
-            if name == way and before is not None:
-                after = manager.statistics()
-                moved = (getattr(after, a) - getattr(before, a) for a in MOVED)
-                row["moved_gib"] = [round(nbytes / GIB, 5) for nbytes in moved]
+                row["peak_gib"], row["reserved_gib"] = map(gib, machine.peak_bytes(device))
+            if name == way and way in WAYS:
+                moved = manager.statistics().since(before)
+                row["moved_gib"] = [gib(moved.bytes_offloaded), gib(moved.bytes_reloaded)]
             stage.clear()
 
         start = time.perf_counter()
-        row["same"] = stage.same("none", nullcontext, way, context)
+        row["same"] = stage.same(way, context)
         for _ in range(warmup):
             step(way)
         row["warmup_s"] = round(time.perf_counter() - start, 2)
-        row["same"] &= stage.same("none", nullcontext, way, context)
+        row["same"] &= stage.same(way, context)
         times = {"none": [], way: []}
-        empty_cache(device)
+        machine.empty_cache(device)
         for _ in range(rounds):
             step("none")
             step(way)
@@ -309,28 +308,22 @@ def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int)
     return row
 
 
-MOVED = ("bytes_offloaded", "bytes_reloaded")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []])
     parser.add_argument("--ways", nargs="+", choices=[*OTHERS, *WAYS], default=[*OTHERS, *WAYS])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=6, help="the first ones pin memory and learn")
-    parser.add_argument("--device", choices=DEVICES)
-    parser.add_argument("--ceiling-mib", type=int, default=256)
+    parser.add_argument("--device", choices=machine.DEVICES)
     options = parser.parse_args()
-    device = default_backend(options.device and device_of(options.device)).device
-    rates = ceiling_bytes_per_s(device, options.ceiling_mib * MIB)
-    link = [round(rate / 1e9, 2) for rate in rates]
-    print(json.dumps({**machine(device), "link_gb_per_s": link}), flush=True)
+    device = default_backend(options.device and machine.device_of(options.device)).device
+    link = [round(rate / 1e9, 2) for rate in machine.ceiling_bytes_per_s(device)]
+    print(json.dumps({**machine.facts(device), "link_gb_per_s": link}), flush=True)
     for case in options.cases or LARGE:
         for way in options.ways:
-            print(
-                json.dumps(measure(case, way, device, options.rounds, options.warmup)), flush=True
-            )
-            empty_cache(device)
+            row = measure(case, way, device, options.rounds, options.warmup)
+            print(json.dumps(row), flush=True)
+            machine.empty_cache(device)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ with its seed and its limit. Pipelines with too few or too many groups are passe
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -36,6 +35,7 @@ from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from command import parser_for, write_figures
 from helpers.plans.every_choice import Choice, choices, each_number
 from helpers.plans.small import limits, planned
 
@@ -134,27 +134,24 @@ def figures(rows: list[Row]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--pipelines", type=int, default=100, help="default: 100")
     parser.add_argument("--most-groups", type=int, default=8, help="of a pipeline; default: 8")
     parser.add_argument("--recompute", action="store_true", help="layers may be recomputed")
     parser.add_argument("--seed", type=int, default=0, help="of the first; default: 0")
-    parser.add_argument("--json", type=Path, help="write the figures here, after each pipeline")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     auto_bounds.LEAST_IN_FLIGHT_BYTES = 1  # these models are small
     rows: list[Row] = []
     num, seed = 0, options.seed
-    while num < options.pipelines:
+    while num < (2 if options.quick else options.pipelines):
         new = list(rows_of(seed, options))
         seed, num, rows = seed + 1, num + bool(new), rows + new
         for row in new:
             if row.is_worth_a_line:
                 print(row, flush=True)
-        if new and options.json is not None:
-            options.json.write_text(json.dumps(figures(rows), indent=2) + "\n")
+        if new:
+            write_figures(figures(rows), options.json)  # a run that is cut off leaves some
     for name, value in figures(rows).items():
         print(f"{name:20}{value:12.6g}")
 

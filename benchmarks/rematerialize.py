@@ -9,34 +9,23 @@ are compared bit for bit.
 Then steps on a virtual H100 with rates that were measured on a real one, in a rank of 1F1B where
 all groups leave: the cases of on_card.py, which runs them on a card.
 
-Figures of a virtual row
-    step_ms, ratio     of a step, and to one without offload
-    compute            busy time of compute to that without offload
-    peak_gib           of the device
-    copied_gib         to the host in a step
+Figures of a virtual row, beside those of virtual_h100.py
+    ratio, compute     of times, and of busy times, to those of a step without offload
     bytes              copied to those copied without recipes
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from command import parser_for, write_figures
 from on_card import CASES, LARGE
 from torch import Tensor, nn
 from virtual_h100 import MEASURED, virtual_step
 
-from pp_offload import (
-    CpuBackend,
-    OffloadConfig,
-    offload_modules,
-    use_backend,
-)
+from pp_offload import CpuBackend, OffloadConfig, offload_modules, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
 MIB = 2**20
@@ -48,33 +37,21 @@ GPT2 |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 LAYERS = ["model.layers.*"]
 
 
-def of_texts(config: Any) -> nn.Module:
-    config.vocab_size = VOCABULARY
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "Llama": (lambda: of_texts(transformers.LlamaConfig(**SHAPE, **HEADS)), LAYERS),
-    "Qwen3": (lambda: of_texts(transformers.Qwen3Config(**SHAPE, **HEADS, head_dim=32)), LAYERS),
-    "Gemma": (lambda: of_texts(transformers.GemmaConfig(**SHAPE, **HEADS, head_dim=32)), LAYERS),
-    "GPT-2": (lambda: of_texts(transformers.GPT2Config(**GPT2)), ["transformer.h.*"]),
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    "Llama": (transformers.LlamaConfig(**SHAPE, **HEADS), LAYERS),
+    "Qwen3": (transformers.Qwen3Config(**SHAPE, **HEADS, head_dim=32), LAYERS),
+    "Gemma": (transformers.GemmaConfig(**SHAPE, **HEADS, head_dim=32), LAYERS),
+    "GPT-2": (transformers.GPT2Config(**GPT2), ["transformer.h.*"]),
 }
-"""What makes each, and the names of its layers."""
+"""The config of each, and the names of its layers."""
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(config: Any) -> nn.Module:
     """In bfloat16, with the same weights each time."""
     torch.manual_seed(0)
-    return MODELS[name][0]().to(torch.bfloat16).train()
-
-
-def inputs_of(num_tokens: int) -> dict[str, Tensor]:
-    """For a forward, which gives a loss."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (1, num_tokens), generator=generator)
-    return {"input_ids": ids, "labels": ids}
+    config.vocab_size = VOCABULARY
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
 
 
 def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -87,8 +64,10 @@ def step(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 def measured(name: str, num_tokens: int) -> dict[str, Any]:
     """The row of a model."""
-    model = model_of(name)
-    inputs = inputs_of(num_tokens)
+    config, layers = MODELS[name]
+    model, generator = model_of(config), torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (1, num_tokens), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids}
     expected = step(model, inputs)
     row: dict[str, Any] = {"model": name}
     for choice in ("none", "cheap"):
@@ -98,7 +77,7 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
             rematerialize=choice,
         )
         with use_backend(CpuBackend(), config=config) as manager:
-            handle = offload_modules(model, {"layer": MODELS[name][1]})
+            handle = offload_modules(model, {"layer": layers})
             off_interface.init_chunk_handler(None, None, 1)
             results = step(model, inputs)
             handle.remove()
@@ -129,12 +108,7 @@ def virtual_rows(*, quick: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer tokens")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     rows = [measured(name, 32 if options.quick else 256) for name in MODELS]
     print("model     copied without, MiB   copied, MiB   again, MiB   ratio   equal bits")
     for row in rows:
@@ -153,8 +127,7 @@ def main() -> None:
             f"{row['compute']:>9.3f}{row['peak_gib']:>10.2f}{row['copied_gib']:>12.2f}"
             f"{row['bytes']:>7.3f}"
         )
-    if options.json:
-        options.json.write_text(json.dumps({"models": rows, "virtual": virtual}, indent=1))
+    write_figures({"models": rows, "virtual": virtual}, options.json)
 
 
 if __name__ == "__main__":

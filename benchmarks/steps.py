@@ -15,23 +15,18 @@ Figures; of each the least and the median
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hook_overhead import MAX_NUMEL, chain
+from command import parser_for, write_figures
+from disk_tier import seconds_of
+from hook_overhead import MAX_NUMEL, chain, no_garbage
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, attach, use_backend
+from pp_offload import CpuBackend, OffloadConfig, attach, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
 NUM_GROUPS = 10_000
@@ -43,34 +38,6 @@ Figure = dict[str, float]
 
 def figure(values: list[float]) -> Figure:
     return {"min": min(values), "median": statistics.median(values)}
-
-
-def beyond(first: Figure, second: Figure) -> Figure:
-    return {kind: first[kind] - second[kind] for kind in first}
-
-
-def elapsed_ns(function: Callable[[], object]) -> int:
-    start = time.perf_counter_ns()
-    function()
-    return time.perf_counter_ns() - start
-
-
-@contextmanager
-def no_garbage() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
-def resets() -> Iterator[PipelineOffloadManager]:
-    """A manager of its own."""
-    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(inline_bytes=MAX_NUMEL), config=config) as manager, no_garbage():
-        yield manager
 
 
 def run_step(num_chunks: int, num_groups: int) -> None:
@@ -90,11 +57,12 @@ def run_step(num_chunks: int, num_groups: int) -> None:
 
 def reset_ms(num_chunks: int, num_groups: int, rounds: int) -> Figure:
     """Of steps that have all the same tensors."""
-    times = []
-    with resets() as manager:
+    times, backend = [], CpuBackend(inline_bytes=MAX_NUMEL)
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
+    with use_backend(backend, config=config) as manager, no_garbage():
         for _ in range(4 + rounds):  # in the first, idle groups are looked for
             run_step(num_chunks, num_groups)
-            times.append(elapsed_ns(manager.reset) / 1e6)
+            times.append(seconds_of(manager.reset) * 1e3)
     return figure(times[4:])
 
 
@@ -117,14 +85,15 @@ def begin_us(model: nn.Module, rounds: int) -> Figure:
     schedule = ScheduleGPipe(stage, 1, loss_fn=nn.functional.mse_loss)
     with use_backend(CpuBackend()), attach(schedule) as handle, no_garbage():
         for _ in range(2 + rounds):
-            times.append(elapsed_ns(handle.begin_step) / 1e3)
+            times.append(seconds_of(handle.begin_step) * 1e6)
     return figure(times[2:])
 
 
 def attach_us(rounds: int) -> Figure:
     """What 1,000 parameters add to the begin of a step."""
     large = nn.Sequential(*(Block() for _ in range(NUM_PARAMETERS // PER_BLOCK)))
-    return beyond(begin_us(large, rounds), begin_us(nn.Linear(4, 4), rounds))
+    with_all, without = begin_us(large, rounds), begin_us(nn.Linear(4, 4), rounds)
+    return {kind: with_all[kind] - without[kind] for kind in with_all}
 
 
 def measure(rounds: int, num_groups: int) -> dict[str, Any]:
@@ -142,26 +111,20 @@ def measure(rounds: int, num_groups: int) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
+    reset, attach = figures
+    rows = {f"{reset}, {n} chunks": times for n, times in figures[reset].items()}
     lines = [f"{'':44}{'least':>10}{'median':>10}"]
-    for name, by_size in figures.items():
-        by_chunks = {"": by_size} if "min" in by_size else by_size
-        for chunks, times in by_chunks.items():
-            title = f"{name}, {chunks} chunks" if chunks else name
-            lines.append(f"{title:44}{times['min']:10.3f}{times['median']:10.3f}")
+    for name, times in (rows | {attach: figures[attach]}).items():
+        lines.append(f"{name:44}{times['min']:10.3f}{times['median']:10.3f}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="steps of 10,000 groups")
-    parser.add_argument("--quick", action="store_true", help="one small round; it means nothing")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     torch.set_num_threads(1)
-    figures = measure(1, 200) if options.quick else measure(options.rounds, NUM_GROUPS)
+    figures = measure(1, 200) if options.quick else measure(10, NUM_GROUPS)
     print(table(figures))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Megatron-Core's own module for activation offload, on a virtual device.
 
 The module runs as it is, where it is installed. Streams, events, pinned memory and
-``record_stream`` of ``torch.cuda`` are the virtual device's inside ``virtual_cuda``; what else is
+``record_stream`` of ``torch.cuda`` are the virtual device's (``virtual_cuda``); what else is
 replaced is in ``megatron_on``, with the reasons.
 
     with megatron_on(backend, stage) as off_interface:   # Megatron's own
@@ -85,12 +85,9 @@ class StreamedMemory(DeviceMemory):
         super()._free_gone()
 
 
-@contextmanager
-def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
-    """Inside, what the module asks of ``torch.cuda`` is answered by the virtual device."""
+def virtual_cuda(backend: VirtualBackend) -> list[tuple[Any, str, Any]]:
+    """What answers in place of ``torch.cuda``: owner, name of its attribute, stand-in."""
     make_empty, pinned_tensors = torch.empty, WeakIdKeyDictionary()
-    memory = backend.memory
-    assert isinstance(memory, StreamedMemory), "set it before the model is made"
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         tensor = make_empty(*size, **options)
@@ -98,13 +95,10 @@ def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
             pinned_tensors[tensor] = True
         return tensor
 
-    def is_pinned(tensor: Tensor) -> bool:
-        return tensor in pinned_tensors
-
     def record_stream(tensor: Tensor, stream: VirtualStream) -> None:
-        memory.record_stream(tensor, stream)
+        backend.memory.record_stream(tensor, stream)
 
-    stand_ins = [
+    return [
         # Each new stream is ordered with nothing, and has a clock.
         (torch.cuda, "Stream", lambda: backend.new_stream()),
         (torch.cuda, "Event", lambda: CudaEvent(backend)),
@@ -117,36 +111,21 @@ def virtual_cuda(backend: VirtualBackend) -> Iterator[None]:
         (torch.cuda.nvtx, "range_pop", lambda *args: None),
         # Without CUDA nothing can be pinned, and the host would wait for every copy back.
         (torch, "empty", empty),
-        (Tensor, "is_pinned", is_pinned),
+        (Tensor, "is_pinned", lambda tensor: tensor in pinned_tensors),
         # It takes no stream that is not CUDA's. It decides when memory is free: see StreamedMemory.
         (Tensor, "record_stream", record_stream),
     ]
-    with _patched(stand_ins):
-        yield
-
-
-@contextmanager
-def _patched(stand_ins: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    with ExitStack() as entered:
-        for owner, name, stand_in in stand_ins:
-            entered.enter_context(patch.object(owner, name, stand_in))
-        yield
 
 
 @cache
-def why_not() -> str | None:
-    """Why the module cannot run here; None if it can. Asking imports it, which takes seconds."""
-    try:
-        _modules()
-    except Exception as failure:  # what it imports may not go with this torch
-        return f"{type(failure).__name__}: {failure}"
-    return None
-
-
-def _modules() -> tuple[ModuleType, ModuleType]:
+def modules() -> tuple[ModuleType, ModuleType] | None:
+    """The module, and a flag's; None where it cannot run. Importing them takes seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of all that is not installed, and not used here
-        return importlib.import_module(MODULE), importlib.import_module(TRANSFORMER_ENGINE)
+        try:
+            return importlib.import_module(MODULE), importlib.import_module(TRANSFORMER_ENGINE)
+        except Exception:  # what it imports may not go with this torch
+            return None
 
 
 @contextmanager
@@ -154,10 +133,10 @@ def megatron_on(backend: VirtualBackend, model: nn.Module) -> Iterator[Any]:
     """The module's interface, with a new manager whose streams are those of the device.
 
     Args:
-        backend: Must be active.
+        backend: Must be active, and its memory a ``StreamedMemory``.
         model: Its parameters stay on the device, as a user's do.
     """
-    module, engine = _modules()
+    module, engine = modules()
     manager, chunk = module.PipelineOffloadManager, module.ChunkOffloadHandler
     wants = chunk.tensor_need_offloading_checker
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -176,5 +155,7 @@ def megatron_on(backend: VirtualBackend, model: nn.Module) -> Iterator[Any]:
         # Its manager belongs to the process, and is made at the first use.
         (manager, "OFFLOAD_MGR", None),
     ]
-    with virtual_cuda(backend), _patched(stand_ins):
+    with ExitStack() as entered:
+        for owner, name, stand_in in [*virtual_cuda(backend), *stand_ins]:
+            entered.enter_context(patch.object(owner, name, stand_in))
         yield module.FineGrainedActivationOffloadingInterface

@@ -13,8 +13,7 @@ from helpers.scenarios import begin, manager_on
 from helpers.sessions import group
 from helpers.toy import batches, make_model, run_step
 from helpers.virtual_training import Training, with_limit
-from host_memory import measure_footprint
-from shape_zoo import Shape, shape_zoo
+from host_memory import Shape, measure_footprint, shape_zoo
 from torch import Tensor, nn
 
 from pp_offload import ConfigError, OffloadConfig, PipelineOffloadManager

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from host_memory import Shape, shape_zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shape_zoo import Shape, shape_zoo
 from torch import Tensor
 
 from pp_offload._memory import host_pool

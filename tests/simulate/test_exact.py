@@ -19,7 +19,7 @@ import torch
 from helpers.fuzz.operators import COMPUTES
 from helpers.fuzz.programs import Program, drawn
 from helpers.fuzz.run import Machine, end_failed_backward, offload
-from steps import no_garbage
+from hook_overhead import no_garbage
 from torch.utils._mode_utils import no_dispatch
 
 from pp_offload.simulate import Hardware, VirtualBackend
