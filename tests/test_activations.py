@@ -276,6 +276,24 @@ def test_sparse_and_nested_tensors_stay() -> None:
     assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
 
 
+@pytest.mark.parametrize("order", [one_by_one, first_in_first_out])
+def test_after_two_steps_the_log_says_once_what_a_step_takes(
+    offload: OffloadActivations, order: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps without a backward do not count."""
+    (model, _), backend = pair(offload), offload.stash.backend
+    assert offload.statistics().step_ms is None and "a step takes" not in repr(offload)
+    with caplog.at_level("INFO"):
+        for number in range(6):
+            leaves = [x.to(backend.device) for x in batches(2, step=number)]
+            order(model, leaves, offload)
+            forward(model, leaves[0], offload)
+            backend.synchronize()
+    (line,) = [line for line in caplog.messages if "a step takes" in line]
+    text = f"a step takes {offload.statistics().step_ms:.1f} ms"
+    assert text in line and text in repr(offload)
+
+
 @pytest.mark.parametrize(
     ("kind", "tiers", "is_said"),
     [("cpu", ("host",), True), ("cpu", ("disk",), False), ("late", ("host",), False)],

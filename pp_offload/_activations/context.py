@@ -31,7 +31,7 @@ from pp_offload._common.checks import brief, check_all, check_kind, count_proble
 from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._core.statistics import OffloadStatistics, step_text
 from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
 from pp_offload._hooks.regions import (
     PackHook,
@@ -112,7 +112,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return (
             f"<{type(self).__name__}: {size_text(statistics.bytes_offloaded)} offloaded so far; at "
             f"most {size_text(statistics.host_bytes_peak)} in host memory"
-            f"{f' and {size_text(disk_bytes)} on disk' if disk_bytes else ''} at a time>"
+            f"{f' and {size_text(disk_bytes)} on disk' if disk_bytes else ''} at a time"
+            f"{step_text(statistics)}>"
         )
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]

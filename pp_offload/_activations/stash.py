@@ -24,13 +24,13 @@ from pp_offload._common.torch_private import never_compiled, records_operators, 
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.manager import MANY_CHUNKS
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import groups_sum
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.step_line import Gain, StepTime, log_gain
+from pp_offload._groups.step_line import log_gain
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default
@@ -44,6 +44,9 @@ MANY_TENSORS = 64
 
 OPTIONS = OffloadConfig()
 """Options of plans in which only a limit keeps groups on the device."""
+
+TIMES_ALONE = OffloadConfig(max_in_flight_bytes=0, prefetch_bytes=0)
+"""Options with which :class:`AutoBounds` measures, and chooses nothing."""
 
 
 class _Forward(threading.local):
@@ -96,6 +99,7 @@ class ActivationStash:
         self._step = StepRecord()
         self._offloader = self._make(self._step)
         self._room = DeviceRoom(self._offloader, self._step.in_flight)
+        self._times = AutoBounds(self._offloader, TIMES_ALONE, self._room.unused_bytes)
         if self._offloader.engine.recipes is not None:
             self._offloader.engine.recipes.is_planned = False
 
@@ -127,27 +131,29 @@ class ActivationStash:
         """End the step if all its backwards are over, and plan which groups stay in the next."""
         step, is_watching = self._step, self._room.is_watching
         # A forward on another thread may have begun, and saved nothing yet.
-        is_over = is_watching and step.is_complete() and not step.awaited_elsewhere()
-        shapes = step.shapes() if is_over else None
+        is_complete = step.is_complete() and not step.awaited_elsewhere()
+        shapes = step.shapes() if is_complete and is_watching else None
+        if is_complete and not self._has_logged:
+            step.sum_up()
         if shapes is None:
             if not is_watching or step.num_chunks >= MANY_CHUNKS or step.has_dropped():
                 step.forget_finished()
             if step.num_chunks:
                 return
         self._room.end_step(shapes)
-        has_settled = False
         if shapes is not None:
-            old, plan = self._offloader.plan, self._step.make_plan(OPTIONS, self._room.stay)
-            has_settled = plan.stay == old.stay
+            plan = step.make_plan(OPTIONS, self._room.stay)
             at_places = frozenset(key for key in plan.kept if key.place in plan.stay)
             self._offloader.plan = replace(plan, kept=at_places)  # a margin does not fit
-        self._step.clear()
+        self._times.end_step(self._offloader.plan, is_complete=is_complete)
+        step.clear()
+        self._times.begin_step()
         self._room.begin_step(self._limit)
-        if has_settled and self._room.is_settled and not self._has_logged:
+        if self._room.is_settled and not self._has_logged and self._times.take_settled():
             self._has_logged = True
-            groups = groups_sum(self._step.summary.values())
-            times, copies_free = (StepTime(), StepTime()), self._offloader.copies_free
-            log_gain(Gain(*times, groups, self._room.figures, copies_free))
+            gain = self._room.gain(self._times.last, self._times.first)
+            if gain is not None:
+                log_gain(gain)
 
     def _warn_of_host(self) -> None:
         """Warn once in a process: the user compares, or an accelerator was not recognized."""

@@ -70,6 +70,7 @@ class Counts:
     prefetched_reloads: int = 0
     on_demand_reloads: int = 0
     taken_back: int = 0
+    step_ms: float | None = None
     stalled_ms: float | None = None
 
 

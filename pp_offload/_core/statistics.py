@@ -59,6 +59,11 @@ class OffloadStatistics:
     taken_back: int
     """Payloads asked for while their copy to the host was under way, and given back without one."""
 
+    step_ms: float | None
+    """How long the last step took that was timed, until the next one: the first two are, and two
+    after a change. By the device's clock, else by the host's; None before.
+    """
+
     stalled_ms: float | None
     """How long compute waited for copies in the last step that was timed; None before, and on a
     device without a clock. See :attr:`OffloadConfig.max_in_flight_bytes`.
@@ -117,6 +122,12 @@ class OffloadStatistics:
             text = size_text(int(number)) if "bytes" in name else f"{number:g}"
             lines += [f"{name.replace('_', ' '):<24}{text:>14}"] * bool(number)
         return "\n".join(lines)
+
+
+def step_text(*statistics: OffloadStatistics) -> str:
+    """Return the time of a step, for the end of a text; empty before a step was timed."""
+    times = [each.step_ms for each in statistics if each.step_ms is not None]
+    return f"; a step takes {max(times):.1f} ms" if times else ""
 
 
 def collect(mover: Mover) -> OffloadStatistics:

@@ -142,7 +142,7 @@ class AutoBounds:
         sent = self._offloader.engine.mover.counts.bytes_offloaded - self._sent
         if running is not None:
             self._offloader.observers.remove(running)
-            if is_complete and not running.is_cut:
+            if is_complete and running.end_step():
                 self._timed, self._sent_when_timed = running, sent
         elif begun_s is not None and is_complete:
             self._num_left -= 1
@@ -168,16 +168,18 @@ class AutoBounds:
         if not self.first.step_ms:
             self.first = step
         self.last, self._is_new = step, True
+        counts = self._offloader.engine.mover.counts
+        counts.step_ms = step.step_ms
+        counts.stalled_ms = step.waiting_ms if step.has_waits else None
 
     def _choose(self, times: StepTimes) -> None:
         stalled_s = seconds(times.waits)
         to_host, back = rate(times.offloads), rate(times.reloads)
-        step_s = times.seconds_until(times.end)
-        self._note(StepTime(step_s * 1e3, stalled_s * 1e3, has_waits=True))
+        step_s, whole_s = map(times.seconds_until, (times.end, times.step_end))
+        self._note(StepTime(whole_s * 1e3, stalled_s * 1e3, has_waits=True))
         if to_host is not None and back is not None:
             forward_s = (step_s - stalled_s) / 3
             self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
-        self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
         if self._plan.bounds is not None or not _is_wanted(self._config):
             return
         least = least_bounds(times, self._plan.kept)
@@ -230,6 +232,17 @@ class StepTimes(Laps):
         self.uses: list[Mark] = []
         self._backend = backend
         self._reached: GroupKey | None = None
+        self.step_end = begin
+
+    def end_step(self) -> bool:
+        """Note the end of the step, which is behind the last mark. Return whether all was timed."""
+        last_mark = self.end
+        self.step_end = self.now(self._backend) or last_mark
+        self.end = last_mark
+        return not self.is_cut
+
+    def are_over(self) -> bool:
+        return self.step_end.query() and super().are_over()
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if group.state is GroupState.OFFLOADED:

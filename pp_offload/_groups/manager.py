@@ -26,7 +26,7 @@ from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import groups_sum, make_plan
+from pp_offload._groups.plan import make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
@@ -337,11 +337,7 @@ class Manager:
 
     def gain(self) -> Gain | None:
         """Return the cost and gain of the last step; None before a step was measured."""
-        if not self.step.summary and not self.bounds.last.step_ms:
-            return None
-        groups = groups_sum(self.step.summary.values())
-        times, copies_free = (self.bounds.last, self.bounds.first), self.offloader.copies_free
-        return Gain(*times, groups, self._room.figures, copies_free)
+        return self._room.gain(self.bounds.last, self.bounds.first)
 
     def _say_what_steps_cost(self) -> None:
         """Log the gain once for each choice of groups that stay."""

@@ -49,8 +49,8 @@ from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.demand import Beside, Change, Demand, History, by_stage, fitting
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay
-from pp_offload._groups.step_line import DeviceFigures
+from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay, groups_sum
+from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -205,13 +205,18 @@ class DeviceRoom:
         self._seen: StepMemory | None = None
         self._has_warned = False
 
-    @property
-    def figures(self) -> DeviceFigures | None:
-        """Memory of the last step; without a limit, the peak that the device reports, if any."""
-        if self.is_watching and self._figures is not None:
-            return self._figures
-        allocated = self._offloader.backend.allocated()
-        return None if allocated is None else DeviceFigures(allocated.peak_bytes)
+    def gain(self, now: StepTime, first: StepTime) -> Gain | None:
+        """Return the cost and gain of the last step, given times of steps; None before a step was
+        measured.
+        """
+        summary, figures = self._offloader.step.summary, self._figures
+        if not summary and not now.step_ms:
+            return None
+        if not self.is_watching or figures is None:
+            allocated = self._offloader.backend.allocated()
+            figures = None if allocated is None else DeviceFigures(allocated.peak_bytes)
+        groups = groups_sum(summary.values())
+        return Gain(now, first, groups, figures, self._offloader.copies_free)
 
     @property
     def is_watching(self) -> bool:

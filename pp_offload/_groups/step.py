@@ -218,12 +218,16 @@ class StepRecord:
         """
         if not self.queue.is_scheduled:
             self.queue.set_order(self._backward)
+        self.sum_up()
+        return make_plan(self.shapes(), self.options or config, self.pipeline_rank, stay)
+
+    def sum_up(self) -> None:
+        """Make the summary of a complete step."""
         self.summary = {}
         for record in _records(self._backward):
             if record.shape.key in self._live_at_peak:
                 for name, more in record.group_bytes.items():
                     self.summary[name] = groups_sum((self.summary.get(name, GroupBytes()), more))
-        return make_plan(self.shapes(), self.options or config, self.pipeline_rank, stay)
 
     def clear(self) -> None:
         self._backward.clear()  # first: if an interrupt comes next, the step is not complete

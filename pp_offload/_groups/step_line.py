@@ -34,7 +34,7 @@ class StepTime(NamedTuple):
     """Time of a step, in milliseconds."""
 
     step_ms: float = 0.0
-    """Time until the last copy, by the device's clock, else by the host's; 0 if not timed."""
+    """Time until the next step, by the device's clock, else by the host's; 0 if not timed."""
 
     waiting_ms: float = 0.0
     """Time that compute waited for copies."""

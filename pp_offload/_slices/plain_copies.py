@@ -192,7 +192,8 @@ class PlainCopies:
                 "host_allocations": self._pool.num_allocations,
                 "live_tensors": self._pool.num_payloads,
             }
-            return OffloadStatistics(**numbers | {"stalled_ms": None})  # type: ignore[arg-type]
+            untimed = {"step_ms": None, "stalled_ms": None}
+            return OffloadStatistics(**numbers | untimed)  # type: ignore[arg-type]
 
     def __del__(self) -> None:
         """Wait for copies that may still write memory freed with this: no stream does."""

@@ -13,7 +13,7 @@ from pp_offload._core.statistics import OffloadStatistics
 
 LOGGED = (
     *("bytes_offloaded", "bytes_reloaded", "bytes_computed_again", "host_bytes_peak"),
-    *("on_demand_reloads", "stalled_ms"),
+    *("on_demand_reloads", "step_ms", "stalled_ms"),
 )
 LOGGED_OF_DISK = ("disk_bytes_written", "disk_bytes_read", "disk_bytes_peak")
 """Logged fields of :class:`OffloadStatistics`; disk fields only if a disk was used."""

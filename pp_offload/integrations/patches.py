@@ -37,7 +37,7 @@ from pp_offload._common.checks import check_all, count_problem
 from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leaves, tree_map
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._core.statistics import OffloadStatistics, step_text
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit
 from pp_offload._hooks.regions import PackHook, is_left_to_checkpoint
 from pp_offload.backends import Backend
@@ -169,7 +169,7 @@ class patch:  # noqa: N801  called as a function is
             return f"<pp_offload.patch: {state}; nothing offloaded: {why}>"
         return (
             f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "
-            f"again instead; at most {host:,.1f} MiB in host memory at a time>"
+            f"again instead; at most {host:,.1f} MiB in host memory at a time{step_text(*counts)}>"
         )
 
 

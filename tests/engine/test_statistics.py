@@ -14,7 +14,7 @@ from pp_offload.backends import CpuBackend
 NAMES = [field.name for field in fields(OffloadStatistics)]
 
 GAUGES = """host_bytes_in_use host_bytes_peak host_bytes_reserved bytes_in_flight
-bytes_reloaded_unused live_tensors stalled_ms disk_bytes_in_use disk_bytes_peak""".split()
+bytes_reloaded_unused live_tensors step_ms stalled_ms disk_bytes_in_use disk_bytes_peak""".split()
 
 
 def numbered(first: int) -> OffloadStatistics:

@@ -114,7 +114,8 @@ def test_only_the_first_steps_are_timed(training: Training) -> None:
         for _ in range(5):
             training.timed_step()
             counts.append(made)
-    assert 0 < counts[0] < counts[1] == counts[4]
+    assert 0 < counts[0] < counts[1] and counts[2] == counts[4]
+    assert counts[2] == counts[1] + 1, "the end of the second step"
     assert not training.manager.offloader.observers.reached
 
 

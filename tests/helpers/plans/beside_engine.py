@@ -80,7 +80,7 @@ def counting() -> Iterator[list[Counts]]:
 
     def note(rank: VirtualRank) -> RankStep:
         counts = rank.manager.offloader.engine.mover.counts
-        moved.append(replace(counts, stalled_ms=None))
+        moved.append(replace(counts, step_ms=None, stalled_ms=None))
         return ended(rank)
 
     with patch.object(VirtualRank, "ended", note):
