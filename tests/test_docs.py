@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import struct
 import sys
 from collections.abc import Iterator
@@ -41,8 +42,7 @@ EXAMPLES = {
     "testing": 1,
     "simulate": 2,
     "trace": 2,
-    "cli": 1,
-    "planning": 5,
+    "planning": 4,
     "megatron": 1,
 }
 """How many blocks of Python a page has; each is run below, that of Megatron in tests/compat."""
@@ -316,11 +316,15 @@ def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(lines[0][1]) == pytest.approx(ran.seconds, rel=1e-9)
 
 
-def test_the_model_of_the_command_line_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_model.py").write_text(blocks("cli")[0])
+@pytest.fixture
+def folder_of_my_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with the model that the page of the command line shows."""
+    assert "{literalinclude} ../examples/my_model.py" in PAGES["cli"]
+    shutil.copy(ROOT / "examples" / "my_model.py", tmp_path)
     monkeypatch.chdir(tmp_path)
+
+
+def test_the_model_of_the_command_line_runs(folder_of_my_model: None) -> None:
     command = re.search(r"^pp-offload (simulate my_model.*)$", PAGES["cli"], flags=re.MULTILINE)
     assert command is not None
     arguments = [*command[1].split(), "--microbatches", "4"]  # fewer than shown
@@ -345,10 +349,8 @@ def as_rank(rank: int, num: int) -> Iterator[None]:
 
 
 def test_a_plan_is_made_and_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder_of_my_model: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my_model.py").write_text(blocks("cli")[0])
-    monkeypatch.chdir(tmp_path)
     command = re.search(r"^pp-offload (plan my_model.*)$", PAGES["planning"], flags=re.MULTILINE)
     assert command is not None
     rows = [line.split() for line in good(*command[1].split()).splitlines() if line[:1].isdigit()]
@@ -381,15 +383,11 @@ def test_a_plan_in_python_is_what_its_pipeline_does(
     assert 2 * 2**30 < int(least) < 4 * 2**30
 
 
-def test_a_sharded_optimizer_counts_its_slices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sharded_optimizer_counts_its_slices(folder_of_my_model: None) -> None:
     """Of 8 replicas: masters and gradients of an eighth of the parameters, and two states."""
-    (tmp_path / "the_model.py").write_text(blocks("cli")[0] + blocks("planning")[4])
-    monkeypatch.chdir(tmp_path)
     holds = {}
-    for optimizer in ("AdamW", "the_model:sharded"):
-        command = ["profile", "the_model:stages", "--optimizer", optimizer, "--json"]
+    for optimizer in ("AdamW", "my_model:sharded"):
+        command = ["profile", "my_model:stages", "--optimizer", optimizer, "--json"]
         profile = json.loads(good(*command))
         holds[optimizer] = profile["resident_bytes"][0], profile["optimizers"][0]["resident_bytes"]
     (plain, state), (sharded, of_slices) = holds.values()
@@ -397,9 +395,7 @@ def test_a_sharded_optimizer_counts_its_slices(
     assert sharded - plain == pytest.approx(of_slices, rel=1e-3), "masters, and their gradients"
 
 
-def test_the_profile_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_model.py").write_text(blocks("cli")[0])
-    monkeypatch.chdir(tmp_path)
+def test_the_profile_is_that_of_the_page(folder_of_my_model: None) -> None:
     output = good("profile", "my_model:stages")
     shown = section("planning", "What is worth sending").split("```")[1].strip()
     assert shown.startswith("group") and f"\n{shown}\n" in output
