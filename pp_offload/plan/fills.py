@@ -118,30 +118,25 @@ class Fill:
             self.stay, self.is_trying = _places(end.value), False
 
     def _search(self) -> Generator[Sequence[Candidate], int, Sequence[Candidate]]:
-        high = yield self._groups
-        if high <= self._limit_bytes:
-            return self._groups
-        low = yield []
-        if low > self._limit_bytes:
-            return []
-        self._learn_rate(high - low, sum(group.nbytes for group in self._groups))
-        return (yield from self._filled(low))
-
-    def _filled(self, peak: int) -> Generator[Sequence[Candidate], int, Sequence[Candidate]]:
         """Add as many groups as fit; then more groups, without the kinds that did not fit."""
         stay, more = list[Candidate](), list(self._groups)
+        high = yield more
+        if high <= self._limit_bytes:
+            return more
+        peak = yield stay
+        if peak > self._limit_bytes:
+            return stay
+        self._learn_rate(high - peak, sum(group.nbytes for group in more))
         has_many = len({group.kind for group in more}) > MOST_RUNS
         for _ in range(MOST_RUNS):
             num, peak = yield from self._most(stay, peak, more)
             stay += more[:num]
             more = [group for group in more[num:] if group.kind != more[num].kind]
-            if not more:
-                return stay
             high = yield [*stay, *more]  # may be lower than with fewer: less is reloaded
             if high <= self._limit_bytes:
                 return [*stay, *more]
             if has_many and self._limit_bytes - peak < self._limit_bytes * NEARLY_FULL:
-                return stay
+                break
         return stay
 
     def _most(

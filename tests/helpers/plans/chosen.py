@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.plans.random_pipelines import Drawn
 from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, RankTapes, choose
-from pp_offload.plan.chooser import NUM_PROVEN
+from pp_offload.plan.predictor import NUM_PROVEN
 from pp_offload.simulate import run_pipeline
 from pp_offload.simulate.memory import ROUNDING_BYTES
 

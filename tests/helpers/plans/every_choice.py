@@ -11,9 +11,9 @@ from typing import Any
 from helpers.plans.random_pipelines import Drawn
 from pp_offload.config import AUTO, OffloadConfig, without_plan
 from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser, predict
-from pp_offload.plan.chooser import NUM_PROVEN
 from pp_offload.plan.fills import first_saved
 from pp_offload.plan.pipeline import predict_each
+from pp_offload.plan.predictor import NUM_PROVEN
 from pp_offload.simulate import PipelineStep
 
 
