@@ -19,7 +19,7 @@ from pp_offload.config import OffloadConfig, check_config
 from pp_offload.pipelining import backward_order
 from pp_offload.plan.device import Bytes, NumberDevice
 from pp_offload.plan.engine import NumberChunk, NumberManager
-from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch
+from pp_offload.plan.tape import Event, RankTapes, Stretch
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
 from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
@@ -205,34 +205,28 @@ class TapeWork(RankWork):
         return tape.sent_bytes
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        tape, is_input = self._tapes.stages[stage], kind == "BACKWARD_INPUT"
-        events = tape.input_part if is_input else self._last(stage, tape.backward)
-        self._play_backward(BackwardPass.INPUT, self._key(stage, microbatch), events)
+        """Play a backward or a part of it, as an attached schedule runs it."""
+        tape, key = self._tapes.stages[stage], self._key(stage, microbatch)
+        manager, chunk, is_weight = self._manager, self._chunks[key], kind == "BACKWARD_WEIGHT"
+        backward = tape.backward[kind]
+        events = backward.later if stage in self._have_gradients else backward.first
+        if kind != "BACKWARD_INPUT":
+            self._have_gradients.add(stage)
+        if key in self._order.split:
+            part = BackwardPass.WEIGHT if is_weight else BackwardPass.INPUT
+            with manager.backward_pass(key, part):
+                self._play(events, chunk)
+        else:
+            if is_weight or key not in self._order.late:
+                manager.begin_backward(key)
+            self._play(events, chunk)
         return tape.sent_back_bytes
 
     def weight(self, stage: int, microbatch: int) -> None:
-        events = self._last(stage, self._tapes.stages[stage].weight_part)
-        self._play_backward(BackwardPass.WEIGHT, self._key(stage, microbatch), events)
+        self.backward("BACKWARD_WEIGHT", stage, microbatch)
 
     def _key(self, stage: int, microbatch: int) -> ChunkKey:
         return ChunkKey(self._stages.index(stage), microbatch)
-
-    def _last(self, stage: int, part: Backward) -> Sequence[Event]:
-        """Return the events of the part of a backward that makes gradients of parameters."""
-        is_first = stage not in self._have_gradients
-        self._have_gradients.add(stage)
-        return part.first if is_first else part.later
-
-    def _play_backward(self, part: BackwardPass, key: ChunkKey, events: Sequence[Event]) -> None:
-        """Play a backward or a part of it, as an attached schedule runs it."""
-        manager, chunk = self._manager, self._chunks[key]
-        if key in self._order.split:
-            with manager.backward_pass(key, part):
-                self._play(events, chunk)
-            return
-        if part is BackwardPass.WEIGHT or key not in self._order.late:
-            manager.begin_backward(key)
-        self._play(events, chunk)
 
     def reduce(self, stage: int) -> None:
         self._play(self._tapes.stages[stage].reduce, None)

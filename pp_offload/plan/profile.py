@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import NumberDevice
@@ -224,9 +225,10 @@ def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
 
 def _backward(tape: Tape) -> Backward:
     """Return the events of a whole backward; both parts if it comes in two."""
-    first, weights = tape.input_part, tape.weight_part
-    in_two = Backward((*first, *weights.first), (*first, *weights.later))
-    return tape.backward if tape.backward.later else in_two
+    parts = tape.backward
+    if "FULL_BACKWARD" in parts:
+        return parts["FULL_BACKWARD"]
+    return Backward(*map(add, parts["BACKWARD_INPUT"], parts["BACKWARD_WEIGHT"]))
 
 
 def _action(events: Iterable[Event]) -> ActionProfile:

@@ -10,6 +10,7 @@ at these times had no other reference in the program.
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -217,7 +218,8 @@ class _Recording:
         whole, split = (self._played(run, kind) for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"))
         for stage in run:
             if stage in whole and stage in split:
-                yield stage, replace(split[stage], backward=whole[stage].backward)
+                both = {**whole[stage].backward, **split[stage].backward}
+                yield stage, replace(split[stage], backward=both)
             else:
                 yield stage, split.get(stage) or whole[stage]
 
@@ -246,15 +248,15 @@ class _Recording:
             for stage, notes in by_stage.items():
                 notes.chunks.append(recorder.begin_chunk())
                 notes.sent_bytes = work.forward(stage, microbatch)
-                notes.forwards.append(recorder.taken())
+                notes.actions["FORWARD"].append(recorder.taken())
         for microbatch in range(num_microbatches):
             for stage, notes in reversed(by_stage.items()):
                 recorder.chunk = notes.chunks[microbatch]
                 notes.sent_back_bytes = work.backward(kind, stage, microbatch)
+                notes.actions[kind].append(recorder.taken())
                 if kind == "BACKWARD_INPUT":
-                    notes.inputs.append(recorder.taken())
                     work.weight(stage, microbatch)
-                notes.lasts.append(recorder.taken())
+                    notes.actions["BACKWARD_WEIGHT"].append(recorder.taken())
         return by_stage
 
     def _check_copies(self) -> None:
@@ -284,19 +286,15 @@ class _StageNotes:
 
     def __init__(self) -> None:
         self.chunks: list[ChunkNotes] = []
-        self.forwards: list[list[Raw]] = []
-        self.inputs: list[list[Raw]] = []
-        """First parts of backwards."""
-
-        self.lasts: list[list[Raw]] = []
-        """Second parts, or backwards in one."""
+        self.actions: defaultdict[str, list[list[Raw]]] = defaultdict(list)
+        """Events of forwards and backwards, by kind of action."""
 
         self.reduce: list[Raw] = []
         self.sent_bytes = self.sent_back_bytes = 0
 
     def tape(self, stage: int, recorder: Recorder) -> Tape:
         """Turn notes into a tape, when all backwards are over: those of the last microbatch, and of
-        the first one for the last part of its backward.
+        the first one for its backward.
 
         Raises:
             ValueError: Microbatches have other groups.
@@ -308,17 +306,16 @@ class _StageNotes:
                 "the same names and sizes"
             )
         copies = first.copies  # made once in a step
-        forward = events_of(self.forwards[-1])
-        input_part = events_of(self.inputs[-1]) if self.inputs else ()
-        last_part = Backward(events_of(self.lasts[0]), events_of(self.lasts[-1]))
+        forward = events_of(self.actions.pop("FORWARD")[-1])
         return Tape(
             groups=tuple(each._replace(copies=copies.get(i)) for i, each in enumerate(last.groups)),
             payloads=last.payloads_of_groups(),
             source_bytes=tuple(last.source_bytes),
             forward=forward,
-            backward=Backward() if self.inputs else last_part,
-            input_part=input_part,
-            weight_part=last_part if self.inputs else Backward(),
+            backward={
+                kind: Backward(events_of(raw[0]), events_of(raw[-1]))
+                for kind, raw in self.actions.items()
+            },
             reduce=events_of(self.reduce),
             sent_bytes=self.sent_bytes,
             sent_back_bytes=self.sent_back_bytes,

@@ -7,7 +7,7 @@ whether a group leaves, when its sources are freed and when its payloads are rel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -107,12 +107,12 @@ Event = Stretch | Mark
 
 
 class Backward(NamedTuple):
-    """Events that make gradients of parameters."""
+    """Events of a backward, or of a part of it."""
 
-    first: tuple[Event, ...] = ()
+    first: tuple[Event, ...]
     """Events of the first microbatch, which makes the gradients that later ones add to."""
 
-    later: tuple[Event, ...] = ()
+    later: tuple[Event, ...]
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,10 @@ class Tape:
     """Device memory of each source."""
 
     forward: tuple[Event, ...]
-    backward: Backward
-    """Backward in one part; like the two below, empty if the stage has no such backward."""
-
-    input_part: tuple[Event, ...]
-    """First part of a backward in two, which makes gradients of inputs alone."""
-
-    weight_part: Backward
-    """Second part of a backward in two."""
+    backward: Mapping[str, Backward]
+    """Backwards of the stage by kind of action: in one part (``FULL_BACKWARD``), or in two, those
+    of inputs first (``BACKWARD_INPUT``, ``BACKWARD_WEIGHT``).
+    """
 
     reduce: tuple[Event, ...]
     """Events when all backwards of the stage are over."""
@@ -150,22 +146,23 @@ class Tape:
 
     def staying(self) -> Tape:
         """Make the tape of the same stage without offload: stretches, without groups."""
-        begun = Counter(range(len(self.source_bytes)))  # holders of each source
-        begun.update(payload.source for payload in self.payloads if payload.num_uses)
-        forward = self._without_marks(self.forward, begun)
-        whole = [self._without_marks(events, begun.copy()) for events in self.backward]
-        input_part = self._without_marks(self.input_part, begun)
-        weight = [self._without_marks(events, begun.copy()) for events in self.weight_part]
+        holders = Counter(range(len(self.source_bytes)))  # of each source
+        holders.update(payload.source for payload in self.payloads if payload.num_uses)
+        forward = self._without_marks(self.forward, holders)
+        backward = {}
+        for kind, parts in self.backward.items():
+            copies = [holders.copy() for _ in parts]
+            backward[kind] = Backward(*map(self._without_marks, parts, copies))
+            if kind == "BACKWARD_INPUT":  # the second part begins where the first one ends
+                _, holders = copies
         return replace(
             self,
             groups=(),
             payloads=(),
             source_bytes=(),
             forward=forward,
-            backward=Backward(*whole),
-            input_part=input_part,
-            weight_part=Backward(*weight),
-            reduce=self._without_marks(self.reduce, begun),
+            backward=backward,
+            reduce=self._without_marks(self.reduce, holders),
         )
 
     def _without_marks(self, events: Sequence[Event], holders: Counter[int]) -> tuple[Stretch, ...]:

@@ -72,9 +72,7 @@ def test_however_many_stay_they_are_far_from_each_other(num: int) -> None:
         payloads=tuple(Payload(8, index, 1) for index in range(num)),
         source_bytes=(8,) * num,
         forward=(),
-        backward=None,  # type: ignore[arg-type]
-        input_part=(),
-        weight_part=None,  # type: ignore[arg-type]
+        backward={},
         reduce=(),
         sent_bytes=0,
         sent_back_bytes=0,
