@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
@@ -21,7 +22,7 @@ from pp_offload._common.module_names import listed
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.keys import ChunkKey, WeightPassKey
-from pp_offload._groups.manager import differences
+from pp_offload._groups.manager import Manager, differences
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig, check_config
@@ -116,9 +117,7 @@ class AttachedSchedule:
             manager.configure(config)  # last, because the old options are lost
         facts = _facts_of(self._schedule, self._stages)
         manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
-        if self._order.split:
-            is_keeping = manager.config.split_backward == "keep"
-            self._split = SplitBackward(self._order.split, is_keeping=is_keeping)
+        self._split = self._order.split_backward(manager.config)
         self._undo.add(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
         for vp_stage, stage in enumerate(self._stages):
@@ -230,13 +229,8 @@ class AttachedSchedule:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        key = ChunkKey(vp_stage, bwd_chunk_id)
-        if key in self._order.split:
-            with self.manager.backward_pass(key, part):
-                return inner(bwd_chunk_id, *args, **kwargs)
-        if part is BackwardPass.WEIGHT or key not in self._order.late:
-            self.manager.begin_backward(key)
-        return inner(bwd_chunk_id, *args, **kwargs)
+        with self._order.running(self.manager, ChunkKey(vp_stage, bwd_chunk_id), part):
+            return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.begin_step()  # outside of try: if this raises, another thread's step goes on
@@ -248,13 +242,8 @@ class AttachedSchedule:
 
     def begin_step(self) -> None:
         """Begin a step. ``schedule.step`` calls this; callers of single actions must call it."""
-        manager = self.manager
         self._keep_modules()
-        manager.reset()
-        manager.offloader.follow_parts(self._split)
-        manager.step.pipeline_rank = _rank_of(self._stages)
-        if self._order.keys or manager.step.queue.is_scheduled:
-            manager.step.queue.set_order(self._order.keys, is_scheduled=bool(self._order.keys))
+        self._order.begin_step(self.manager, _rank_of(self._stages), self._split)
 
 
 def _rank_of(stages: list[Any]) -> int:
@@ -322,6 +311,29 @@ class BackwardOrder(NamedTuple):
 
     late: frozenset[ChunkKey]
     """Chunks whose first part does nothing, as a first stage has no inputs to differentiate."""
+
+    def split_backward(self, config: OffloadConfig) -> SplitBackward | None:
+        """Make the observer of backwards in two parts; None if all come in one."""
+        is_keeping = config.split_backward == "keep"
+        return SplitBackward(self.split, is_keeping=is_keeping) if self.split else None
+
+    def begin_step(self, manager: Manager, rank: int, split: SplitBackward | None) -> None:
+        """Begin a step of a rank, whose groups are needed in this order."""
+        manager.reset()
+        manager.offloader.follow_parts(split)
+        manager.step.pipeline_rank = rank
+        if self.keys or manager.step.queue.is_scheduled:
+            manager.step.queue.set_order(self.keys, is_scheduled=bool(self.keys))
+
+    def running(
+        self, manager: Manager, key: ChunkKey, part: BackwardPass
+    ) -> AbstractContextManager[None]:
+        """Begin a chunk's backward, or a part of it, which runs in the returned context."""
+        if key in self.split:
+            return manager.backward_pass(key, part)
+        if part is BackwardPass.WEIGHT or key not in self.late:
+            manager.begin_backward(key)
+        return nullcontext()
 
 
 def backward_order(

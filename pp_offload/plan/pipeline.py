@@ -13,7 +13,7 @@ from typing import Any
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
 from pp_offload._core.keys import ChunkKey
-from pp_offload._groups.split_backward import BackwardPass, SplitBackward
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.pipelining import backward_order
@@ -168,9 +168,7 @@ class TapeWork(RankWork):
         self._device: Any = manager.backend
         self._stages = order.stages_of(number)
         self._order = backward_order(order.actions[number], self._stages, late_stages=[0])
-        is_keeping = manager.config.split_backward == "keep"
-        split = self._order.split
-        self._split = SplitBackward(split, is_keeping=is_keeping) if split else None
+        self._split = self._order.split_backward(manager.config)
         self._chunks: dict[ChunkKey, Any] = {}
         """Chunks of the step. A program may hold what they saved until its end."""
 
@@ -178,14 +176,10 @@ class TapeWork(RankWork):
         """Stages that have had a backward in the step."""
 
     def begin_step(self) -> None:
-        """Begin a step as an attached schedule does, with the plan learned from the last step."""
+        """Begin a step with the plan learned from the last step."""
         self._chunks.clear()
         self._have_gradients.clear()
-        manager = self._manager
-        manager.reset()
-        manager.offloader.follow_parts(self._split)
-        manager.step.pipeline_rank = self._number
-        manager.step.queue.set_order(self._order.keys, is_scheduled=True)
+        self._order.begin_step(self._manager, self._number, self._split)
         state_bytes = self._tapes.update.state_bytes * self._has_state
         self._device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
@@ -205,21 +199,14 @@ class TapeWork(RankWork):
         return tape.sent_bytes
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """Play a backward or a part of it, as an attached schedule runs it."""
         tape, key = self._tapes.stages[stage], self._key(stage, microbatch)
-        manager, chunk, is_weight = self._manager, self._chunks[key], kind == "BACKWARD_WEIGHT"
         backward = tape.backward[kind]
         events = backward.later if stage in self._have_gradients else backward.first
         if kind != "BACKWARD_INPUT":
             self._have_gradients.add(stage)
-        if key in self._order.split:
-            part = BackwardPass.WEIGHT if is_weight else BackwardPass.INPUT
-            with manager.backward_pass(key, part):
-                self._play(events, chunk)
-        else:
-            if is_weight or key not in self._order.late:
-                manager.begin_backward(key)
-            self._play(events, chunk)
+        part = BackwardPass.WEIGHT if kind == "BACKWARD_WEIGHT" else BackwardPass.INPUT
+        with self._order.running(self._manager, key, part):
+            self._play(events, self._chunks[key])
         return tape.sent_back_bytes
 
     def weight(self, stage: int, microbatch: int) -> None:
