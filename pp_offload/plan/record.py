@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -21,18 +20,18 @@ from typing import Any
 from pp_offload._common.garbage import collector_off
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey
+from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
-from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
 from pp_offload.plan.tape import Backward, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.pipeline import running_rank
 from pp_offload.simulate.schedules import PipelineOrder
-from pp_offload.simulate.stages import Work
+from pp_offload.simulate.stages import RankWork, Work
 
 
 def record(
@@ -60,19 +59,25 @@ def record(
         copy_latency_s=0.0,
         launch_s=0.0,
     )
-    options = replace(
-        without_plan(config or OffloadConfig()),
-        host_budget_bytes=UNLIMITED,
-        tiers=("host",),
-        disk_dir=None,
-        verify=False,
-    )
-    has_disk = config is not None and config.tiers != ("host",)
+    config = without_plan(config or OffloadConfig())
+    in_memory: Any = {"host_budget_bytes": None, "tiers": ("host",), "disk_dir": None}
+    options = replace(config, **in_memory, verify=False)
     work.prepare(order, VirtualBackend(hardware))
+
+    def tapes_of(rank: int, update: Update | None) -> RankTapes:
+        backend = VirtualBackend(still, is_blocking=True)
+        recorder = Recorder(backend)
+        with running_rank(order, work, rank, backend, options) as (manager, rank_work):
+            if config.tiers != ("host",) and manager.offloader.engine.recipes is not None:
+                # With a disk recipes have no inputs that other groups save.
+                manager.offloader.engine.recipes.may_reach = False
+            with use_manager(manager):
+                return _Recording(order, rank, manager, rank_work, recorder).tapes(update)
+
     variants: list[_Variants] = []
     for rank in range(order.num_ranks):
-        recording = partial(_Recording, order, work, still, options, rank, has_disk)
-        variants.append(_Variants(order.stages_of(rank), work, recording, variants))
+        stages = order.stages_of(rank)
+        variants.append(_Variants(stages, work, partial(tapes_of, rank), variants))
     return [each(0) for each in variants]
 
 
@@ -82,15 +87,15 @@ class _Variants:
     Args:
         stages: Stages of the rank.
         work: Work of all ranks.
-        recording: Function that makes a :class:`_Recording` of the rank.
+        tapes_of: Function that records the rank, given the recorded work of its optimizer if any.
         others: Recordings of other ranks, which are shared if the rank has equal tapes, as most
             ranks of a model have.
     """
 
     def __init__(
-        self, stages: Sequence[int], work: Work, recording: Any, others: Iterable[_Variants]
+        self, stages: Sequence[int], work: Work, tapes_of: Any, others: Iterable[_Variants]
     ) -> None:
-        self._work, self._recording = work, recording
+        self._work, self._tapes_of = work, tapes_of
         self._layers = [(stage, name) for stage in stages for name in work.layers_of(stage)]
         """Stage and name of each layer that may be recomputed, in forward order."""
 
@@ -120,7 +125,7 @@ class _Variants:
         chosen = [layers[index * len(layers) // num] for index in range(num)]
         names = {stage: tuple(name for at, name in chosen if at == stage) for stage in stages}
         with self._work.recomputing(names):
-            tapes = self._recording().tapes(self._recorded[0].update if num else None)
+            tapes = self._tapes_of(self._recorded[0].update if num else None)
         recomputed = tuple(names.values())
         return replace(tapes, recomputed=recomputed, num_layers=len(layers), variant=self)
 
@@ -133,62 +138,40 @@ class _AllAnew(SplitBackward):
 
 
 class _Recording:
-    """Recording of a rank. Adjacent stages run together, because they pass on tensors.
-
-    With a disk among the tiers, recipes have no inputs that other groups save.
-    """
+    """Recording of a rank. Adjacent stages run together, because they pass on tensors."""
 
     def __init__(
-        self,
-        order: PipelineOrder,
-        work: Work,
-        hardware: Hardware,
-        config: OffloadConfig,
-        rank: int,
-        has_disk: bool,
+        self, order: PipelineOrder, rank: int, manager: Manager, work: RankWork, recorder: Recorder
     ) -> None:
-        self._backend = backend = VirtualBackend(hardware, is_blocking=True)
-        self._recorder = recorder = Recorder(backend)
-        backend.memory = recorder.memory
-        with as_another_process():
-            self._manager = manager = PipelineOffloadManager(config=config, backend=backend)
-        if (recipes := manager.offloader.engine.recipes) is not None:
-            recipes.may_reach = not has_disk
+        self._manager, self._work, self._recorder = manager, work, recorder
         self._runs = neighbours(order.stages_of(rank))
         self._kinds = {(action.kind, action.stage_index) for action in order.actions[rank]}
         self._num = min(2, order.num_microbatches)
-        with ExitStack() as stack:
-            stack.callback(manager.retire)
-            stack.enter_context(use_manager(manager))
-            self._work = work.on(order, rank, backend)
-            stack.callback(self._work.close)
-            self._stack = stack.pop_all()
 
     def tapes(self, update: Update | None) -> RankTapes:
-        """Record the tapes, and end the recording.
+        """Record the tapes.
 
         Args:
             update: Recorded work of the optimizer; None to record it, with no layer recomputed.
         """
         manager, recorder = self._manager, self._recorder
-        with self._stack:
-            if update is not None:  # groups are idle in layers that are recomputed
-                manager.idle_groups.num_steps_left = 0
-            self._run_once()
-            state_bytes = 0
-            if update is None:
-                update = self._updates()
-                state_bytes = update.state_bytes
-            self._work.begin_step()
-            # From now on stages run alone, without groups of others.
+        if update is not None:  # groups are idle in layers that are recomputed
             manager.idle_groups.num_steps_left = 0
-            gc.collect()
-            used_bytes = self._backend.hardware.workspace_bytes + recorder.memory.live_bytes
-            manager.offloader.observers.add(recorder)
-            with collector_off():
-                stages = {stage: tape for run in self._runs for stage, tape in self._tapes(run)}
-            manager.offloader.observers.remove(recorder)
-            self._check_copies()
+        self._run_once()
+        state_bytes = 0
+        if update is None:
+            update = self._updates()
+            state_bytes = update.state_bytes
+        self._work.begin_step()
+        # From now on stages run alone, without groups of others.
+        manager.idle_groups.num_steps_left = 0
+        gc.collect()
+        used_bytes = recorder.backend.hardware.workspace_bytes + recorder.memory.live_bytes
+        manager.offloader.observers.add(recorder)
+        with collector_off():
+            stages = {stage: tape for run in self._runs for stage, tape in self._tapes(run)}
+        manager.offloader.observers.remove(recorder)
+        self._check_copies()
         smallest = manager.config.min_offloaded_tensor_size
         return RankTapes(
             stages, used_bytes - state_bytes, update, min_offloaded_tensor_size=smallest
@@ -260,7 +243,7 @@ class _Recording:
         return by_stage
 
     def _check_copies(self) -> None:
-        link, moved = self._backend.link, self._manager.statistics()
+        link, moved = self._recorder.backend.link, self._manager.statistics()
         engine = moved.bytes_offloaded, moved.bytes_reloaded
         if (link.bytes_to_host, link.bytes_to_device) != engine:
             raise ValueError(

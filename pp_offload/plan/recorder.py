@@ -87,12 +87,14 @@ class Recorder(Observer):
     """Recorder of the events of a rank on a device.
 
     Attributes:
-        memory: Memory that the device must use.
+        backend: The device.
+        memory: Memory of the device from now on.
         chunk: Notes of the running chunk.
     """
 
     def __init__(self, backend: VirtualBackend) -> None:
-        self.memory = _WatchedMemory(self._note_memory)
+        self.backend = backend
+        self.memory = backend.memory = _WatchedMemory(self._note_memory)
         self.chunk = ChunkNotes()
         self._problem: str | None = None
         """Reason why tapes cannot describe the program."""

@@ -153,38 +153,23 @@ def _named(rank: RankPlan, *, keeps: bool) -> str:
 
 
 def front_table(front: Front) -> str:
-    """Format a row for each limit, and for each step without a plan."""
-    without = front.without_offload
-    rows = [_planned(number, plan, without) for number, plan in enumerate(front.plans)]
+    """Format a row for each plan, and for the steps without a plan."""
+    without, rows = front.without_offload, [FRONT_HEAD]
+    for number, plan in enumerate(front.plans):
+        limit = size_cell(plan.limit_bytes, is_least=True)
+        host = size_cell(max(rank.host_peak_bytes for rank in plan.ranks))
+        recomputed = str(num_recomputed(*plan.ranks) or "-")
+        rows.append((f"plan {number}", limit, *_costs(plan, without), host, recomputed))
     if front.recomputed is not None:
-        rows.append(_step("all recomputed", front.recomputed, without, recomputed="all"))
-    rows.append(_step("without offload", without, without))
-    return "\n".join([format_table([FRONT_HEAD, *rows]), FRONT_NOTE])
+        rows.append(("all recomputed", "-", *_costs(front.recomputed, without), "-", "all"))
+    rows.append(("without offload", "-", *_costs(without, without), "-", "-"))
+    return "\n".join([format_table(rows), FRONT_NOTE])
 
 
-def _planned(number: int, plan: OffloadPlan, without: PipelineStep) -> tuple[str, ...]:
-    return _step(
-        f"plan {number}",
-        plan,
-        without,
-        limit=size_cell(plan.limit_bytes, is_least=True),
-        host=size_cell(max(rank.host_peak_bytes for rank in plan.ranks)),
-        recomputed=str(num_recomputed(*plan.ranks) or "-"),
-    )
-
-
-def _step(
-    name: str,
-    step: PipelineStep | OffloadPlan,
-    without: PipelineStep,
-    *,
-    limit: str = "-",
-    host: str = "-",
-    recomputed: str = "-",
-) -> tuple[str, ...]:
-    step_ms = f"{step.seconds * 1e3:.1f}"
+def _costs(step: PipelineStep | OffloadPlan, without: PipelineStep) -> tuple[str, str, str]:
+    """Return the peak, the time, and how much longer that is than without offload."""
     longer = f"{step.seconds / without.seconds - 1:.1%}" if without.seconds else "-"
-    return name, limit, size_cell(peak_of(step)), step_ms, longer, host, recomputed
+    return size_cell(peak_of(step)), f"{step.seconds * 1e3:.1f}", longer
 
 
 # Profiles

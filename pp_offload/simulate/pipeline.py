@@ -25,7 +25,7 @@ from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
 from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
-from pp_offload.simulate.stages import Work
+from pp_offload.simulate.stages import RankWork, Work
 
 
 def run_pipeline(
@@ -70,10 +70,14 @@ def run_pipeline(
             stack.enter_context(work.recomputing(names))
         work.prepare(order, VirtualBackend(hardware))
         messages = Messages(order, peers or PeerLink())
-        ranks = [
-            stack.enter_context(_rank(order, work, hardware, config, messages, number))
-            for number in range(order.num_ranks)
-        ]
+        ranks = []
+        for number in range(order.num_ranks):
+            backend = VirtualBackend(hardware)
+            running = running_rank(order, work, number, backend, config or OffloadConfig())
+            manager, rank_work = stack.enter_context(running)
+            if config is None:
+                manager.disable_offload()
+            ranks.append(VirtualRank(order, number, manager, backend, rank_work, messages))
         if trace is not None:
             stack.enter_context(trace.ranks([rank.manager for rank in ranks]))
         total = num_steps * sum(map(len, order.actions))
@@ -89,28 +93,19 @@ def run_pipeline(
 
 
 @contextmanager
-def _rank(
-    order: PipelineOrder,
-    work: Work,
-    hardware: Hardware,
-    config: OffloadConfig | None,
-    messages: Messages,
-    number: int,
-) -> Iterator[VirtualRank]:
-    """Make a rank with a manager and with host memory of its own."""
-    options = config or OffloadConfig()
-    if options.host_budget_bytes is None:  # the memory of this machine does not matter
-        options = replace(options, host_budget_bytes=UNLIMITED)
-    backend = VirtualBackend(hardware)
+def running_rank(
+    order: PipelineOrder, work: Work, number: int, backend: VirtualBackend, config: OffloadConfig
+) -> Iterator[tuple[PipelineOffloadManager, RankWork]]:
+    """Make the manager and the work of a rank, with host memory of its own."""
+    if config.host_budget_bytes is None:  # the memory of this machine does not matter
+        config = replace(config, host_budget_bytes=UNLIMITED)
     with as_another_process():
-        manager = PipelineOffloadManager(config=options, backend=backend)
-    if config is None:
-        manager.disable_offload()
+        manager = PipelineOffloadManager(config=config, backend=backend)
     try:
         with use_manager(manager):
             rank_work = work.on(order, number, backend)
         try:
-            yield VirtualRank(order, number, manager, backend, rank_work, messages)
+            yield manager, rank_work
         finally:
             rank_work.close()
     finally:
