@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1342,
     "compat": 112,
     "integrations": 1209,
-    "plan": 3136,
-    "simulate": 2689,
+    "plan": 3092,
+    "simulate": 2684,
     "testing": 967,
     "trace": 1340,
 }

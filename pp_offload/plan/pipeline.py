@@ -66,25 +66,25 @@ def predict_each(
     config: OffloadConfig | None,
     peers: PeerLink | None,
     num_steps: int,
-    *,
-    has_state: bool = False,
 ) -> list[PipelineStep]:
-    """Predict each of the steps; see :func:`predict`. With ``has_state`` optimizers have their
-    state at the begin.
-    """
+    """Predict each of the steps; see :func:`predict`."""
     check_count("num_steps", num_steps, least=1)
     check_kind("order", order, PipelineOrder, "a PipelineOrder")
     check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
-    if config is not None:
-        check_config(config)
-        _check_options(config)
+    if config is None:  # no group leaves
+        config, tapes = OffloadConfig(), [rank.staying() for rank in tapes]
+    check_config(config)
+    _check_options(config)
     _check_tapes(order, tapes)
+    host_bytes = UNLIMITED if config.host_budget_bytes is None else config.host_budget_bytes
+    config = replace(config, device_limit_bytes=None, host_budget_bytes=host_bytes)
     messages = Messages(order, peers or PeerLink())
     with collector_off():  # the collector would search all ranks' objects again and again
-        ranks = [
-            _rank(order, number, rank_tapes, hardware, config, messages, has_state=has_state)
-            for number, rank_tapes in enumerate(tapes)
-        ]
+        ranks = []
+        for number, rank_tapes in enumerate(tapes):
+            work = TapeWork(order, number, rank_tapes, NumberDevice(hardware), config)
+            manager: Any = work.manager
+            ranks.append(VirtualRank(order, number, manager, work.device, work, messages))
         steps = []
         for _ in range(num_steps):
             for _ in run_step(ranks):
@@ -127,64 +127,42 @@ def check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
         )
 
 
-def _rank(
-    order: PipelineOrder,
-    number: int,
-    tapes: RankTapes,
-    hardware: Hardware,
-    config: OffloadConfig | None,
-    messages: Messages,
-    *,
-    has_state: bool,
-) -> VirtualRank:
-    """Make a rank that plays its tapes. Without a config no group leaves."""
-    if config is None:
-        stages = {stage: tape.staying() for stage, tape in tapes.stages.items()}
-        config, tapes = OffloadConfig(), replace(tapes, stages=stages)
-    host_bytes = UNLIMITED if config.host_budget_bytes is None else config.host_budget_bytes
-    config = replace(config, device_limit_bytes=None, host_budget_bytes=host_bytes)
-    device = NumberDevice(hardware)
-    with as_another_process():
-        manager: Any = NumberManager(config, device)
-    work = TapeWork(order, number, tapes, manager, has_state=has_state)
-    return VirtualRank(order, number, manager, device, work, messages)
-
-
 class TapeWork(RankWork):
-    """Work of a rank's actions, played from its tapes."""
+    """Work of a rank's actions, played from its tapes on a device, by a manager of its own."""
 
     def __init__(
         self,
         order: PipelineOrder,
         number: int,
         tapes: RankTapes,
-        manager: NumberManager,
-        *,
-        has_state: bool,
+        device: NumberDevice,
+        config: OffloadConfig,
     ) -> None:
-        self._has_state = has_state
+        self.device = device
+        with as_another_process():
+            self.manager = NumberManager(config, device)
         self._tapes, self._number = tapes, number
-        self._manager = manager
-        self._device: Any = manager.backend
         self._stages = order.stages_of(number)
         self._order = backward_order(order.actions[number], self._stages, late_stages=[0])
-        self._split = self._order.split_backward(manager.config)
+        self._split = self._order.split_backward(config)
         self._chunks: dict[ChunkKey, Any] = {}
         """Chunks of the step. A program may hold what they saved until its end."""
 
         self._have_gradients: set[int] = set()
         """Stages that have had a backward in the step."""
 
+        self._has_updated = False
+
     def begin_step(self) -> None:
         """Begin a step with the plan learned from the last step."""
         self._chunks.clear()
         self._have_gradients.clear()
-        self._order.begin_step(self._manager, self._number, self._split)
-        state_bytes = self._tapes.update.state_bytes * self._has_state
-        self._device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
+        self._order.begin_step(self.manager, self._number, self._split)
+        state_bytes = self._tapes.update.state_bytes * self._has_updated
+        self.device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
     def forward(self, stage: int, microbatch: int) -> int:
-        manager, tape, key = self._manager, self._tapes.stages[stage], self._key(stage, microbatch)
+        manager, tape, key = self.manager, self._tapes.stages[stage], self._key(stage, microbatch)
         manager.begin_chunk(
             len(self._stages),
             key.vp_stage,
@@ -205,7 +183,7 @@ class TapeWork(RankWork):
         if kind != "BACKWARD_INPUT":
             self._have_gradients.add(stage)
         part = BackwardPass.WEIGHT if kind == "BACKWARD_WEIGHT" else BackwardPass.INPUT
-        with self._order.running(self._manager, key, part):
+        with self._order.running(self.manager, key, part):
             self._play(events, self._chunks[key])
         return tape.sent_back_bytes
 
@@ -220,11 +198,11 @@ class TapeWork(RankWork):
 
     def update(self) -> None:
         update = self._tapes.update
-        self._play(update.later if self._has_state else update.first, None)
-        self._has_state = True
+        self._play(update.later if self._has_updated else update.first, None)
+        self._has_updated = True
 
     def _play(self, events: Sequence[Event], chunk: NumberChunk | None) -> None:
-        run, pass_by = self._device.run, self._device.memory.pass_by
+        run, pass_by = self.device.run, self.device.memory.pass_by
         for event in events:
             if isinstance(event, Stretch):
                 if event.seconds:

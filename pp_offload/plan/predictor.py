@@ -161,6 +161,8 @@ class Predictor:
                 self.progress(len(self._played))
             plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self.plans_of(choice)))
             config = replace(without_plan(self.config), plan=plan) if is_offloading else None
-            how = order, self.tapes_of(nums_of(choice)), self.hardware, config, self.peers
-            self._played[key] = predict_each(*how, num, has_state=num == 1)
+            tapes = self.tapes_of(nums_of(choice))
+            if num == 1:
+                tapes = [rank.with_state() for rank in tapes]
+            self._played[key] = predict_each(order, tapes, self.hardware, config, self.peers, num)
         return self._played[key]

@@ -232,6 +232,16 @@ class RankTapes:
             for stage, tape in sorted(self.stages.items())
         )
 
+    def staying(self) -> RankTapes:
+        """Make the tapes of the same rank without offload."""
+        return replace(self, stages={n: tape.staying() for n, tape in self.stages.items()})
+
+    def with_state(self) -> RankTapes:
+        """Make the tapes of later steps, at whose begin the optimizer has its state."""
+        resident_bytes = self.resident_bytes + self.update.state_bytes
+        update = Update(self.update.later, self.update.later)
+        return replace(self, resident_bytes=resident_bytes, update=update)
+
     def recomputing(self, num: int) -> RankTapes:
         """Return the same rank with ``num`` of its layers recomputed, spread evenly.
 

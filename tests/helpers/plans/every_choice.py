@@ -59,9 +59,9 @@ def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
         return replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks)))
 
     def choice_of(config: OffloadConfig) -> Choice:
-        how = drawn.order, tapes, drawn.hardware, config, drawn.peers
-        (step,) = predict_each(*how, 1, has_state=True)
-        return Choice(step, lambda: predict_each(*how, NUM_PROVEN))
+        how = drawn.hardware, config, drawn.peers
+        (step,) = predict_each(drawn.order, [rank.with_state() for rank in tapes], *how, 1)
+        return Choice(step, lambda: predict_each(drawn.order, tapes, *how, NUM_PROVEN))
 
     how = drawn.order, tapes, drawn.hardware
     own = [rank.bounds for rank in predict(*how, config=plain, peers=drawn.peers).ranks]
