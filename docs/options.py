@@ -22,20 +22,12 @@ HEAD = """\
 `OffloadConfig` is a frozen record of keyword arguments. It is checked as a whole: one
 [`ConfigError`](errors.md#configerror) lists every violation, names that are no option among them.
 
-| what takes it | how |
-|---|---|
-| a schedule | `attach(schedule, groups, OffloadConfig(...))` |
-| groups without a schedule | `configure(OffloadConfig(...))`, between steps |
-| `OffloadActivations` and the functions that make one | `config=OffloadConfig(...)` |
-| the parameters of a checkpoint variant; `OffloadModel` | `config=OffloadConfig(...)` |
+A schedule takes it by `attach(schedule, groups, OffloadConfig(...))`, groups without a schedule by
+`configure(OffloadConfig(...))` between steps, all else as `config=OffloadConfig(...)`.
 
-Options may come from elsewhere. There bytes may have a unit (`"8GiB"`, `"512MB"`).
-
-| from | how |
-|---|---|
-| JSON, YAML | `OffloadConfig.from_dict(options)`; `config.to_dict()` is the way back |
-| TOML | `OffloadConfig.from_dict(tomllib.load(file)["offload"])` for the table `[offload]` |
-| variables | `OffloadConfig.from_env()`, for `PP_OFFLOAD_HOST_BUDGET_BYTES=64GiB` and the others |
+`OffloadConfig.from_dict(options)` takes what JSON, YAML or TOML gave, and `config.to_dict()` is the
+way back. `OffloadConfig.from_env()` reads `PP_OFFLOAD_HOST_BUDGET_BYTES=64GiB` and the others.
+There bytes may have a unit (`"8GiB"`, `"512MB"`).
 """
 
 

@@ -66,10 +66,9 @@ class OffloadConfig:
             wait for the copy of the last group, unless the limit is 0.
 
             ``"auto"`` begins with twice the largest group, at least 512 MiB. If the device has a
-            clock and ``tiers`` is ``("host",)``, the engine then times steps, which run from one
-            ``reset()`` to the next (an attached schedule calls it). It chooses the fewest bytes, at
-            least 512 MiB, with which compute never waits, as far as the link to the host and the
-            memory of the device permit. One line in the log says what was chosen.
+            clock and ``tiers`` is ``("host",)``, the engine then times steps, and chooses the
+            fewest bytes, at least 512 MiB, with which compute never waits, as far as the link to
+            the host and the memory of the device permit. A log line says what was chosen.
 
             The option also limits host bytes on the way to and from the disk.
         prefetch_bytes: In bytes, default ``"auto"``. Limit on device bytes that are reloaded before
@@ -87,21 +86,21 @@ class OffloadConfig:
             in the log; then the engine chooses these limits itself.
         device_limit_bytes: In bytes, or a size such as ``"60GiB"``, default ``"auto"``. Limit on
             the device bytes of all tensors together. Each rank measures its first steps, then keeps
-            as many groups as fit below the limit and offloads the others. A group is kept as it was
-            saved, or without the tensors that ``rematerialize`` computes again. ``"auto"`` is the
-            memory of the device, less what other programs use and the gaps of PyTorch's allocator.
-            None means no limit: all groups are offloaded, as on a CPU.
+            as many groups as fit below the limit, with or without the tensors that
+            ``rematerialize`` computes again. ``"auto"`` is the memory of the device, less what
+            other programs use and the gaps of PyTorch's allocator. None means no limit: all groups
+            are offloaded, as on a CPU.
 
             A plan, an ``activation_offload_fraction`` below 1 and
             ``delta_offload_bytes_across_pp_ranks`` decide themselves which groups stay. With one of
             them there is no limit, and this option must be ``"auto"`` or None.
 
-            The engine keeps the limit by offloading groups. It never refuses memory: if the device
-            needs more although all groups are offloaded, one warning says how much.
+            The engine never refuses memory: if the device needs more although all groups are
+            offloaded, one warning says how much.
         rematerialize: ``"cheap"`` or ``"none"``, default ``"cheap"``. With ``"cheap"``, a saved
             tensor that a cheap operator, such as a norm or an activation function, made of other
             saved tensors is not copied: backward computes it again, if that gives the same bits.
-            With ``"none"``, every saved tensor is copied.
+            ``"none"`` copies every saved tensor.
         split_backward: ``"reload"`` or ``"keep"``, default ``"reload"``. For schedules that split
             backward into gradients of inputs and, later, gradients of weights. Tensors that both
             parts use are freed in between and reloaded (``"reload"``), or stay on the device
@@ -111,9 +110,8 @@ class OffloadConfig:
             the cgroups still have.
 
             Above the limit a group goes to the next tier, or stays on the device, with one warning.
-        tiers: A tuple of names, default ``("host",)``. Where offloaded bytes go: ``("host",)``,
-            ``("disk",)``, or ``("host", "disk")``, where the disk takes what is above the host
-            budget.
+        tiers: Where offloaded bytes go: ``("host",)``, the default, ``("disk",)``, or
+            ``("host", "disk")``, where the disk takes what is above the host budget.
 
             The disk needs some host memory to pass bytes through, which is pinned for an
             accelerator. If the device is the host itself, only the disk frees memory.

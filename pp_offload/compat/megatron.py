@@ -1,14 +1,14 @@
 """Megatron-LM's module for fine-grained activation offload, as its main branch calls it.
 
-One line puts it in the place of theirs, before anything of Megatron is imported:
+One line puts it in the place of theirs, before anything of Megatron is imported::
 
     import sys
     import pp_offload.compat.megatron as ours
 
     sys.modules["megatron.core.pipeline_parallel.fine_grained_activation_offload"] = ours
 
-docs/megatron.md has the table of names, and what differs. The names as they were when the module
-was introduced are in :mod:`pp_offload.fine_grained_activation_offload`.
+docs/megatron.md has what differs. The names as they were when the module was introduced are in
+:mod:`pp_offload.fine_grained_activation_offload`.
 """
 
 from __future__ import annotations
