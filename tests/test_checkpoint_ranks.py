@@ -23,5 +23,5 @@ def test_checkpointed_models_are_equal_bit_for_bit(cases: list[str], tmp_path: P
         assert list(results) == cases
         for case, facts in results.items():
             where = f"{case}, rank {rank}: {facts}"
-            assert facts["equal"] == [True, True] and facts["tensors"] > 0, where
+            assert facts["equal"] == [True, True], where
             assert all(nbytes > 0 for nbytes in facts["offloaded"]), where

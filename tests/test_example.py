@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.examples import ONE_AFTER_ANOTHER, TRAIN_GPT, run_command, train
+from helpers.examples import outcomes, train
 
 from pp_offload.trace import read
 
@@ -120,9 +118,7 @@ WRONG = {
 
 
 def test_wrong_flags_are_explained() -> None:
-    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, TRAIN_GPT, *WRONG])
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
-    assert list(outcomes) == list(WRONG)
-    for flags, (code, errors) in outcomes.items():
+    seen = outcomes("train_gpt.py", WRONG)
+    assert list(seen) == list(WRONG)
+    for flags, (code, errors) in seen.items():
         assert code == 2 and WRONG[flags] in errors, f"{flags}: {code}, {errors}"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from helpers.examples import EXAMPLES, run_command
+from helpers.examples import run_example
 
-SCRIPT = str(EXAMPLES / "checkpoint_and_offload.py")
 SMALL = "--steps 2 --layers 4 --width 32 --context 32 --batch 4".split()
 
 
 def test_five_ways_to_train(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    done = run_command([sys.executable, SCRIPT, *SMALL, "--json", str(out)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example("checkpoint_and_offload.py", *SMALL, "--json", out)
     assert "equal bit for bit" in done.stdout
     result = json.loads(out.read_text())
     assert result.pop("bitwise_equal") is True

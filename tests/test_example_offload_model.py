@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.examples import EXAMPLES, run_command
+from helpers.examples import run_example
 
-SCRIPT = str(EXAMPLES / "offload_model.py")
 SMALL = "--steps 3 --layers 6 --width 32 --context 16 --batch 4 --slices 4".split()
 
 
@@ -17,9 +15,8 @@ SMALL = "--steps 3 --layers 6 --width 32 --context 16 --batch 4 --slices 4".spli
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_three_ways_to_train(microbatches: int, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    flags = [*SMALL, "--microbatches", str(microbatches), "--json", str(out)]
-    done = run_command([sys.executable, SCRIPT, *flags])
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = [*SMALL, "--microbatches", microbatches, "--json", out]
+    done = run_example("offload_model.py", *flags)
     assert "all losses and final parameters: equal bit for bit" in done.stdout
     result = json.loads(out.read_text())
     assert result.pop("bitwise_equal") is True

@@ -7,19 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.examples import EXAMPLES, ONE_AFTER_ANOTHER, TRAIN_GPT, run_command
+from helpers.examples import EXAMPLES, outcomes, run_command, run_example
 
 from pp_offload.plan import OffloadPlan
 
-SCRIPT = str(EXAMPLES / "plan_llama.py")
+SCRIPT = "plan_llama.py"
 QUICK = ["--quick", "--microbatches", "6"]
 
 
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    flags = [*QUICK, "--limit-gib", "0.04", "-o", str(path), "--picture", str(picture)]
-    done = run_command([sys.executable, SCRIPT, *flags])
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example(SCRIPT, *QUICK, "--limit-gib", 0.04, "-o", path, "--picture", picture)
     assert done.stderr == "", "no bar where nobody looks"
     plan = OffloadPlan.load(path)
     assert plan.limit_bytes == int(0.04 * 2**30)
@@ -38,9 +36,7 @@ WRONG = {
 
 def test_what_cannot_be() -> None:
     lines = {" ".join([*QUICK, flags]): message for flags, message in WRONG.items()}
-    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *lines])
-    assert done.returncode == 0, done.stderr
-    for line, (code, errors) in json.loads(done.stdout).items():
+    for line, (code, errors) in outcomes(SCRIPT, lines).items():
         assert code != 0 and lines[line] in f"{code}{errors}", f"{line}: {code}, {errors}"
 
 
@@ -49,9 +45,7 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
     """Under the limit, bit for bit equal, and each rank sends what was planned, to the byte."""
     flags = "--steps 2 --microbatches 6 --plan auto --device-budget-mib 18 --json".split()
     out = tmp_path / "figures.json"
-    command = [sys.executable, TRAIN_GPT, *flags, str(out)]
-    done = run_command(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example("train_gpt.py", *flags, out)
     assert "equal bit for bit" in done.stdout
     figures = json.loads(out.read_text())
     both = zip(figures["device_bytes_peak_on"], figures["parameter_bytes_on"], strict=True)
@@ -65,7 +59,7 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_budget_that_cannot_be_met() -> None:
     flags = "--plan auto --device-budget-mib 1".split()
-    done = run_command([sys.executable, TRAIN_GPT, *flags])
+    done = run_command([sys.executable, str(EXAMPLES / "train_gpt.py"), *flags])
     assert done.returncode != 0
     assert done.stderr.count("--plan auto: limit_bytes is 1048576 (1.00 MiB), expected at") == 1
     assert "without:" not in done.stderr, "nothing is trained before that"

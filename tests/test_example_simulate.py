@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.examples import EXAMPLES, ONE_AFTER_ANOTHER, run_command
+from helpers.examples import outcomes, run_example
 
 from pp_offload.trace import read
 
-SCRIPT = str(EXAMPLES / "simulate_llama.py")
+SCRIPT = "simulate_llama.py"
 FIELDS = "seconds busy_s stalled_s waited_s waits_most_for num_in_flight".split()
 FIELDS += "peak_bytes host_peak_bytes bytes_offloaded on_demand_reloads offload_s".split()
 
@@ -28,8 +27,7 @@ def test_a_row_for_each_rank(schedule: str, in_flight: list[int], tmp_path: Path
     out = tmp_path / "figures.json"
     flags = ["--quick", "--schedule", schedule, "--groups", "attn,mlp", "--gib", "0"]
     trace = tmp_path / "trace.json.gz"
-    done = run_command([sys.executable, SCRIPT, *flags, "--json", str(out), "--trace", str(trace)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example(SCRIPT, *flags, "--json", out, "--trace", trace)
     assert done.stderr == "", "no bar where nobody looks"
     assert f"Llama tiny on 2 virtual H100, {schedule}" in done.stdout
     figures = json.loads(out.read_text())
@@ -70,7 +68,5 @@ WRONG = {
 
 
 def test_wrong_flags_are_explained() -> None:
-    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *WRONG])
-    assert done.returncode == 0, done.stderr
-    for flags, (code, message) in json.loads(done.stdout).items():
+    for flags, (code, message) in outcomes(SCRIPT, WRONG).items():
         assert code == 2 and WRONG[flags] in message, f"{flags}: {code}, {message}"

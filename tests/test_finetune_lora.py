@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.examples import EXAMPLES, run_command
+from helpers.examples import EXAMPLES, run_example, run_here
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+SCRIPT = "finetune_lora.py"
 SMALL = "--steps 3 --layers 2 --width 32 --context 64".split()
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module: a process of its own imports for some seconds."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("finetune_lora")
-
-
-def figures_of(example: ModuleType, out: Path, *flags: str) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["finetune_lora.py", *SMALL, *flags, "--json", str(out)])
-        assert example.main() == 0
+def figures_of(out: Path, *flags: str) -> dict[str, Any]:
+    assert run_here(SCRIPT, *SMALL, *flags, "--json", out) == 0
     return json.loads(out.read_text())
 
 
@@ -44,25 +34,23 @@ def check(figures: dict[str, Any], output: str) -> None:
 
 @pytest.mark.parametrize("flags", ["--full", "--activation-checkpointing"])
 def test_offload_changes_memory_and_no_bit(
-    example: ModuleType, flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = figures_of(example, tmp_path / "figures.json", flags)
+    figures = figures_of(tmp_path / "figures.json", flags)
     check(figures, capsys.readouterr().out)
 
 
 @pytest.mark.slow
 def test_it_runs_as_a_script(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    script = str(EXAMPLES / "finetune_lora.py")
-    done = run_command([sys.executable, script, *SMALL, "--json", str(out)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example(SCRIPT, *SMALL, "--json", out)
     check(json.loads(out.read_text()), done.stdout)
 
 
 def test_without_offload_there_is_one_column(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = figures_of(example, tmp_path / "figures.json", "--no-offload")
+    figures = figures_of(tmp_path / "figures.json", "--no-offload")
     assert set(figures) == {"without"}
     output = capsys.readouterr().out
     assert "without offload" in output
@@ -70,14 +58,16 @@ def test_without_offload_there_is_one_column(
 
 
 def test_a_changed_bit_is_told(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("finetune_lora")
+
     def train(options: Any, *, offload: bool) -> Any:
         return example.Run(losses=[2.0, 1.0 + offload])
 
     monkeypatch.setattr(example, "train", train)
-    monkeypatch.setattr(sys, "argv", ["finetune_lora.py"])
-    assert example.main() == 1
+    assert run_here(SCRIPT) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 
@@ -86,9 +76,8 @@ def test_a_changed_bit_is_told(
     [("--width 12", "not a multiple of 8"), ("--steps 0", "at least 1")],
 )
 def test_wrong_flags_are_explained(
-    example: ModuleType, flags: str, message: str, capsys: pytest.CaptureFixture[str]
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="2"):
-        patch.setattr(sys, "argv", ["finetune_lora.py", *flags.split()])
-        example.main()
+    with pytest.raises(SystemExit, match="2"):
+        run_here(SCRIPT, *flags.split())
     assert message in capsys.readouterr().err

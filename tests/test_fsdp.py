@@ -14,11 +14,11 @@ CASES = {
         "alone:plain:mlp",
         "alone:kept:mlp",
         "alone:bf16:all",
-        "pipeline:plain:2",
+        "pipeline:plain:interleaved1f1b",
         "tensor_parallel",
         "async_result",
     ],
-    4: ["pipeline:bf16:1"],
+    4: ["pipeline:bf16:1f1b"],
 }
 """By number of ranks. In ``all``, a group has modules in it that are sharded on their own."""
 
@@ -31,7 +31,7 @@ def test_sharded_models_are_equal_bit_for_bit(world: int, tmp_path: Path) -> Non
         assert list(results) == cases
         for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}"
-            assert facts["equal"] == [True, True] and facts["tensors"] > 0, where
+            assert facts["equal"] == [True, True], where
             assert all(nbytes > 0 for nbytes in facts["offloaded"]), where
             assert facts["live"] == [0, 0], where
             assert all(num > 0 for num in facts["num_left"]), where

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.examples import EXAMPLES, run_command
+from helpers.examples import run_example, run_here
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+SCRIPT = "stream_layers.py"
 SMALL = "--steps 3 --layers 4 --width 32 --context 16 --batch 2".split()
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module: a process of its own imports for some seconds."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("stream_layers")
-
-
-def run(example: ModuleType, *flags: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["stream_layers.py", *SMALL, *flags])
-        code: int = example.main()
-    return code
 
 
 def check(figures: dict[str, Any], *, is_frozen: bool, resident: int) -> None:
@@ -45,7 +29,6 @@ def check(figures: dict[str, Any], *, is_frozen: bool, resident: int) -> None:
 @pytest.mark.parametrize("more", [[], ["--activation-checkpointing"]], ids=["kept", "again"])
 @pytest.mark.parametrize("weights", [[], ["--full"]], ids=["lora", "full"])
 def test_the_same_bits_with_fewer_parameters(
-    example: ModuleType,
     weights: list[str],
     more: list[str],
     resident: int,
@@ -53,8 +36,8 @@ def test_the_same_bits_with_fewer_parameters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "figures.json"
-    flags = [*weights, *more, "--resident", str(resident), "--json", str(out)]
-    assert run(example, *flags) == 0
+    flags = [*SMALL, *weights, *more, "--resident", resident, "--json", out]
+    assert run_here(SCRIPT, *flags) == 0
     assert "equal bit for bit" in capsys.readouterr().out
     check(json.loads(out.read_text()), is_frozen=not weights, resident=resident)
 
@@ -62,7 +45,5 @@ def test_the_same_bits_with_fewer_parameters(
 @pytest.mark.slow
 def test_it_runs_as_a_script(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    script = str(EXAMPLES / "stream_layers.py")
-    done = run_command([sys.executable, script, *SMALL, "--json", str(out)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_example(SCRIPT, *SMALL, "--json", out)
     check(json.loads(out.read_text()), is_frozen=True, resident=2)

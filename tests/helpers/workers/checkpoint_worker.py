@@ -7,32 +7,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from schedules import LOOPED, ONE_STAGE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.pipelining import PipelineStage
 
 from helpers.checkpointed import BY_OP, WAYS, apply
 from helpers.ranks import run_cases
-from helpers.workers.pipeline_worker import WIDTH, Block, Stage
+from helpers.workers.pipeline_worker import Block, Stage
+from helpers.workers.steps import beside, draw, gradients, pipeline_steps, stage_indices
 from pp_offload import OffloadActivations
-from pp_offload.backends import Backend, CpuBackend
+from pp_offload.backends import Backend
 from pp_offload.checkpointing import (
     SelectiveOpACParams,
     apply_activation_checkpointing_fsdp1_inplace,
 )
-from pp_offload.testing import SimulatedBackend
 
 Moved = Callable[[], int]
 """Bytes offloaded so far."""
-
-
-def draw(step: int, num: int) -> list[Tensor]:
-    """Other numbers on each rank."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
 
 
 def make_stage(seed: int) -> Stage:
@@ -60,16 +52,14 @@ def train(model: nn.Module, num_in_flight: int = 2) -> list[Tensor]:
     seen: list[Tensor] = []
     for step in range(3):
         waiting: list[Tensor] = []
-        for x in draw(step, 4):
+        for x in draw(step):
             waiting.append(model(x).square().mean())
             if len(waiting) == num_in_flight:
                 waiting[0].backward()
                 seen.append(waiting.pop(0).detach())
         while waiting:
             waiting.pop().backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        seen += [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
-        model.zero_grad()
+        seen += gradients(model)
     return seen
 
 
@@ -105,28 +95,11 @@ def fsdp2(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
 def pipeline(backend: Backend | None, way: str, name: str) -> tuple[list[Tensor], Moved]:
     """One stage per rank, or two in a looped schedule."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    num_local = 1 if name in ONE_STAGE else 2
-    indices = [rank + world * v for v in range(num_local)]
-    made = [prepared(make_stage(index), way, backend) for index in indices]
-    modules = [module for module, _ in made]
-    stages = [
-        PipelineStage(module, index, world * num_local, torch.device("cpu"))
-        for module, index in zip(modules, indices, strict=True)
-    ]
-    loss = nn.functional.mse_loss
-    given: Any = stages[0] if num_local == 1 else stages
-    schedule = {**ONE_STAGE, **LOOPED}[name](given, 4, loss_fn=loss)
-    seen: list[Tensor] = []
-    for step in range(3):
-        x = torch.cat(draw(step, 4))
-        losses: list[Tensor] = []
-        options = {"target": x, "losses": losses} if rank == world - 1 else {}
-        schedule.step(*([] if rank else [x]), **options)
-        seen += [loss.detach() for loss in losses]
-        for module in modules:
-            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
-            module.zero_grad()
-    return seen, lambda: sum(moved() for _, moved in made)
+    indices = stage_indices(name, rank, world)
+    made = {index: prepared(make_stage(index), way, backend) for index in indices}
+    modules = {index: module for index, (module, _) in made.items()}
+    seen = pipeline_steps(name, modules, world * len(indices))
+    return seen, lambda: sum(moved() for _, moved in made.values())
 
 
 CASES: dict[str, Callable[..., tuple[list[Tensor], Moved]]] = {
@@ -140,14 +113,13 @@ def compare(case: str) -> dict[str, Any]:
     """One case, such as ``pipeline:full, offload:1f1b``, without and with checkpoints."""
     name, *options = case.split(":")
     expected, _ = CASES[name](None, *options)
-    facts: dict[str, Any] = {"tensors": len(expected), "equal": [], "offloaded": []}
-    for backend in (CpuBackend(), SimulatedBackend("late")):
+
+    def run(backend: Backend) -> tuple[list[Tensor], dict[str, int]]:
         with backend.activate():
             got, moved = CASES[name](backend, *options)
-            facts["offloaded"].append(moved())
-        same = len(got) == len(expected) and all(map(torch.equal, got, expected))
-        facts["equal"].append(same)
-    return facts
+            return got, {"offloaded": moved()}
+
+    return beside(expected, run)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A case is ``wrapper:product``, such as ``ddp:groups``: three steps of four micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,14 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.products import PRODUCTS, Product
 from helpers.ranks import run_cases
-from helpers.workers.fsdp_worker import BF16, Leaving, draw
+from helpers.workers.fsdp_worker import BF16, Leaving
 from helpers.workers.pipeline_worker import Stage
+from helpers.workers.steps import NUM_MICROBATCHES, beside, draw, gradients
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import Backend, CpuBackend
-from pp_offload.testing import SimulatedBackend
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
-NUM_STEPS, NUM_MICROBATCHES = 3, 4
 
 
 class Wrapper(NamedTuple):
@@ -86,10 +85,10 @@ def train(wrapper: Wrapper, product: Product, leaving: Leaving) -> list[Tensor]:
         module.register_forward_pre_hook(Leaving.note)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
-    for step in range(NUM_STEPS):
+    for step in range(3):
         product.begin_step()
         waiting: list[Tensor] = []
-        for number, x in enumerate(draw(step, NUM_MICROBATCHES)):
+        for number, x in enumerate(draw(step)):
             is_last = number == NUM_MICROBATCHES - 1
             with not_synced(model, wrapper.syncs_each or is_last):
                 with product.forward():
@@ -98,9 +97,8 @@ def train(wrapper: Wrapper, product: Product, leaving: Leaving) -> list[Tensor]:
                     waiting[0].backward()
                     seen.append(waiting.pop(0).detach())
         optimizer.step()
-        seen += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
-        seen += [local(p.detach()).clone() for p in model.parameters()]
-        optimizer.zero_grad()
+        seen += gradients(model)
+        seen += [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
     return seen
 
 
@@ -113,35 +111,26 @@ def not_synced(model: nn.Module, syncs: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def backends() -> Iterator[Backend]:
-    yield CpuBackend()
-    yield SimulatedBackend("late")
-
-
 def compare(case: str) -> dict[str, Any]:
     """One case, without and with offload."""
     name, _, kind = case.partition(":")
     wrapper = WRAPPERS[name]
     expected = train(wrapper, Product(CpuBackend()), Leaving())
-    facts: dict[str, list[Any]] = {}
-    for backend in backends():
+
+    def run(backend: Backend) -> tuple[list[Tensor], dict[str, int]]:
         leaving = Leaving()
         with use_backend(backend, config=CONFIG):
             product = PRODUCTS[kind](backend)
             got = train(wrapper, product, leaving)
             statistics = product.statistics()
-        for fact, value in {
-            "equal": len(got) == len(expected) > 0 and all(map(torch.equal, got, expected)),
+        return got, {
             "offloaded": statistics.bytes_offloaded,
             "live": statistics.live_tensors,
             "parameters left": leaving.num_whole,
             "left": leaving.num,
-        }.items():
-            facts.setdefault(fact, []).append(value)
+        }
+
+    facts = beside(expected, run)
     PipelineOffloadManager.reset_instance()  # before the process group goes
     return facts
 

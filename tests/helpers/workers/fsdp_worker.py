@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,21 +11,18 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.ranks import run_cases
 from helpers.workers.pipeline_worker import Stage
+from helpers.workers.steps import WIDTH, beside, draw, gradients, pipeline_steps, stage_indices
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload.backends import CpuBackend
-from pp_offload.pipelining import attach
-from pp_offload.testing import SimulatedBackend
+from pp_offload.backends import Backend
 
-WIDTH = 16
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SHARDING: dict[str, dict[str, Any]] = {
@@ -86,22 +83,6 @@ def make_stage(mesh: DeviceMesh, seed: int, sharding: str) -> nn.Module:
     return stage
 
 
-def gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """This rank's shards of them."""
-    tensors = [
-        p.grad.to_local().clone() for m in modules for p in m.parameters() if p.grad is not None
-    ]
-    for module in modules:
-        module.zero_grad()
-    return tensors
-
-
-def draw(step: int, num: int) -> list[Tensor]:
-    """Other numbers on each rank."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
-
-
 def alone(is_on: bool, sharding: str, groups: str) -> list[Tensor]:
     """Three steps of four microbatches, two of them in pending."""
     stage = make_stage(init_device_mesh("cpu", (2,)), 1, sharding)
@@ -112,7 +93,7 @@ def alone(is_on: bool, sharding: str, groups: str) -> list[Tensor]:
         waiting: list[Tensor] = []
         if is_on:
             off_interface.reset()
-        for x in draw(step, 4):
+        for x in draw(step):
             if is_on:
                 off_interface.init_chunk_handler(None, None, 1)
             waiting.append(stage(x).square().mean())
@@ -120,37 +101,18 @@ def alone(is_on: bool, sharding: str, groups: str) -> list[Tensor]:
                 waiting[0].backward()
                 seen.append(waiting.pop(0).detach())
         waiting.pop().backward()
-        seen += gradients([stage])
+        seen += gradients(stage)
     return seen
 
 
-def pipeline(is_on: bool, sharding: str, virtual: str) -> list[Tensor]:
+def pipeline(is_on: bool, sharding: str, name: str) -> list[Tensor]:
     """Two pipeline stages or four, each sharded over as many ranks as are left."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
-    rank, num_local = mesh["pp"].get_local_rank(), int(virtual)
-    indices = [rank + 2 * v for v in range(num_local)]
-    modules = [make_stage(mesh["dp"], index, sharding) for index in indices]
-    stages = [
-        PipelineStage(m, i, 2 * num_local, torch.device("cpu"), group=mesh["pp"].get_group())
-        for m, i in zip(modules, indices, strict=True)
-    ]
-    loss = nn.functional.mse_loss
-    if num_local == 1:
-        schedule: Any = Schedule1F1B(stages[0], 4, loss_fn=loss)
-    else:
-        schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss)
-    handle = attach(schedule, {"mlp": GROUPS["mlp"]}) if is_on else None
-    seen: list[Tensor] = []
-    for step in range(3):
-        x = torch.cat(draw(step, 4))
-        losses: list[Tensor] = []
-        options = {"target": x, "losses": losses} if rank == 1 else {}
-        schedule.step(*([] if rank else [x]), **options)
-        seen += [loss.detach() for loss in losses] + gradients(modules)
-    if handle is not None:
-        handle.manager.reset()
-        handle.detach()
-    return seen
+    indices = stage_indices(name, mesh["pp"].get_local_rank(), 2)
+    modules = {index: make_stage(mesh["dp"], index, sharding) for index in indices}
+    groups = {"mlp": GROUPS["mlp"]} if is_on else None
+    group = mesh["pp"].get_group()
+    return pipeline_steps(name, modules, 2 * len(indices), groups=groups, group=group)
 
 
 def tensor_parallel(is_on: bool) -> list[Tensor]:
@@ -208,23 +170,22 @@ def compare(case: str) -> dict[str, Any]:
     """One case, such as ``alone:bf16:mlp``, without and with offload."""
     name, *options = case.split(":")
     expected = CASES[name](False, *options)
-    facts: dict[str, Any] = {"tensors": len(expected)}
-    for backend in (CpuBackend(), SimulatedBackend("late")):
+
+    def run(backend: Backend) -> tuple[list[Tensor], dict[str, int]]:
         leaving = Leaving()
         with use_backend(backend, config=CONFIG) as manager:
             manager.offloader.observers.add(leaving)
             got = CASES[name](True, *options)
             statistics = manager.statistics()
-        equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
-        for name_of_fact, fact in {
-            "equal": equal,
+        return got, {
             "offloaded": statistics.bytes_offloaded,
             "live": statistics.live_tensors,
             "whole": len(leaving.whole),
             "num_left": leaving.num,
             "num_whole_left": leaving.num_whole,
-        }.items():
-            facts.setdefault(name_of_fact, []).append(fact)
+        }
+
+    facts = beside(expected, run)
     PipelineOffloadManager.reset_instance()  # before the process group goes
     return facts
 

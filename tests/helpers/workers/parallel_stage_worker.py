@@ -8,31 +8,25 @@ of a model: a copy without the other layers, in a ModuleDict, each checkpointed 
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from helpers.ranks import run_cases
-from helpers.workers.fsdp_worker import draw
 from helpers.workers.pipeline_worker import Block, Stage
+from helpers.workers.steps import beside, pipeline_steps, stage_indices
 from pp_offload import OffloadConfig, use_backend
-from pp_offload.backends import CpuBackend
-from pp_offload.pipelining import attach
-from pp_offload.testing import SimulatedBackend
+from pp_offload.backends import Backend
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 GROUPS = {"mlp": "layers.*.mlp"}
-NUM_MICROBATCHES = 4
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -104,52 +98,25 @@ def train(is_on: bool, kind: str, name: str) -> list[Tensor]:
     shape = (num_ranks, world // num_ranks)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
-    num_local = 1 if name in ONE_STAGE else 2
-    num_stages = num_ranks * num_local
-    indices = [rank + num_ranks * v for v in range(num_local)]
-    if name in V_SHAPED:
-        indices = [rank, num_stages - 1 - rank]
-    modules = [STAGES[kind](index, num_stages, mesh["dp"]) for index in indices]
-    make = partial(PipelineStage, num_stages=num_stages, device=torch.device("cpu"), group=group)
-    stages = [make(m, i) for m, i in zip(modules, indices, strict=True)]
-    given: Any = stages[0] if num_local == 1 else stages
-    schedule = (ONE_STAGE | LOOPED | V_SHAPED)[name](
-        given, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss
-    )
-    handle = attach(schedule, GROUPS) if is_on else None
-    seen: list[Tensor] = []
-    for step in range(3):
-        x = torch.cat(draw(step, NUM_MICROBATCHES))
-        losses: list[Tensor] = []
-        options = {"target": x, "losses": losses} if num_stages - 1 in indices else {}
-        schedule.step(*([] if rank else [x]), **options)
-        seen += [loss.detach() for loss in losses]
-        for module in modules:
-            grads = [p.grad for p in module.parameters() if p.grad is not None]
-            seen += [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
-            module.zero_grad()
-    if handle is not None:
-        handle.manager.reset()
-        handle.detach()
-    return seen
+    indices = stage_indices(name, rank, num_ranks)
+    num_stages = num_ranks * len(indices)
+    modules = {index: STAGES[kind](index, num_stages, mesh["dp"]) for index in indices}
+    groups = GROUPS if is_on else None
+    return pipeline_steps(name, modules, num_stages, groups=groups, group=group)
 
 
 def compare(case: str) -> dict[str, Any]:
     """One case, without and with offload."""
     kind, _, name = case.partition(":")
     expected = train(False, kind, name)
-    facts: dict[str, list[Any]] = {}
-    for backend in (CpuBackend(), SimulatedBackend("late")):
+
+    def run(backend: Backend) -> tuple[list[Tensor], dict[str, int]]:
         with use_backend(backend, config=CONFIG) as manager:
             got = train(True, kind, name)
             statistics = manager.statistics()
-        for fact, value in {
-            "equal": len(got) == len(expected) > 0 and all(map(torch.equal, got, expected)),
-            "offloaded": statistics.bytes_offloaded,
-            "live": statistics.live_tensors,
-        }.items():
-            facts.setdefault(fact, []).append(value)
-    return facts
+        return got, {"offloaded": statistics.bytes_offloaded, "live": statistics.live_tensors}
+
+    return beside(expected, run)
 
 
 if __name__ == "__main__":

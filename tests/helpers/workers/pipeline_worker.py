@@ -14,12 +14,12 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from helpers.ranks import run_cases
+from helpers.workers.steps import WIDTH, gradients, stage_indices
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload._core.observer import Observer
 from pp_offload._groups.offloader import Offloader
 from pp_offload.pipelining import attach
 
-WIDTH = 16
 NUM_MICROBATCHES = 12
 WINDOW_BYTES = 768
 """Twice what a group saves."""
@@ -49,14 +49,6 @@ class Stage(nn.Module):
         return x
 
 
-def stage_indices(name: str, virtual: int) -> list[int]:
-    """Which stages this rank has; with two of a V, the first rank has the first and the last."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if name in V_SHAPED:
-        return [rank, 2 * world - 1 - rank]
-    return [rank + v * world for v in range(virtual)]
-
-
 def make_schedule(
     name: str, virtual: int, microbatches: int, scale_grads: bool, out: str
 ) -> tuple[Any, list[nn.Module], bool]:
@@ -64,7 +56,7 @@ def make_schedule(
     world = dist.get_world_size()
     modules: list[nn.Module] = []
     stages = []
-    indices = stage_indices(name, virtual)
+    indices = stage_indices(name, dist.get_rank(), world, virtual)
     num_stages = world * len(indices)
     for index in indices:
         torch.manual_seed(1000 + index)
@@ -130,9 +122,7 @@ def train(
             losses=losses if is_last else None,
         )
         seen += [loss.detach() for loss in losses]
-        seen += [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]
-        for module in modules:
-            module.zero_grad()
+        seen += gradients(*modules)
         if name not in V_SHAPED:  # torch's own eval of these fails, with and without offload
             losses = []
             schedule.eval(
