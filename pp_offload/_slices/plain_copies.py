@@ -75,20 +75,11 @@ class PlainCopies:
         self._has_warned = False
         self._lock = threading.RLock()  # never held during a wait
         self._under_way: list[PendingCopy] = []
-        self._bytes_offloaded = self._bytes_reloaded = 0
+        self._moved = [0, 0]  # bytes to the device, and to the host
 
     def copy_to_device(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
         """Start copying dense host tensors to the device. Do not write them before that ends."""
-        backend, stream = self.backend, self.backend.current_stream()
-        checksums = self._checksums(sources)
-        with self._lock:
-            self.poll()
-            with outside_inference_mode():  # other threads, in no such mode, may write these
-                targets = [torch.empty_like(source, device=backend.device) for source in sources]
-            backend.h2d.wait_event(stream.record_event())  # earlier users of the memory have ended
-            self._bytes_reloaded += sum([source.nbytes for source in sources])
-            copy = PendingCopy(targets, sources, backend.h2d, stream, label, checksums)
-            return self._queue(copy)
+        return self._queue(sources, label, to_host=False)
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
         """Start copying strided device tensors to host memory, freed with the last result.
@@ -96,28 +87,34 @@ class PlainCopies:
         Where the host budget has no room, the copies use ordinary memory, with one warning:
         gradients must go somewhere. Each result is a storage of its own.
         """
-        backend, stream = self.backend, self.backend.current_stream()
         dense = [as_dense(source.detach()) for source in sources]
-        nbytes = sum([source.nbytes for source in dense])
-        checksums = self._checksums(dense)
-        with self._lock:
-            self.poll()
-            with outside_inference_mode():  # the program could not go on with inference tensors
-                targets = self._gradient_memory(dense)
-            self._streams.follow(stream)
-            backend.d2h.wait_event(stream.record_event())  # the sources are computed
-            self._bytes_offloaded += nbytes
-            copy = PendingCopy(targets, dense, backend.d2h, stream, label, checksums, nbytes)
-            self._queue(copy)
-        self._keep_bounded(nbytes)
+        self._streams.follow(self.backend.current_stream())
+        copy = self._queue(dense, label, to_host=True)
+        self._keep_bounded(sum([source.nbytes for source in dense]))
         return copy
 
-    def _queue(self, copy: PendingCopy) -> PendingCopy:
-        """Queue copies, and keep both ends first: an interrupt may come behind the copies."""
-        self._under_way.append(copy)
-        self.backend.copy(copy.copy_stream, copy.tensors, list(copy.sources), copy.label)
-        copy.end()
+    def _queue(self, sources: Sequence[Tensor], label: str, *, to_host: bool) -> PendingCopy:
+        backend, stream = self.backend, self.backend.current_stream()
+        copy_stream = backend.d2h if to_host else backend.h2d
+        nbytes = sum([source.nbytes for source in sources])
+        checksums = tuple(checksum_of(as_dense(each)) for each in sources) if self._verify else ()
+        with self._lock:
+            self.poll()
+            with outside_inference_mode():  # the program and other threads may write these
+                targets = self._gradient_memory(sources) if to_host else self._on_device(sources)
+            # Sources are computed, and earlier users of the targets' memory have ended.
+            copy_stream.wait_event(stream.record_event())
+            copy = PendingCopy(targets, sources, copy_stream, stream, label, checksums)
+            if to_host:
+                copy.in_flight_bytes = nbytes
+            self._moved[to_host] += nbytes
+            self._under_way.append(copy)  # first: an interrupt may come behind the copies
+            backend.copy(copy_stream, targets, list(sources), label)
+            copy.end()
         return copy
+
+    def _on_device(self, likes: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.empty_like(like, device=self.backend.device) for like in likes]
 
     def _keep_bounded(self, last_bytes: int) -> None:
         """Have compute wait for copies to the host until few enough bytes are in flight.
@@ -166,9 +163,6 @@ class PlainCopies:
             check_same(as_dense(tensor), expected, f"{what} came to {tensor.device}")
         return pending.tensors
 
-    def _checksums(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        return tuple(checksum_of(as_dense(tensor)) for tensor in tensors) if self._verify else ()
-
     def poll(self) -> None:
         """Drop what finished copies kept alive. Never blocks."""
         with self._lock:
@@ -183,8 +177,8 @@ class PlainCopies:
             self.poll()
             numbers = dict.fromkeys(OffloadStatistics.__dataclass_fields__, 0)
             numbers |= {
-                "bytes_offloaded": self._bytes_offloaded,
-                "bytes_reloaded": self._bytes_reloaded,
+                "bytes_reloaded": self._moved[False],
+                "bytes_offloaded": self._moved[True],
                 "bytes_in_flight": sum([copy.in_flight_bytes for copy in self._under_way]),
                 "host_bytes_in_use": self._pool.in_use_bytes,
                 "host_bytes_peak": self._pool.peak_bytes,
