@@ -108,7 +108,7 @@ class AttachedSchedule:
 
     def _attach(self, groups: Patterns | None, config: OffloadConfig | None) -> None:
         manager = self.manager
-        self._set(self._schedule, _ATTACHED, self)
+        self._undo.set(self._schedule, _ATTACHED, self)
         plan = (config or manager.config).offload_plan
         if plan is not None:
             _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
@@ -121,7 +121,7 @@ class AttachedSchedule:
         self._undo.add(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
         for vp_stage, stage in enumerate(self._stages):
-            self._set(stage, _ATTACHED, self)
+            self._undo.set(stage, _ATTACHED, self)
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
             backward = functools.partial(self._backward, vp_stage, BackwardPass.INPUT)
             self._wrap(stage, "backward_one_chunk", backward)
@@ -189,14 +189,7 @@ class AttachedSchedule:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(inner, *args, **kwargs)
 
-        self._set(owner, name, wrapper)
-
-    def _set(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute until :meth:`detach`."""
-        attributes = vars(owner)
-        restore = attributes.__setitem__ if name in attributes else attributes.pop
-        self._undo.add(restore, name, attributes.get(name))
-        attributes[name] = value
+        self._undo.set(owner, name, wrapper)
 
     def _forward(
         self,

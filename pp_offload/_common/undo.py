@@ -1,7 +1,8 @@
 """Calls that undo what was done.
 
 undo = UndoStack()
-undo.add(restore, owner, name)  # before the change itself, so that no interrupt comes between
+undo.set(owner, "name", value)  # an attribute
+undo.add(restore, owner)        # before a change itself, so that no interrupt comes between
 undo.run()                      # the last first; after an interrupt, call it again
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 
 class UndoStack:
@@ -20,7 +22,20 @@ class UndoStack:
     def add(self, call: Callable[..., object], *args: object) -> None:
         self._calls.append(partial(call, *args))
 
+    def set(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of an object, a class or a module, until :meth:`run`."""
+        if name in vars(owner):
+            self.add(setattr, owner, name, vars(owner)[name])
+        else:  # it has that of a class, or none
+            self.add(_remove, owner, name)
+        setattr(owner, name, value)
+
     def run(self) -> None:
         while self._calls:
             self._calls[-1]()
             self._calls.pop()  # after the call: contextlib.ExitStack would lose one cut off
+
+
+def _remove(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)

@@ -127,13 +127,13 @@ class HookScopes(threading.local):
     """Scopes of an object that each thread has entered and not left, the innermost last."""
 
     def __init__(self) -> None:
-        self._entered: list[HookScope] = []
+        self.scopes: list[HookScope] = []
 
     def enter(self, scope: HookScope, begin: Callable[[Any], object]) -> None:
         """Enter a scope by ``begin(scope)``, behind scopes that an interrupt has ended."""
-        while self._entered and self._entered[-1].is_over:
+        while self.scopes and self.scopes[-1].is_over:
             self.leave()
-        self._entered.append(scope)  # first, or an interrupt would lose it
+        self.scopes.append(scope)  # first, or an interrupt would lose it
         try:
             begin(scope)
         except BaseException:
@@ -146,13 +146,13 @@ class HookScopes(threading.local):
         Raises:
             GroupStateError: This thread is in none.
         """
-        if not self._entered:
+        if not self.scopes:
             raise GroupStateError(
                 f"a context is left that thread {threading.get_ident()} did not enter; expected as "
                 "many exits as entries, on the same thread; use it in a with statement"
             )
-        self._entered[-1].leave(failure)  # an interrupt in between would leave it again
-        self._entered.pop()
+        self.scopes[-1].leave(failure)  # an interrupt in between would leave it again
+        self.scopes.pop()
 
 
 class _BoundExit(partial):  # type: ignore[type-arg]

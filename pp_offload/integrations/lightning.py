@@ -11,10 +11,10 @@ step of the optimizer logs the bytes that it moved through the module's own ``lo
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
 from typing import Any
 
 from pp_offload._common.checks import check_flag
+from pp_offload._common.undo import UndoStack
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
@@ -70,7 +70,7 @@ class ActivationOffload(Callback):
         self._offload: ForwardOffload | None = None
         self._figures: Figures | None = None
         self._last_step = 0
-        self._running = ExitStack()
+        self._undo = UndoStack()
 
     def statistics(self) -> OffloadStatistics | None:
         """Bytes moved in the last training, and bytes in use; None before the first training."""
@@ -78,7 +78,7 @@ class ActivationOffload(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the offload of the module, which a strategy may have wrapped."""
-        self._running.close()
+        self._undo.run()
         self._offload = offload = offload_of(pl_module, *self._wanted)
         self._figures, self._last_step = Figures(offload.statistics), trainer.global_step
         inner = getattr(pl_module, WRAPPED)
@@ -88,13 +88,8 @@ class ActivationOffload(Callback):
             with offload.forward(trainer.global_step):
                 return inner(*args, **kwargs)
 
-        self._running.callback(offload.close)
-        attributes = vars(pl_module)
-        if WRAPPED in attributes:
-            self._running.callback(attributes.__setitem__, WRAPPED, inner)
-        else:
-            self._running.callback(attributes.pop, WRAPPED, None)
-        attributes[WRAPPED] = training_step
+        self._undo.add(offload.close)
+        self._undo.set(pl_module, WRAPPED, training_step)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -106,8 +101,8 @@ class ActivationOffload(Callback):
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._running.close()
+        self._undo.run()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the offload: Lightning calls no other hook."""
-        self._running.close()
+        self._undo.run()

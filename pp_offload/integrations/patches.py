@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,7 +37,7 @@ from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leav
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, step_text
-from pp_offload._hooks.hook_scopes import HookScope, exact_exit
+from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit
 from pp_offload._hooks.regions import PackHook, is_left_to_checkpoint
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -110,22 +109,14 @@ class patch:  # noqa: N801  called as a function is
             raise
 
     def _replace_all(self) -> None:
-        self._replace(save_on_cpu, "__enter__", _enter)
-        self._replace(save_on_cpu, "__exit__", _exit)
+        self._undo.set(save_on_cpu, "__enter__", _enter)
+        self._undo.set(save_on_cpu, "__exit__", _exit)
         if hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):  # since torch 2.13
-            self._replace(_Mode, "__init__", _init)
-            self._replace(_Mode, "__torch_dispatch__", _dispatch)
-            self._replace(_Mode, "__exit__", _exit_mode)
+            self._undo.set(_Mode, "__init__", _init)
+            self._undo.set(_Mode, "__torch_dispatch__", _dispatch)
+            self._undo.set(_Mode, "__exit__", _exit_mode)
         if importlib.util.find_spec("trl") is not None:
             self._replace_everywhere(importlib.import_module(TRL))
-
-    def _replace(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute of a class or module, until :meth:`undo`."""
-        if name in vars(owner):
-            self._undo.add(setattr, owner, name, vars(owner)[name])
-        else:  # inherited
-            self._undo.add(_remove, owner, name)
-        setattr(owner, name, value)
 
     def _replace_everywhere(self, trl: Any) -> None:
         """Replace TRL's function also where it was imported by name."""
@@ -133,7 +124,7 @@ class patch:  # noqa: N801  called as a function is
         original = getattr(trl, name)
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(name) is original:
-                self._replace(module, name, self._context_of)
+                self._undo.set(module, name, self._context_of)
 
     def _context_of(self, model: Module, **options: Any) -> OffloadActivations:
         """Make a context, with the parameters of TRL's ``get_act_offloading_ctx_manager``."""
@@ -173,39 +164,42 @@ class patch:  # noqa: N801  called as a function is
         )
 
 
-def _remove(owner: Any, name: str) -> None:
-    if name in vars(owner):
-        delattr(owner, name)
+class _Saving(HookScope):
+    """Hooks of a ``save_on_cpu``, whose tensors leave when it ends."""
+
+    def __init__(self, stash: ActivationStash) -> None:
+        super().__init__()
+        self._stash = stash
+
+    def begin(self, owner: save_on_cpu) -> None:
+        """Save tensors through the stash; do nothing inside a checkpoint, which recomputes them."""
+        if not is_left_to_checkpoint():
+            if self._stash.is_over:
+                self._stash.begin()
+            self.enter(PackHook(self._stash.pack), owner)
+
+    def leave(self, failure: BaseException | None = None) -> None:
+        super().leave(failure)
+        self._stash.send()
 
 
-# ``save_on_cpu`` objects may be entered several times, and on several threads.
-_entered = threading.local()
+_entered = HookScopes()
+"""Scopes of all ``save_on_cpu``, which may be entered several times, and on several threads."""
 
 
 def _enter(self: save_on_cpu) -> None:
-    """Save tensors through the stash; inside a checkpoint, which recomputes them, do nothing."""
     active = _active
     if torch.compiler.is_compiling() or active is None or type(self) is not save_on_cpu:
         saved_tensors_hooks.__enter__(self)  # a subclass has hooks of its own
-        return
-    scope, scopes = HookScope(), vars(_entered).setdefault("scopes", [])
-    while scopes and scopes[-1][0].is_over:  # cut off by an interrupt
-        scopes.pop()
-    scopes.append((scope, active._stash))
-    if not is_left_to_checkpoint():
-        if active._stash.is_over:
-            active._stash.begin()
-        scope.enter(PackHook(active._stash.pack), self)
+    else:
+        _entered.enter(_Saving(active._stash), partial(_Saving.begin, owner=self))
 
 
 def _exit_scope(self: save_on_cpu, *error: Any) -> None:
-    scopes = vars(_entered).get("scopes")
-    if torch.compiler.is_compiling() or not scopes or type(self) is not save_on_cpu:
+    if torch.compiler.is_compiling() or not _entered.scopes or type(self) is not save_on_cpu:
         saved_tensors_hooks.__exit__(self, *error)
-        return
-    scope, stash = scopes.pop()
-    scope.leave(*error[1:2])
-    stash.send()
+    else:
+        _entered.leave(*error[1:2])
 
 
 _exit = exact_exit(_exit_scope)
