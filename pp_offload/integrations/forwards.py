@@ -14,9 +14,9 @@ an evaluation, offload nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Union
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind, check_names
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
@@ -33,7 +34,17 @@ OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameter
 OPTIONS = tuple(name for name in OPTIONS if name not in ("model", "config"))
 """Options for all activations, except the model and a config."""
 
-ForwardOffload = Union["ActivationForwards", "GroupForwards"]
+
+class ForwardOffload(NamedTuple):
+    """Offload of the training forwards of a model."""
+
+    forward: Callable[[int], AbstractContextManager[object]]
+    """Returns a context for the forward of a microbatch; a new step begins a step."""
+
+    statistics: Callable[[], OffloadStatistics]
+
+    close: Callable[[], None]
+    """Removes groups; all activations leave only while the context is entered."""
 
 
 def offload_of(
@@ -53,8 +64,12 @@ def offload_of(
     check_kind("model", model, Module, "an nn.Module")
     check_choice(groups, config, options)
     if groups is not None:
-        return GroupForwards(model, groups, config)
-    return ActivationForwards(model, config, options)
+        made = GroupForwards(model, groups, config)
+        return ForwardOffload(made.forward, made.statistics, made.close)
+    backend = options.get("backend") or _backend_of(model)
+    options = {**options, "config": config, "backend": backend}
+    context = get_lora_act_offloading_ctx_manager(model, **options)
+    return ForwardOffload(lambda step: context, context.statistics, lambda: None)
 
 
 def check_choice(
@@ -74,26 +89,6 @@ def check_choice(
             f"groups are given, and {', '.join(options)} too, which only all activations have; "
             "expected one or the other; say how groups are offloaded with config="
         )
-
-
-class ActivationForwards:
-    """Offload of all activations except the output head's."""
-
-    def __init__(
-        self, model: Module, config: OffloadConfig | None, options: Mapping[str, Any]
-    ) -> None:
-        backend = options.get("backend") or _backend_of(model)
-        self._context = get_lora_act_offloading_ctx_manager(
-            model, config=config, **{**options, "backend": backend}
-        )
-        self.statistics = self._context.statistics
-
-    def forward(self, step: int) -> AbstractContextManager[object]:
-        """Return a context for the forward of a microbatch."""
-        return self._context
-
-    def close(self) -> None:
-        """Do nothing: the context is active only while it is entered."""
 
 
 class GroupForwards:
