@@ -165,17 +165,13 @@ class KeptOutputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         calls = self._calls.get(func)
-        try:
-            outputs = func(*args, **kwargs)
-        except BaseException:
-            if calls is not None:
-                calls.append(None)  # the program may handle it, and later calls keep their numbers
-            raise
+        if calls is not None:  # for most operators it is None
+            calls.append(None)  # first: where it raises, later calls keep their numbers
+        outputs = func(*args, **kwargs)
         if self._calls_in:
             self._drop_written(func, args, kwargs)
-        if calls is not None:  # for most operators it is None
-            is_kept = self._policy.keeps(func, len(calls) + 1)
-            calls.append(self._keep(func, outputs) if is_kept else None)
+        if calls is not None and self._policy.keeps(func, len(calls)):
+            calls[-1] = self._keep(func, outputs)
         return outputs
 
     def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
@@ -185,7 +181,7 @@ class KeptOutputs(TorchDispatchMode):
         def keep(tensor: Tensor) -> Packed:
             sizes.append(tensor.nbytes if has_storage(tensor) else 0)
             for storage in storages_of(tensor):
-                self._calls_in.setdefault(storage, []).append((op, len(self._calls[op])))
+                self._calls_in.setdefault(storage, []).append((op, len(self._calls[op]) - 1))
             with same_version_counter():
                 return pack(tensor)
 

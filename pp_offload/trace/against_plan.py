@@ -142,23 +142,21 @@ def compare_with_plan(
 
 
 def _pairs(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> list[Pair]:
+    peaks, on_demand = traced.peak_bytes, traced.facts.get("on_demand_reloads")
     steps = plan.seconds, traced.end_s - traced.begin_s
     if traced.worked_s is not None:
         steps = planned.seconds, traced.worked_s
-    device = planned.peak_bytes, traced.peak_bytes.get(DEVICE)
-    host = planned.host_peak_bytes, traced.peak_bytes.get(HOST)
-    busy = planned.busy_s, traced.seconds_of(Kind.OPERATORS) or None
-    stalled = planned.stalled_s, traced.seconds_of(*WAITS_FOR_COPIES)
-    on_demand = planned.on_demand_reloads, traced.facts.get("on_demand_reloads")
+    busy_s = traced.seconds_of(Kind.OPERATORS) or None
+    stalled_s = traced.seconds_of(*WAITS_FOR_COPIES)
     rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
     sent_bytes, sent_rate = traced.copied(Kind.OFFLOAD)
     return [
-        Pair("peak_bytes", "peak GiB", GIB, *device),
-        Pair("host_peak_bytes", "host GiB", GIB, *host),
+        Pair("peak_bytes", "peak GiB", GIB, planned.peak_bytes, peaks.get(DEVICE)),
+        Pair("host_peak_bytes", "host GiB", GIB, planned.host_peak_bytes, peaks.get(HOST)),
         Pair("step_s", "step ms", MS, *steps),
-        Pair("busy_s", "busy ms", MS, *busy),
-        Pair("stalled_s", "stalled ms", MS, *stalled),
-        Pair("on_demand_reloads", "on demand", 1, *on_demand),
+        Pair("busy_s", "busy ms", MS, planned.busy_s, busy_s),
+        Pair("stalled_s", "stalled ms", MS, planned.stalled_s, stalled_s),
+        Pair("on_demand_reloads", "on demand", 1, planned.on_demand_reloads, on_demand),
         Pair("bytes_offloaded", "sent GiB", GIB, planned.bytes_offloaded, sent_bytes),
         Pair("offload_bytes_per_s", "GB/s", GB, rate, sent_rate),
     ]
