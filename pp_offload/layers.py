@@ -29,7 +29,6 @@ from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
 from pp_offload.modules import matching
-from pp_offload.offload_model import OffloadModel
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 """Attribute under which a checkpoint wrapper holds its layer."""
@@ -186,17 +185,11 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
 
 
 def _check_model(model: Module, layers: dict[str, Module]) -> None:
-    modules = list(model.modules())
-    if any(isinstance(module, DistributedDataParallel) for module in modules):
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
             "is; expected a plain module; call offload_layers() before it is wrapped, which works "
             "where all parameters are on one device"
-        )
-    if any(isinstance(module, OffloadModel) for module in modules):
-        raise ValueError(
-            "the model is, or has, an OffloadModel, which loads its parameters itself; expected "
-            "plain modules; choose one of the two"
         )
     taken = [name for name, layer in layers.items() if is_offloaded(layer)]
     if taken:

@@ -139,7 +139,10 @@ class OffloadModel(CacheFigures, nn.Module):
         try:
             values = split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
-                outputs = self._through(run, layers, slices[index + 1 :], values)
+                later = (each.places for each in slices[index + 1 :] if each.places.parameters())
+                slice_ = run.load(layers.places, [each.slice() for each in islice(later, 1)])
+                outputs = [self._compute(slice_, layers, arguments) for arguments in values]
+                slice_.release(is_needed=self._recompute is not None)
                 # If slices are modules, a tuple's elements are arguments of the next slice.
                 values = [
                     output if self._is_list and isinstance(output, tuple) else (output,)
@@ -149,21 +152,6 @@ class OffloadModel(CacheFigures, nn.Module):
         except BaseException:
             self._cache.clear()
             raise
-
-    def _through(
-        self,
-        run: SlicedRun,
-        layers: SliceLayers,
-        later_slices: Sequence[SliceLayers],
-        inputs: Sequence[tuple[Any, ...]],
-    ) -> list[Any]:
-        """Compute all microbatches of a slice, while the next slice is prefetched."""
-        following = (later.places.slice() for later in later_slices if later.places.parameters())
-        slice_ = run.load(layers.places, list(islice(following, 1)))
-        outputs = [self._compute(slice_, layers, arguments) for arguments in inputs]
-        slice_.check_not_written()
-        slice_.release(is_needed=self._recompute is not None)
-        return outputs
 
     def _compute(self, slice_: OnDevice, layers: SliceLayers, inputs: tuple[Any, ...]) -> Any:
         if self._recompute is None or not torch.is_grad_enabled():
@@ -210,7 +198,6 @@ def _check_layers(model: nn.Module) -> None:
     kind = "Sequential" if isinstance(model, nn.Sequential) else "ModuleList"
     own = [*model._parameters, *model._buffers]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    modules = list(model.modules())
     problems = [sharded_problem(model)]
     if own:
         problems.append(
@@ -222,13 +209,11 @@ def _check_layers(model: nn.Module) -> None:
             f"the {kind} itself has hooks, which would not run; expected hooks on its layers only; "
             "register them on the OffloadModel"
         )
-    if any(isinstance(module, ActivationWrapper) for module in modules):
+    if any(isinstance(module, ActivationWrapper) for module in model.modules()):
         problems.append(
             "a layer is, or has, a checkpoint wrapper; expected layers that keep what they save; "
             "pass checkpoint_activation=True instead"
         )
-    if any(isinstance(module, OffloadModel) for module in modules):
-        problems.append("a layer is, or has, an OffloadModel; expected plain layers")
     check_all(*problems)
     check_waiting(model, dict(model.named_children()), dict(model.named_parameters()))
 
@@ -240,9 +225,8 @@ def _check_numbers(
     num_layers = len(layers)
     if not num_layers:
         raise ValueError("the model has no layers; expected at least one module in it")
-    if isinstance(layers, nn.ModuleList):
-        check_count("num_slices", num_slices, least=1)
-    elif count_problem("num_slices", num_slices, 1) or num_slices > num_layers:
+    is_cut = isinstance(layers, nn.Sequential)
+    if is_cut and (count_problem("num_slices", num_slices, 1) or num_slices > num_layers):
         most = f"1 to {num_layers}" if num_layers > 1 else "1"
         raise ValueError(
             f"num_slices is {brief(num_slices)}; expected {most}, the number of layers, as an "

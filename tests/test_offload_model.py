@@ -352,7 +352,6 @@ def test_parameters_stay_the_same_objects(backend) -> None:
         ),
         (owner, {}, r"itself has \['scale'\]; .* in its layers only.*itself has hooks.*register"),
         (lambda: mlp().to("meta"), {}, "are no dense tensors with data"),
-        (lambda: nn.Sequential(OffloadModel(mlp(), "cpu")), {}, "a layer is, or has"),
         (mlp, {"num_slices": 7}, "num_slices is 7; expected 1 to 6"),
         (mlp, {"num_microbatches": 0}, "num_microbatches is 0, expected an integer of at least 1"),
         (mlp, {"device": "meta"}, "device is meta, but the backend's is cpu"),

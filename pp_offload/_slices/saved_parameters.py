@@ -8,7 +8,7 @@ of its use. Other saved tensors go to the hooks that were entered before, if any
     run = SlicedRun(cache)
     slice_ = run.load(places, [following])
     y = slice_.compute(partial(layer, x))
-    slice_.check_not_written()
+    slice_.release()
 """
 
 from __future__ import annotations
@@ -93,20 +93,21 @@ class OnDevice:
         tensors = self._joined(self._run.reload(self._index))
         return self._slice.compute(tensors, call)
 
-    def release(self, *, is_needed: bool) -> None:
-        """Drop the device tensors. With ``is_needed``, note that backward will need the slice."""
-        self._loaded, self._tensors = (), None
-        if is_needed and self._slice.parameters:
-            self._run.needed.add(self._index)
+    def release(self, *, is_needed: bool = False) -> None:
+        """Drop the device tensors. With ``is_needed``, note that backward will need the slice.
 
-    def check_not_written(self) -> None:
-        """Raise an OffloadError if the layers changed a parameter in place."""
+        Raises:
+            OffloadError: The layers changed a parameter in place.
+        """
         if self._versions != [tensor._version for tensor in self._loaded]:
             raise OffloadError(
                 f"{self._slice.label} changed one of its parameters in place in its forward, which "
                 "would be lost: it computes with a copy; expected parameters to be changed outside "
                 "of forward; make it a buffer"
             )
+        self._loaded, self._tensors = (), None
+        if is_needed and self._slice.parameters:
+            self._run.needed.add(self._index)
 
     def _pack(self) -> Chaining:
         run, index, loaded = self._run, self._index, self._loaded

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from pp_offload import (
     OffloadedLayers,
     OffloadError,
-    OffloadModel,
     checkpoint_function,
     offload_layers,
 )
@@ -241,12 +240,6 @@ def views_of_one_outside() -> nn.Module:
     return model
 
 
-def in_slices() -> nn.Module:
-    model = stack()
-    model.other = OffloadModel(nn.Sequential(nn.Linear(2, 2)), "cpu", num_slices=1)
-    return model
-
-
 @pytest.mark.parametrize(
     ("build", "layers", "options", "message"),
     [
@@ -263,7 +256,6 @@ def in_slices() -> nn.Module:
             r"\('flat', 'layers.0.weight'\), \('flat', 'layers.1.weight'\).* share memory",
         ),
         (lambda: stack(depth=0), "layers", {}, r"\['layers'\] are empty"),
-        (in_slices, "layers", {}, "is, or has, an OffloadModel"),
     ],
 )
 def test_bad_arguments(build: Any, layers: Any, options: dict[str, Any], message: str) -> None:
