@@ -173,14 +173,11 @@ def _show(name: str, done: int, total: int | None = None) -> None:
 
 
 def _bytes_of(limit: str) -> int:
-    """Parse a size in bytes. A size too small to lack a unit is an error."""
+    """Parse a size in bytes."""
     nbytes = parse_size(limit, is_rounded=True)
     if nbytes is None:
         units = ", ".join(UNITS)
         problem = f"found {limit!r}, expected a number above 0 with a unit of {units}: 70GiB"
-        raise wrong("--limit", problem)
-    if limit.strip()[-1].isdigit() and nbytes < UNITS["MiB"]:
-        problem = f"found {limit}, which is {nbytes} bytes; expected a size such as 70GiB"
         raise wrong("--limit", problem)
     return nbytes
 

@@ -25,7 +25,7 @@ from torch.nn import Module
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
-from pp_offload._common.checks import check_flag
+from pp_offload._common.checks import check_flag, check_names
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
@@ -36,9 +36,6 @@ ONLY = "hidden_states"
 
 OPTIONS = (*tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:], ONLY)
 """Options of ``activation_offloading``."""
-
-OF_HEADS = ("head", "warn_if_no_head")
-"""Options of the output head, which exclude hidden states."""
 
 MODES: dict[str, Mapping[str, Any] | bool] = {
     "off": False,
@@ -125,12 +122,7 @@ def _made(model: Module, options: dict[str, Any], args: Any) -> tuple[OffloadAct
     options["backend"] = options.get("backend") or default_backend(args.device)
     check_flag(ONLY, options.setdefault(ONLY, False))
     make: Any = OffloadHiddenStates if options.pop(ONLY) else get_lora_act_offloading_ctx_manager
-    of_head = [name for name in OF_HEADS if name in options]
-    if make is OffloadHiddenStates and of_head:
-        raise ValueError(
-            f"activation_offloading has {ONLY} and {' and '.join(of_head)}, expected one of them: "
-            "the output head is no checkpointed layer, so it stays"
-        )
+    check_names(options, tuple(inspect.signature(make).parameters), of=make.__name__)
     offload: OffloadActivations = make(model, **options)
     return offload, Figures(offload.statistics)
 

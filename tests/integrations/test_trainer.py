@@ -216,7 +216,7 @@ EXPECTED = "expected True, False, 'off', 'disk', 'hidden_states', 'legacy' or a 
         ({"max_fwd_stash_size": 0}, "max_fwd_stash_size is 0, expected an integer of at least 1"),
         ({"head": "tail"}, "head is 'tail', but the model has no module of that name"),
         ({"hidden_states": "yes"}, "hidden_states is 'yes', expected True or False"),
-        ({"hidden_states": True, "head": "lm_head"}, "hidden_states and head, expected one"),
+        ({"hidden_states": True, "head": "lm_head"}, "HiddenStates has unknown options 'head'"),
     ],
     ids=str,
 )
