@@ -81,12 +81,11 @@ def offload_layers(
     check_count("num_resident", num_resident, least=1)
     waiting = waiting_parameters(model, named, frozen_only=frozen_only)
     check_waiting(model, named, waiting)
-    ids = set(map(id, waiting.values()))
     cache = SliceCache(PlainCopies(backend, config), min(num_resident, len(named)))
     # A forward begins in the outermost of the model and the modules that hold the lists.
     owners = [model.get_submodule(name.rpartition(".")[0]) for name in containers]
     around = {id(module): module for module in (model, *owners)}.values()
-    return install(model, named, lambda parameter: id(parameter) in ids, around, cache)
+    return install(model, named, set(map(id, waiting.values())), around, cache)
 
 
 def lists_of_layers(model: Module) -> list[str]:

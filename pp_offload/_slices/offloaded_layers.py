@@ -26,13 +26,13 @@ NOTE [ Computed again ]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from pp_offload._common.torch_private import never_compiled, tree_leaves
@@ -238,19 +238,19 @@ class StreamedForward:
 def install(
     model: Module,
     layers: Mapping[str, Module],
-    waits: Callable[[Parameter], bool],
+    waiting: Collection[int],
     around: Iterable[Module],
     cache: SliceCache,
 ) -> OffloadedLayers:
     """Move waiting parameters to the host and all else to the device; give each layer its forward.
 
-    Layers run in the forwards of the modules ``around``; parameters wait if ``waits`` says so.
+    Layers run in the forwards of the modules ``around``; ``waiting`` has the ids of parameters.
     """
     device = cache.copies.backend.device
-    places = [Places(name, layer, waits) for name, layer in layers.items()]
-    placed = move_to_host([place.parameters() for place in places], cache.copies)
+    places = [Places(name, layer, lambda p: id(p) in waiting) for name, layer in layers.items()]
+    move_to_host([place.parameters() for place in places], cache.copies)
     for parameter in model.parameters():
-        if id(parameter) not in placed and parameter.device != device:
+        if id(parameter) not in waiting and parameter.device != device:
             move(parameter, parameter.detach().to(device))
     move_buffers(model, device)
     usual = [number for number, place in enumerate(places) if place.parameters()]

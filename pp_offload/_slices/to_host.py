@@ -1,6 +1,6 @@
 """Moves parameters to the host for good; they remain the same objects, with hooks and attributes.
 
-moved = move_to_host([model.layers[0].parameters(), ...], copies)
+move_to_host([model.layers[0].parameters(), ...], copies)
 move_buffers(model, device)
 """
 
@@ -17,10 +17,10 @@ from pp_offload._slices.places import HOST
 from pp_offload._slices.plain_copies import PlainCopies
 
 
-def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> set[int]:
+def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> None:
     """Move parameters to host memory from which the device can copy beside compute.
 
-    The parameters of a slice share an allocation. Returns the identities of all.
+    The parameters of a slice share an allocation.
     """
     placed: set[int] = set()
     for parameters in slices:
@@ -28,7 +28,6 @@ def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> 
         placed.update(map(id, new))
         for parameter, on_host in zip(new, _on_host(new, copies), strict=True):
             move(parameter, on_host)
-    return placed
 
 
 def _on_host(parameters: Sequence[Parameter], copies: PlainCopies) -> Sequence[Tensor]:
