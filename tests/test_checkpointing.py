@@ -112,7 +112,7 @@ class Hidden:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_outputs_in_a_tree_have_gradients(use_reentrant: bool) -> None:
+def test_outputs_in_a_tree_have_gradients_and_objects_may_be_refused(use_reentrant: bool) -> None:
     recompute = Recompute(FullACParams(use_reentrant=use_reentrant))
     x = torch.ones(3, requires_grad=True)
 
@@ -124,7 +124,10 @@ def test_outputs_in_a_tree_have_gradients(use_reentrant: bool) -> None:
     (out["a"] + out["b"][0]).sum().backward()
     assert torch.equal(x.grad, torch.ones(3).cos() - torch.ones(3).sin())
     x.grad = None
-    if not use_reentrant:  # for which other objects have no gradient
+    if use_reentrant:
+        with pytest.raises(TypeError, match="a function .* returns a Hidden, .*=False"):
+            recompute(returns_object, x)
+    else:
         sum(recompute(returns_object, x)[1].states).sum().backward()
         assert torch.equal(x.grad, torch.ones(3).cos())
 

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +231,13 @@ def test_batches_that_cannot_be_cut(layers, shapes, message: str) -> None:
     model = OffloadModel(nn.Sequential(*layers), "cpu", num_slices=1, num_microbatches=2)
     with pytest.raises(ValueError, match=message):
         model(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_an_object_with_tensors_is_not_given_whole_to_each_microbatch() -> None:
+    model = OffloadModel(nn.Sequential(nn.Identity()), "cpu", num_slices=1, num_microbatches=2)
+    hiding = SimpleNamespace(mask=torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="SimpleNamespace have tensors inside .* not be cut"):
+        model(torch.zeros(4, 2), hiding)
 
 
 class Residual(nn.Module):

@@ -10,8 +10,8 @@ would start from the buffers that the first run left, and change them again.
 NOTE [ Changed without a trace ]
     Batch norm changes its statistics without counting versions, and a codebook may be changed
     through ``.data``. So buffers that are small, of one dimension, or floating-point and part of
-    the state dict are copied, each by itself, as ``Module.to`` does it. Other buffers, such as a
-    large mask, are not: if the second run finds a changed version, that is an error.
+    the state dict are copied. Other buffers, such as a large mask, are not: if the second run finds
+    a changed version, that is an error.
 
 NOTE [ Other attributes ]
     Plain attributes are not restored, as under PyTorch's checkpoints. They may describe a buffer,
@@ -31,8 +31,10 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,7 +66,8 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}
-        self._parts = list(map(_PartState, parts.values()))
+        copies = _Copies(buffer for part in parts.values() for buffer in part._buffers.values())
+        self._parts = [_PartState(part, copies) for part in parts.values()]
 
     @property
     def draws_after_saving(self) -> bool:
@@ -80,7 +83,9 @@ class ModuleState:
         Raises:
             OffloadError: A large buffer was changed in place, or an exchanged parameter is gone.
         """
-        new = [(part, part.buffers_again(), part.parameters_again()) for part in self._parts]
+        tables = chain.from_iterable((p.buffers, p.module._buffers) for p in self._parts)
+        copies = _Copies(chain.from_iterable(table.values() for table in tables))
+        new = [(part, part.buffers_again(copies), part.parameters_again()) for part in self._parts]
         now = [
             (m, m.training, dict(m._buffers), {name: m._parameters[name] for name in exchanged})
             for m, exchanged in [(part.module, exchanged) for part, _, exchanged in new]
@@ -97,7 +102,7 @@ class ModuleState:
 class _PartState:
     """State of a module, without its parts, at the first run."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, copies: _Copies) -> None:
         self.module = module
         self.is_training = module.training
         self._attributes = _attributes(module)
@@ -108,17 +113,17 @@ class _PartState:
             if buffer is not None and _is_traced(module, name, buffer)
         }
         for name in self.buffers.keys() - self._versions.keys():
-            self.buffers[name] = _copied(self.buffers[name])
+            self.buffers[name] = copies.of(self.buffers[name])
         self._parameters = {
             name: (weakref.ref(tensor), vars(tensor))
             for name, tensor in module._parameters.items()
             if tensor is not None and not is_traceable_wrapper_subclass(tensor)
         }
 
-    def buffers_again(self) -> Buffers:
+    def buffers_again(self, copies: _Copies) -> Buffers:
         """Return buffers for a second run, which may change them."""
         if _attributes(self.module) != self._attributes:
-            return {name: _copied(buffer) for name, buffer in self.module._buffers.items()}
+            return {name: copies.of(buffer) for name, buffer in self.module._buffers.items()}
         for name, version in self._versions.items():
             if _version(self.buffers[name]) != version:
                 raise OffloadError(
@@ -127,7 +132,7 @@ class _PartState:
                     f"expected a large buffer to stay as it is; assign a new tensor to self.{name}"
                 )
         return {
-            name: buffer if name in self._versions else _copied(buffer)
+            name: buffer if name in self._versions else copies.of(buffer)
             for name, buffer in self.buffers.items()
         }
 
@@ -149,15 +154,31 @@ class _PartState:
         return exchanged
 
 
-def _copied(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None or is_lazy(buffer):
-        return buffer
-    plain = buffer.detach()
-    if has_storage(plain) and is_dense(plain):
-        copied = plain.clone()  # deepcopy would copy the whole storage, such as a large table
-    else:
-        copied = copy.deepcopy(plain)
-    return copied.requires_grad_(buffer.requires_grad)
+class _Copies:
+    """Copies of buffers, which share memory where their originals do.
+
+    Args:
+        buffers: All that may be copied.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor | None]) -> None:
+        plain = (each for each in buffers if each is not None and has_storage(each))
+        self._num_views = Counter(map(_storage_key, plain))
+        self._memo: dict[int, Any] = {}
+
+    def of(self, buffer: Tensor | None) -> Tensor | None:
+        if buffer is None or is_lazy(buffer):
+            return buffer
+        plain = buffer.detach()
+        if has_storage(plain) and is_dense(plain) and self._num_views[_storage_key(plain)] == 1:
+            copied = plain.clone()  # deepcopy would copy the whole storage, such as a large table
+        else:
+            copied = copy.deepcopy(plain, self._memo)
+        return copied.requires_grad_(buffer.requires_grad)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _put(

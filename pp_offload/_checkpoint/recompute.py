@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ class Recompute:
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         first = [(args, kwargs)]
         modules = modules_of(function, *others)
-        self._warn_of_cache(modules, others)
+        name = f"a layer {type(modules[0]).__name__}" if len(modules) == 1 else "a function"
+        self._warn_of_cache(name, modules, others)
         before = ModuleState(modules)
         outputs = None
         if self._policy is not None and self._policy.kept:
@@ -168,12 +170,12 @@ class Recompute:
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}
         if self.params.use_reentrant:
-            return _run_reentrant(run, modules, tensors, options)
+            return _run_reentrant(run, name, modules, tensors, options)
         options["determinism_check"] = self.params.determinism_check
         options["early_stop"] = self.params.early_stop and not before.draws_after_saving
         return checkpoint(run, *tensors, use_reentrant=False, **options)
 
-    def _warn_of_cache(self, modules: list[Module], others: list[Any]) -> None:
+    def _warn_of_cache(self, name: str, modules: list[Module], others: list[Any]) -> None:
         """Warn of a cache: Hugging Face's checkpoints leave it out; ours must not fill it twice."""
         cache = next(filter(_is_cache, others), None)
         mark = "_can_checkpoint_with_cache"
@@ -181,7 +183,6 @@ class Recompute:
         if cache is None or is_only_read or self._has_warned_of_cache:
             return
         self._has_warned_of_cache = True
-        name = f"a layer {type(modules[0]).__name__}" if len(modules) == 1 else "a function"
         warnings.warn(
             f"{name} is checkpointed and was given a {type(cache).__name__} to fill: where "
             "backward runs it again, it fills that a second time, so gradients may be wrong and "
@@ -208,6 +209,7 @@ _TENSOR = object()
 
 def _run_reentrant(
     run: Callable[..., Any],
+    name: str,
     modules: list[Module],
     tensors: list[Tensor],
     options: dict[str, Any],
@@ -222,6 +224,14 @@ def _run_reentrant(
 
     def run_flat(*tensors: Tensor) -> tuple[Any, ...]:
         leaves, tree = tree_flatten(run(*tensors))
+        for leaf in leaves:
+            if is_dataclass(leaf):
+                raise TypeError(
+                    f"{name} under a reentrant checkpoint returns a {type(leaf).__name__}, "
+                    "whose tensors would get no gradient; expected tensors, or tuples, lists and "
+                    "dictionaries of them; give use_reentrant=False, or make the class known with "
+                    "torch.utils._pytree.register_dataclass"
+                )
         trees.append(tree)
         return tuple(leaves)
 

@@ -8,7 +8,7 @@ Tensors are found wherever they stand in tuples, lists and dicts. The parts are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,17 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
     """Return the arguments of each microbatch; a value without a batch dimension goes to each.
 
     Raises:
-        ValueError: Batch sizes differ, or no tensor has one.
+        ValueError: Batch sizes differ, or no tensor has one; or an input hides tensors.
     """
     if num_microbatches == 1:
         return [inputs]
     leaves, spec = tree_flatten(inputs)
+    if hiding := sorted({type(leaf).__name__ for leaf in leaves if _hides_tensors(leaf)}):
+        raise ValueError(
+            f"inputs of type {', '.join(hiding)} have tensors inside that would not be cut into "
+            "microbatches; expected tensors in tuples, lists and dicts; pass those, register the "
+            "type with torch.utils._pytree, or take num_microbatches=1"
+        )
     sizes = sorted({len(leaf) for leaf in leaves if _has_batch(leaf)})
     if len(sizes) != 1:
         raise ValueError(
@@ -61,6 +67,11 @@ def join(outputs: Sequence[Any]) -> Any:
 
 def _has_batch(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() >= 1
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+    return not isinstance(leaf, Tensor) and any(isinstance(value, Tensor) for value in inside)
 
 
 def _joined(leaves: Sequence[Any]) -> Any:
