@@ -56,37 +56,33 @@ class Candidate(NamedTuple):
         return self.nbytes, self.stage, self.name
 
 
+def first_saved(tapes: RankTapes) -> list[Candidate]:
+    """List groups with something to move, the first saved first."""
+    return [
+        Candidate(tape.nbytes(group), stage, group.name, position)
+        for stage, tape in sorted(tapes.stages.items())
+        for position, group in enumerate(tape.groups)
+        if group.payloads
+    ]
+
+
 def as_saved(tapes: RankTapes) -> list[Candidate]:
-    """Sort groups with something to move, the largest first. Of equal groups the last saved comes
-    first, because backward needs it first.
+    """Sort groups, the largest first. Of equal groups the last saved comes first, because backward
+    needs it first.
     """
-    return sorted(_candidates(tapes), reverse=True)
+    return sorted(first_saved(tapes), reverse=True)
 
 
 def largest_first(tapes: RankTapes) -> list[Candidate]:
     """Sort groups, the largest first; of equal groups, the first saved first."""
-    return sorted(_candidates(tapes), key=lambda group: (-group.nbytes, group.place))
-
-
-def first_saved(tapes: RankTapes) -> list[Candidate]:
-    """Sort groups of any size, the first saved first."""
-    return sorted(_candidates(tapes), key=lambda group: group.place)
+    return sorted(first_saved(tapes), key=lambda group: -group.nbytes)
 
 
 def spread_out(tapes: RankTapes) -> list[Candidate]:
     """Sort groups in the order of NOTE [ Spread out ]."""
-    last_first = sorted(_candidates(tapes), key=lambda group: group.place, reverse=True)
+    last_first = first_saved(tapes)[::-1]
     order = partial(reversed_bits, num=len(last_first))
     return [last_first[index] for index in sorted(range(len(last_first)), key=order)]
-
-
-def _candidates(tapes: RankTapes) -> list[Candidate]:
-    return [
-        Candidate(tape.nbytes(group), stage, group.name, position)
-        for stage, tape in tapes.stages.items()
-        for position, group in enumerate(tape.groups)
-        if group.payloads
-    ]
 
 
 class Fill:
