@@ -196,7 +196,7 @@ class Chooser:
                 max_in_flight_bytes=in_flight,
                 prefetch_bytes=ahead,
                 recomputed=tape.recomputed,
-                optimizer_bytes=tape.update.state_bytes,
+                optimizer_bytes=tape.state_bytes,
             )
 
     def without_offload(self) -> PipelineStep:
@@ -265,7 +265,7 @@ class Chooser:
         """Make the error of a limit that cannot be met, with the least limit that can."""
         least = self._least.peak_bytes
         rank = [step.peak_bytes for step in self._least.step.ranks].index(least)
-        state_bytes = self._predictor.tapes[rank].update.state_bytes
+        state_bytes = self._predictor.tapes[rank].state_bytes
         of_that = f", {size_text(state_bytes)} of that for its optimizer's state"
         advice = "take more ranks, shorter microbatches or fewer in flight"
         if (host_bytes := self._predictor.config.host_budget_bytes) is not None:

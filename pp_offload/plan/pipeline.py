@@ -158,7 +158,7 @@ class TapeWork(RankWork):
         self._chunks.clear()
         self._have_gradients.clear()
         self._order.begin_step(self.manager, self._number, self._split)
-        state_bytes = self._tapes.update.state_bytes * self._has_updated
+        state_bytes = self._tapes.state_bytes * self._has_updated
         self.device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
     def forward(self, stage: int, microbatch: int) -> int:

@@ -126,7 +126,7 @@ class Predictor:
     def without_offload(self, nums: Nums, *, is_short: bool = False) -> PipelineStep:
         """Predict the step in which all groups stay; the second if an optimizer has a state."""
         order = self._short if is_short else self.order
-        num = 1 + any(rank.update.state_bytes for rank in self.tapes)
+        num = 1 + any(rank.state_bytes for rank in self.tapes)
         return self._steps(order, choice_of(nums), num, is_offloading=False)[-1]
 
     def own_bounds(self, choice: Choice) -> list[Bounds]:

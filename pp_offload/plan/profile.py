@@ -18,13 +18,12 @@ from operator import add
 from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.tape import (
-    Backward,
     Event,
     Mark,
     RankTapes,
+    Repeated,
     Stretch,
     Tape,
-    Update,
 )
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.link import Link
@@ -146,14 +145,14 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
         tuple(stages[stage] for stage in sorted(stages)),
         tuple(rank_tapes.resident_bytes for rank_tapes in tapes),
         hardware.d2h_rate / 1e3,
-        tuple(_optimizer(rank_tapes.update) for rank_tapes in tapes),
+        tuple(map(_optimizer, tapes)),
     )
 
 
-def _optimizer(update: Update) -> ActionProfile | None:
+def _optimizer(tapes: RankTapes) -> ActionProfile | None:
     """Profile an optimizer's step, with the state that it made in the first one."""
-    later = _action(update.later)
-    return replace(later, resident_bytes=update.state_bytes) if update.later else None
+    later = tapes.update.later
+    return replace(_action(later), resident_bytes=tapes.state_bytes) if later else None
 
 
 def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
@@ -223,15 +222,15 @@ def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
     return _action(still.forward), _action(backward.first), _action(backward.later)
 
 
-def _backward(tape: Tape) -> Backward:
+def _backward(tape: Tape) -> Repeated:
     """Return the events of a whole backward; both parts if it comes in two."""
     parts = tape.backward
     if "FULL_BACKWARD" in parts:
         return parts["FULL_BACKWARD"]
-    return Backward(*map(add, parts["BACKWARD_INPUT"], parts["BACKWARD_WEIGHT"]))
+    return Repeated(*map(add, parts["BACKWARD_INPUT"], parts["BACKWARD_WEIGHT"]))
 
 
 def _action(events: Iterable[Event]) -> ActionProfile:
     """Sum the bytes and times of stretches."""
-    whole = Stretch.joined(event for event in events if isinstance(event, Stretch))
+    whole = Stretch.joined(events)
     return ActionProfile(whole.nbytes, whole.rise, sum(whole.seconds) * 1e3)

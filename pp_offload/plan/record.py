@@ -26,7 +26,7 @@ from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
-from pp_offload.plan.tape import Backward, RankTapes, Stretch, Tape, Update
+from pp_offload.plan.tape import RankTapes, Repeated, Stretch, Tape
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.pipeline import running_rank
@@ -64,7 +64,7 @@ def record(
     options = replace(config, **in_memory, verify=False)
     work.prepare(order, VirtualBackend(hardware))
 
-    def tapes_of(rank: int, update: Update | None) -> RankTapes:
+    def tapes_of(rank: int, update: Repeated | None) -> RankTapes:
         backend = VirtualBackend(still, is_blocking=True)
         recorder = Recorder(backend)
         with running_rank(order, work, rank, backend, options) as (manager, rank_work):
@@ -148,7 +148,7 @@ class _Recording:
         self._kinds = {(action.kind, action.stage_index) for action in order.actions[rank]}
         self._num = min(2, order.num_microbatches)
 
-    def tapes(self, update: Update | None) -> RankTapes:
+    def tapes(self, update: Repeated | None) -> RankTapes:
         """Record the tapes.
 
         Args:
@@ -161,7 +161,7 @@ class _Recording:
         state_bytes = 0
         if update is None:
             update = self._updates()
-            state_bytes = update.state_bytes
+            state_bytes = Stretch.joined(update.first).nbytes
         self._work.begin_step()
         # From now on stages run alone, without groups of others.
         manager.idle_groups.num_steps_left = 0
@@ -183,19 +183,19 @@ class _Recording:
         for run in self._runs:
             self._run(run, "FULL_BACKWARD", 1)
 
-    def _updates(self) -> Update:
+    def _updates(self) -> Repeated:
         """Record the first update, when all gradients exist, and the second one."""
         recorder = self._recorder
         recorder.taken()
         self._work.update()
         first = recorder.taken()
         if not first:
-            return Update()
+            return Repeated()
         self._run_once()
         recorder.taken()
         self._work.update()
-        updates = [recorder.events_of(raw) for raw in (first, recorder.taken())]
-        return Update(*(tuple(e for e in each if isinstance(e, Stretch)) for each in updates))
+        updates = map(recorder.events_of, (first, recorder.taken()))
+        return Repeated(*((Stretch.joined(events),) for events in updates))
 
     def _tapes(self, run: Sequence[int]) -> Iterable[tuple[int, Tape]]:
         whole, split = (self._played(run, kind) for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"))
@@ -296,7 +296,7 @@ class _StageNotes:
             source_bytes=tuple(last.source_bytes),
             forward=forward,
             backward={
-                kind: Backward(events_of(raw[0]), events_of(raw[-1]))
+                kind: Repeated(events_of(raw[0]), events_of(raw[-1]))
                 for kind, raw in self.actions.items()
             },
             reduce=events_of(self.reduce),

@@ -64,14 +64,15 @@ class Stretch(NamedTuple):
     """Highest device memory during the stretch, above that at its begin; at least 0."""
 
     @classmethod
-    def joined(cls, stretches: Iterable[Stretch]) -> Stretch:
-        """Join stretches that follow each other."""
+    def joined(cls, events: Iterable[Event]) -> Stretch:
+        """Join the stretches among events that follow each other."""
         seconds: list[float] = []
         nbytes = rise = 0
-        for stretch in stretches:
-            seconds += stretch.seconds
-            rise = max(rise, nbytes + stretch.rise)
-            nbytes += stretch.nbytes
+        for event in events:
+            if isinstance(event, Stretch):
+                seconds += event.seconds
+                rise = max(rise, nbytes + event.rise)
+                nbytes += event.nbytes
         return cls(tuple(seconds), nbytes, rise)
 
 
@@ -106,13 +107,15 @@ class Mark(NamedTuple):
 Event = Stretch | Mark
 
 
-class Backward(NamedTuple):
-    """Events of a backward, or of a part of it."""
+class Repeated(NamedTuple):
+    """Events of work that is done again and again: a backward, a part of it, or an update."""
 
-    first: tuple[Event, ...]
-    """Events of the first microbatch, which makes the gradients that later ones add to."""
+    first: tuple[Event, ...] = ()
+    """Events of the first time: a step's first backward makes gradients that later ones add to, the
+    first update makes the state of an optimizer.
+    """
 
-    later: tuple[Event, ...]
+    later: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Tape:
     """Device memory of each source."""
 
     forward: tuple[Event, ...]
-    backward: Mapping[str, Backward]
+    backward: Mapping[str, Repeated]
     """Backwards of the stage by kind of action: in one part (``FULL_BACKWARD``), or in two, those
     of inputs first (``BACKWARD_INPUT``, ``BACKWARD_WEIGHT``).
     """
@@ -152,7 +155,7 @@ class Tape:
         backward = {}
         for kind, parts in self.backward.items():
             copies = [holders.copy() for _ in parts]
-            backward[kind] = Backward(*map(self._without_marks, parts, copies))
+            backward[kind] = Repeated(*map(self._without_marks, parts, copies))
             if kind == "BACKWARD_INPUT":  # the second part begins where the first one ends
                 _, holders = copies
         return replace(
@@ -182,20 +185,6 @@ class Tape:
         return (Stretch.joined(stretches()),) if events else ()
 
 
-class Update(NamedTuple):
-    """Work of an optimizer at the end of a step; empty without an optimizer."""
-
-    first: tuple[Stretch, ...] = ()
-    """Work in the first step, in which the optimizer makes its state."""
-
-    later: tuple[Stretch, ...] = ()
-
-    @property
-    def state_bytes(self) -> int:
-        """Device memory of the optimizer from the first step on."""
-        return sum(stretch.nbytes for stretch in self.first)
-
-
 @dataclass(frozen=True)
 class RankTapes:
     """Tapes of a rank's stages, and of its optimizer."""
@@ -204,7 +193,8 @@ class RankTapes:
     resident_bytes: int
     """Device memory at the begin of the first step: parameters, and buffers of the schedule."""
 
-    update: Update = Update()
+    update: Repeated = Repeated()
+    """Work of an optimizer at the end of a step; empty without an optimizer."""
 
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of the layers that backward recomputes, by virtual stage."""
@@ -217,6 +207,13 @@ class RankTapes:
 
     variant: Callable[[int], RankTapes] | None = field(default=None, compare=False, repr=False)
     """Function that records the rank with a number of layers recomputed; None without layers."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Device memory of the optimizer from the end of the first step on."""
+        return Stretch.joined(
+            each for each in self.update.first if isinstance(each, Stretch)
+        ).nbytes
 
     def planned(self, stay: Container[tuple[int, int]]) -> tuple[tuple[PlannedGroup, ...], ...]:
         """Make the planned groups of the rank: groups at these places stay, all others leave.
@@ -238,8 +235,8 @@ class RankTapes:
 
     def with_state(self) -> RankTapes:
         """Make the tapes of later steps, at whose begin the optimizer has its state."""
-        resident_bytes = self.resident_bytes + self.update.state_bytes
-        update = Update(self.update.later, self.update.later)
+        resident_bytes = self.resident_bytes + self.state_bytes
+        update = Repeated(self.update.later, self.update.later)
         return replace(self, resident_bytes=resident_bytes, update=update)
 
     def recomputing(self, num: int) -> RankTapes:

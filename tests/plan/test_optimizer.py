@@ -43,7 +43,7 @@ def test_its_state_is_there_from_the_first_step_on(name: str, of_a_parameter: in
     mine = [parameter.nbytes for parameter in work.stages[0].parameters()]
     both = record(order, work, DEVICE, CONFIG)
     tapes = both[0]
-    assert tapes.update.state_bytes == of_a_parameter * sum(mine)
+    assert tapes.state_bytes == of_a_parameter * sum(mine)
     assert sum(tensor.nbytes for tensor in tapes.update.later) == 0
     first, second = (predict(order, both, DEVICE, num_steps=num).ranks[0] for num in (1, 2))
     assert second.peak_bytes >= first.peak_bytes
@@ -59,7 +59,7 @@ def test_a_plan_is_below_its_limit_with_it() -> None:
     most = max(rank.peak_bytes for rank in none.ranks)
     plan = choose(order, tapes, DEVICE, most - 1, config=CONFIG)
     step = run_pipeline(order, work, DEVICE, config=replace(CONFIG, plan=plan), num_steps=3)
-    state = [tape.update.state_bytes for tape in tapes]
+    state = [tape.state_bytes for tape in tapes]
     for rank, cost, nbytes in zip(plan.ranks, step.ranks, state, strict=True):
         assert rank.peak_bytes == cost.peak_bytes < most
         assert rank.optimizer_bytes == nbytes > 0
