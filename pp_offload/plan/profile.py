@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
-from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.tape import (
     Event,
@@ -128,7 +127,6 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
     Raises:
         TypeError: ``hardware`` is no :class:`Hardware`.
     """
-    check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
     groups: dict[int, list[GroupProfile]] = {}
     stages: dict[int, StageProfile] = {}
     link = NumberDevice(hardware).link

@@ -61,7 +61,6 @@ def run_pipeline(
     """
     check_count("num_steps", num_steps, least=1)
     check_kind("order", order, PipelineOrder, "a PipelineOrder")
-    check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
     if config is not None:
         check_config(config)
     with ExitStack() as stack:
