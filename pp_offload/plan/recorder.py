@@ -103,14 +103,11 @@ class Recorder(Observer):
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         """Chunk and source of each storage, by number of the storage."""
 
-        self._reloads: dict[int, Mark] = {}
-        """Mark that ends each reload, by number of the reloaded storage."""
+        self._ends: dict[int, Event] = {}
+        """Event at the end of each storage that the engine allocated, by number of the storage."""
 
         self._uses_by_recipe: Counter[int] = Counter()
         """Number of uses of each payload by the recipe that runs."""
-
-        self._taken_out: set[int] = set()
-        """Numbers of storages whose allocation was taken out of the notes."""
 
         backend.compute.listeners = (*backend.compute.listeners, self._ran)
 
@@ -133,8 +130,7 @@ class Recorder(Observer):
         """Forget all events and their storages, because a step begins."""
         self.taken()
         self._sources.clear()
-        self._reloads.clear()
-        self._taken_out.clear()
+        self._ends.clear()
 
     def _refuse(self, problem: str) -> None:
         """Note the problem for :meth:`taken`: raised here, it would end the program's forward."""
@@ -157,10 +153,8 @@ class Recorder(Observer):
         if not isinstance(raw, _Memory):
             return raw
         number, nbytes = raw
-        if number in self._reloads:
-            return self._reloads[number] if nbytes < 0 else _NOTHING
-        if number in self._taken_out:
-            return _NOTHING
+        if number in self._ends:
+            return self._ends[number] if nbytes < 0 else _NOTHING
         if number in self._sources and nbytes < 0:
             return Mark("drop", self._sources[number][1])
         return Stretch((), nbytes, max(0, nbytes))
@@ -232,7 +226,7 @@ class Recorder(Observer):
                 run = self._raw[at + 1]
                 assert isinstance(run, Stretch), "the tensor was allocated for that"
                 del self._raw[at : at + 2]
-                self._taken_out.add(number)
+                self._ends[number] = _NOTHING
                 return Stretch(run.seconds, raw.nbytes, raw.nbytes)
         return None
 
@@ -326,7 +320,7 @@ class Recorder(Observer):
         uses[index] += 1
         self._raw.append(use)
         number = self.memory.number_of(tensor.untyped_storage())
-        self._reloads[number] = use._replace(kind="release")
+        self._ends[number] = use._replace(kind="release")
         if not is_input:
             # A method, not a list's append: ``taken`` replaces the list of notes.
             weakref.finalize(tensor, self._lost, use._replace(kind="lose")).atexit = False
