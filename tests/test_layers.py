@@ -26,8 +26,8 @@ MOST_LINES = {
     "cli": 1339,
     "compat": 112,
     "integrations": 1185,
-    "plan": 3092,
-    "simulate": 2684,
+    "plan": 3073,
+    "simulate": 2683,
     "testing": 967,
     "trace": 1338,
 }

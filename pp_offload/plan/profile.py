@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import add
+from itertools import chain, repeat
+from operator import add, attrgetter
 
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.tape import (
@@ -127,20 +128,17 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
     Raises:
         TypeError: ``hardware`` is no :class:`Hardware`.
     """
-    groups: dict[int, list[GroupProfile]] = {}
-    stages: dict[int, StageProfile] = {}
+    groups, stages = list[GroupProfile](), list[StageProfile]()
     link = NumberDevice(hardware).link
     for rank, rank_tapes in enumerate(tapes):
         every = rank_tapes.recomputing(rank_tapes.num_layers)
-        layers = dict(zip(sorted(every.stages), every.recomputed, strict=False))
-        for stage, tape in rank_tapes.stages.items():
-            groups[stage] = list(_groups(stage, tape, link))
-            stages[stage] = _stage(
-                *(stage, rank, tape), every.stages[stage], len(layers.get(stage, ()))
-            )
+        layers = chain(every.recomputed, repeat(()))  # by stage; tapes made by hand have none
+        for (stage, tape), names in zip(sorted(rank_tapes.stages.items()), layers, strict=False):
+            groups += _groups(stage, tape, link)
+            stages.append(_stage(stage, rank, tape, every.stages[stage], len(names)))
     return Profile(
-        tuple(group for stage in sorted(groups) for group in groups[stage]),
-        tuple(stages[stage] for stage in sorted(stages)),
+        tuple(sorted(groups, key=attrgetter("stage"))),
+        tuple(sorted(stages, key=attrgetter("stage"))),
         tuple(rank_tapes.resident_bytes for rank_tapes in tapes),
         hardware.d2h_rate / 1e3,
         tuple(map(_optimizer, tapes)),
