@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import emulated
 import pytest
 import torch
-import torch.distributed as dist
+from helpers import kept
 from helpers.optional import skips_what_needs_more
 from helpers.quick import mark_slow
 
@@ -205,11 +205,8 @@ def training(request: pytest.FixtureRequest) -> Iterator[Training]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with kept.one_rank():
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

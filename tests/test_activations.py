@@ -32,17 +32,9 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
 
 
-@pytest.fixture(params=BACKENDS)
-def offload(request: pytest.FixtureRequest):
-    """A context on each backend, that takes tensors of any size."""
-    backend = make_backend(request.param)
-    with backend.activate():
-        yield OffloadActivations(
-            min_offload_size=1,
-            max_fwd_stash_size=3,
-            config=OffloadConfig(device_limit_bytes=None),
-            backend=backend,
-        )
+@pytest.fixture
+def offload(activations: OffloadActivations) -> OffloadActivations:
+    return activations
 
 
 def device_of(offload: OffloadActivations) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import BEFORE_2_13, TWO_BACKENDS, make_backend
+from helpers.sessions import MostUnused
 from helpers.toy import assert_idle, batches, make_model, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -17,8 +18,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.keys import ChunkKey, WeightPassKey
-from pp_offload._core.observer import Observer
-from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 
 MICROBATCHES = 6
@@ -127,18 +126,6 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
         assert reloaded[2] <= offloaded[2]
     else:
         assert reloaded[2] > offloaded[2]
-
-
-class MostUnused(Observer):
-    """Notes how much was ever reloaded and not used."""
-
-    def __init__(self, offloader: Offloader) -> None:
-        self.nbytes = 0
-        self._arrived = offloader.engine.mover.arrived
-        offloader.observers.add(self)
-
-    def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
-        self.nbytes = max(self.nbytes, self._arrived.unused_bytes)
 
 
 def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:

@@ -22,6 +22,8 @@ import pp_offload.testing
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._core.mover import _MOVERS
+from pp_offload._core.observer import Observer
+from pp_offload._groups.offloader import Offloader
 from pp_offload.errors import TierError
 
 Program = Callable[[bool], Sequence[Tensor]]
@@ -50,6 +52,19 @@ def is_simulated(backend: Any) -> bool:
 def side_stream(backend: Any) -> Any:
     """Another compute stream of a simulated device."""
     return backend.new_stream(f"side {next(_numbers)}")
+
+
+class MostUnused(Observer):
+    """Notes how much was ever reloaded ahead of its use."""
+
+    def __init__(self, offloader: Offloader) -> None:
+        self.nbytes = 0
+        self._arrived = offloader.engine.mover.arrived
+        offloader.observers.add(self)
+
+    def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
+        if not to_host:
+            self.nbytes = max(self.nbytes, self._arrived.unused_bytes)
 
 
 @contextmanager

@@ -10,10 +10,6 @@ import pytest
 from pp_offload._slices.slices import partition, slice_bytes
 
 
-def layers_of(*sizes: int) -> list[dict[int, int]]:
-    return [{index: size} if size else {} for index, size in enumerate(sizes)]
-
-
 def largest(layers, slices) -> int:
     return max(slice_bytes([layers[i] for i in indices]) for indices in slices)
 
@@ -23,21 +19,6 @@ def smallest_largest(layers, num_slices: int) -> int:
     cuts = itertools.combinations(range(1, len(layers)), num_slices - 1)
     ways = (zip((0, *cut), (*cut, len(layers)), strict=True) for cut in cuts)
     return min(largest(layers, [range(*ends) for ends in way]) for way in ways)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_slices", "expected"),
-    [
-        ((1, 1, 1, 1, 1, 1), 3, [(0, 2), (2, 4), (4, 6)]),
-        ((5, 1, 1, 1, 1, 1), 2, [(0, 1), (1, 6)]),
-        ((1, 1, 1, 9), 2, [(0, 3), (3, 4)]),
-        ((0, 0, 0), 2, [(0, 2), (2, 3)]),
-        ((7,), 1, [(0, 1)]),
-        ((3, 0, 0, 3), 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
-    ],
-)
-def test_examples(sizes, num_slices: int, expected) -> None:
-    assert partition(layers_of(*sizes), num_slices) == [range(*ends) for ends in expected]
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -14,10 +14,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from helpers.ranks import run_cases
+from helpers.sessions import MostUnused
 from helpers.workers.steps import WIDTH, gradients, stage_indices
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
-from pp_offload._core.observer import Observer
-from pp_offload._groups.offloader import Offloader
 from pp_offload.pipelining import attach
 
 NUM_MICROBATCHES = 12
@@ -74,19 +73,6 @@ def make_schedule(
     else:
         schedule = (LOOPED | V_SHAPED)[name](stages, microbatches, **options)
     return schedule, modules, num_stages - 1 in indices
-
-
-class MostUnused(Observer):
-    """Notes how much was ever reloaded ahead of its use."""
-
-    def __init__(self, offloader: Offloader) -> None:
-        self.nbytes = 0
-        self._arrived = offloader.engine.mover.arrived
-        offloader.observers.add(self)
-
-    def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
-        if not to_host:
-            self.nbytes = max(self.nbytes, self._arrived.unused_bytes)
 
 
 def train(
