@@ -196,18 +196,13 @@ def _container(model: object) -> nn.Sequential | nn.ModuleList:
 
 def _check_layers(model: nn.Module) -> None:
     kind = "Sequential" if isinstance(model, nn.Sequential) else "ModuleList"
-    own = [*model._parameters, *model._buffers]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = [*model._parameters, *model._buffers, *(name for name in hooks if getattr(model, name))]
     problems = [sharded_problem(model)]
     if own:
         problems.append(
-            f"the {kind} itself has {own}; expected parameters and buffers in its layers only; put "
-            "them into a layer"
-        )
-    if any(getattr(model, name) for name in hooks):
-        problems.append(
-            f"the {kind} itself has hooks, which would not run; expected hooks on its layers only; "
-            "register them on the OffloadModel"
+            f"the {kind} itself has {own}, which would not be used; expected these in its layers "
+            "only; put them into a layer, or register hooks on the OffloadModel"
         )
     if any(isinstance(module, ActivationWrapper) for module in model.modules()):
         problems.append(

@@ -14,7 +14,7 @@ from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 
 MOST_LINES = {
     "_activations": 727,
-    "_checkpoint": 1469,
+    "_checkpoint": 1459,
     "_common": 1253,
     "_core": 4640,
     "_groups": 3392,

@@ -1,7 +1,7 @@
 """Options of layers' checkpoints, and their checks.
 
 params = params_for(variant, SelectiveOpACParams(save_ops_keys=["ops.aten.mm.default"]))
-policy = params.policy()
+params.kept_ops()
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._common.checks import (
     brief,
     check_all,
@@ -102,8 +101,13 @@ class FullACParams:
                 "other: reentrant checkpoints run all again, and compare nothing"
             )
 
-    def policy(self) -> OpPolicy | None:
-        return None
+    def kept_ops(self) -> dict[OpOverload, int | None]:
+        """Return operators whose outputs are kept, with n where every n-th call is recomputed."""
+        return {}
+
+    def offloaded_ops(self) -> list[OpOverload]:
+        """Return the kept operators whose outputs go to the tiers."""
+        return []
 
 
 @takes_options_by_name
@@ -164,18 +168,21 @@ class SelectiveOpACParams(FullACParams):
             )
         for key, every in self.recompute_every.items():
             check_count(f"recompute_every[{key!r}]", every, least=1)
-        self.policy()
-
-    def policy(self) -> OpPolicy | None:
-        offload = frozenset(map(operator, self.offload_ops_keys))
-        for op in offload:
+        self.kept_ops()
+        for op in self.offloaded_ops():
             if any(value.alias_info is not None for value in op._schema.returns):
                 raise ValueError(
                     f"offload_ops_keys has ops.{op}, which returns memory of its arguments; "
                     "expected operators with outputs of their own"
                 )
+
+    def kept_ops(self) -> dict[OpOverload, int | None]:
         every = {operator(key): number for key, number in self.recompute_every.items()}
-        return OpPolicy(frozenset(map(operator, self.save_ops_keys)), offload, every)
+        ops = map(operator, (*self.save_ops_keys, *self.offload_ops_keys))
+        return {op: every.get(op) for op in ops if every.get(op) != 1}
+
+    def offloaded_ops(self) -> list[OpOverload]:
+        return list(map(operator, self.offload_ops_keys))
 
 
 class ActivationCheckpointedModelConfig:

@@ -78,9 +78,9 @@ class Recompute:
         self.counts = CheckpointCounts()
         self.stash: ActivationStash | None = None
         self.warns_of_groups = warns_of_groups
-        self._policy = params.policy()
+        self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()
         self._is_checked = self._has_warned_of_cache = False
-        if params.offload_inputs or (self._policy is not None and self._policy.offload):
+        if params.offload_inputs or self._offloaded:
             smallest = params.min_offload_size
             self.stash = ActivationStash(
                 "checkpoints", params.config, min_offload_size=smallest, backend=backend
@@ -109,7 +109,7 @@ class Recompute:
             return
         self._is_checked = True
         if stash.statistics().bytes_offloaded == 0:
-            ops = f", or of {sorted(map(str, self._policy.offload))}" if self._policy else ""
+            ops = f", or of {sorted(map(str, self._offloaded))}" if self._offloaded else ""
             warnings.warn(
                 f"{num_calls} checkpoints offloaded nothing: there was no input{ops} of at least "
                 f"{stash.min_offload_size} bytes on the device that no operator wrote into; lower "
@@ -147,9 +147,9 @@ class Recompute:
         self._warn_of_cache(name, modules, others)
         before = ModuleState(modules)
         outputs = None
-        if self._policy is not None and self._policy.kept:
-            restore = self.params.preserve_rng_state
-            outputs = KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=restore)
+        if self._kept:
+            given = self._kept, self._offloaded, self.stash, self.counts
+            outputs = KeptOutputs(*given, preserve_rng_state=self.params.preserve_rng_state)
 
         def run(*tensors: Tensor) -> Any:
             with ExitStack() as contexts:

@@ -1,9 +1,9 @@
 """Outputs of chosen operators in a checkpoint: saved or offloaded, and not recomputed.
 
-A dispatch mode around the forward saves or offloads the outputs that the policy chooses. A dispatch
-mode around the recomputation answers the same calls with these outputs, and runs all others.
+A dispatch mode around the forward saves or offloads the outputs of these operators. A dispatch mode
+around the recomputation answers the same calls with these outputs, and runs all others.
 
-    outputs = KeptOutputs(policy, stash, counts, preserve_rng_state=True)
+    outputs = KeptOutputs(kept, offloaded, stash, counts, preserve_rng_state=True)
     with outputs:
         y = function(x)
     with outputs.again():  # in backward, any number of times
@@ -23,15 +23,14 @@ NOTE [ Written in place ]
 NOTE [ Cached casts ]
     The cache of autocast decides whether a weight is cast: not if an earlier call in the same
     ``autocast`` did it. The recomputation starts with another cache, so the n-th cast of the
-    forward is not its n-th. If the cache is on, casts are recomputed, whatever the policy says.
+    forward is not its n-th. If the cache is on, casts are recomputed, although they are to be kept.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,29 +54,6 @@ from pp_offload._memory.storages import has_storage
 
 CAST = torch.ops.aten._to_copy.default
 """Operator with which autocast casts."""
-
-
-@dataclass(frozen=True)
-class OpPolicy:
-    """Chooses kept outputs by operator, and by the number of its calls in this forward.
-
-    Outputs of ``save`` stay on the device, those of ``offload`` go to the tiers. For some of these
-    operators ``recompute_every`` has n: every n-th call is recomputed.
-    """
-
-    save: frozenset[OpOverload]
-    offload: frozenset[OpOverload] = frozenset()
-    recompute_every: Mapping[OpOverload, int] = field(default_factory=dict)
-
-    def keeps(self, op: OpOverload, number: int) -> bool:
-        """Whether to keep the output of the ``number``-th call of ``op``, counted from 1."""
-        every = self.recompute_every.get(op)
-        return op in self.kept and (every is None or number % every != 0)
-
-    @functools.cached_property
-    def kept(self) -> frozenset[OpOverload]:
-        """Operators of which some output is kept, if they are called often enough."""
-        return frozenset(op for op in self.save | self.offload if self.recompute_every.get(op) != 1)
 
 
 @dataclass
@@ -135,26 +111,31 @@ class KeptOutputs(TorchDispatchMode):
 
     Compiled code inside runs uncompiled: operators keep the names of the code, and a compiler would
     replace them.
+
+    Args:
+        kept: Operators, and for some of them n: every n-th call is recomputed nevertheless.
+        offloaded: Those whose outputs go to the tiers; the others' stay on the device.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
         self,
-        policy: OpPolicy,
+        kept: Mapping[OpOverload, int | None],
+        offloaded: Collection[OpOverload],
         stash: ActivationStash | None,
         counts: CheckpointCounts,
         *,
         preserve_rng_state: bool,
     ) -> None:
         super().__init__()
-        self._policy = policy
+        self._kept, self._offloaded = kept, offloaded
         self._stash = stash
         self._counts = counts
         self._preserve_rng_state = preserve_rng_state
         # See NOTE [ Cached casts ].
         is_cached = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-        ops = policy.kept - ({CAST} if is_cached else frozenset())
+        ops = kept.keys() - ({CAST} if is_cached else ())
         self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in ops}
         self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[OpOverload, int]]]
         self._calls_in = WeakKeyDictionary()
@@ -170,13 +151,15 @@ class KeptOutputs(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         if self._calls_in:
             self._drop_written(func, args, kwargs)
-        if calls is not None and self._policy.keeps(func, len(calls)):
-            calls[-1] = self._keep(func, outputs)
+        if calls is not None:
+            every = self._kept[func]
+            if every is None or len(calls) % every:
+                calls[-1] = self._keep(func, outputs)
         return outputs
 
     def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
         sizes: list[int] = []
-        pack = self._stash.pack if self._stash and op in self._policy.offload else Resident
+        pack = self._stash.pack if self._stash and op in self._offloaded else Resident
 
         def keep(tensor: Tensor) -> Packed:
             sizes.append(tensor.nbytes if has_storage(tensor) else 0)
