@@ -19,8 +19,8 @@ HEAD = """\
 
 # Options
 
-`OffloadConfig` is a frozen record of keyword arguments. It is checked as a whole: one
-[`ConfigError`](errors.md#configerror) lists every violation, names that are no option among them.
+`OffloadConfig` is a frozen record of keyword arguments. One [`ConfigError`](errors.md#configerror)
+lists every violation.
 
 A schedule takes it by `attach(schedule, groups, OffloadConfig(...))`, groups without a schedule by
 `configure(OffloadConfig(...))` between steps, all else as `config=OffloadConfig(...)`.
