@@ -226,7 +226,8 @@ class OffloadConfig:
             if problem := count_problem(name, value, unit=_unit(name)):
                 yield problem + (f", or {AUTO!r}" if may_be_auto else "")
                 if is_text and _unit(name) == "bytes":
-                    yield f"bytes of a file or the environment may have a unit: {', '.join(UNITS)}"
+                    may = "" if name == "device_limit_bytes" else " of a file or the environment"
+                    yield f"bytes{may} may have a unit: {', '.join(UNITS)}"
         fraction = self.activation_offload_fraction
         is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if not is_number or not 0 <= fraction <= 1:

@@ -28,10 +28,9 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import brief, check_all, check_kind, count_problem, flag_problem
-from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._core.statistics import OffloadStatistics, step_text
+from pp_offload._core.statistics import OffloadStatistics, moved_text
 from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
 from pp_offload._hooks.regions import (
     PackHook,
@@ -107,14 +106,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         super().__init__(_unless_excluded(self.stash.pack), unpack)
 
     def __repr__(self) -> str:
-        statistics = self.statistics()
-        disk_bytes = statistics.disk_bytes_peak
-        return (
-            f"<{type(self).__name__}: {size_text(statistics.bytes_offloaded)} offloaded so far; at "
-            f"most {size_text(statistics.host_bytes_peak)} in host memory"
-            f"{f' and {size_text(disk_bytes)} on disk' if disk_bytes else ''} at a time"
-            f"{step_text(statistics)}>"
-        )
+        return f"<{type(self).__name__}: {moved_text(self.statistics())}>"
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""

@@ -60,8 +60,9 @@ class OffloadStatistics:
     """Payloads asked for while their copy to the host was under way, and given back without one."""
 
     step_ms: float | None
-    """How long the last step took that was timed, until the next one: the first two are, and two
-    after a change. By the device's clock, else by the host's; None before.
+    """How long the last step took that was timed, until the next one began; None before. By the
+    host's clock each step is; by that of a device the first two are, and two after a change.
+    Without groups a step is over where no graph is left: a microbatch, or those in flight together.
     """
 
     stalled_ms: float | None
@@ -122,6 +123,17 @@ class OffloadStatistics:
             text = size_text(int(number)) if "bytes" in name else f"{number:g}"
             lines += [f"{name.replace('_', ' '):<24}{text:>14}"] * bool(number)
         return "\n".join(lines)
+
+
+def moved_text(statistics: OffloadStatistics) -> str:
+    """Return what was moved, and what a step takes, as text."""
+    disk_bytes = statistics.disk_bytes_peak
+    return (
+        f"{size_text(statistics.bytes_offloaded)} offloaded so far; at most "
+        f"{size_text(statistics.host_bytes_peak)} in host memory"
+        f"{f' and {size_text(disk_bytes)} on disk' if disk_bytes else ''} at a time"
+        f"{step_text(statistics)}"
+    )
 
 
 def step_text(*statistics: OffloadStatistics) -> str:

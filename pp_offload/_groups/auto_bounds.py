@@ -116,7 +116,8 @@ class AutoBounds:
                 timed, self._timed = self._timed, None
                 self._num_left -= 1
                 self._choose(timed)
-            if self._num_left and self._timed is None:
+            is_by_host = self.last.step_ms and not self.last.has_waits  # which costs nothing
+            if self._timed is None and (self._num_left or is_by_host):
                 begin = backend.timed_event(backend.current_stream())
                 if begin is None:
                     self._begun_s = time.perf_counter()
@@ -145,8 +146,9 @@ class AutoBounds:
             if is_complete and running.end_step():
                 self._timed, self._sent_when_timed = running, sent
         elif begun_s is not None and is_complete:
-            self._num_left -= 1
             self._note(StepTime((time.perf_counter() - begun_s) * 1e3))
+            self._is_new |= self._num_left > 0
+            self._num_left = max(0, self._num_left - 1)
         has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
         if plan != self._plan or (has_grown and not self._num_left):
             self.follow(plan)
@@ -167,7 +169,7 @@ class AutoBounds:
     def _note(self, step: StepTime) -> None:
         if not self.first.step_ms:
             self.first = step
-        self.last, self._is_new = step, True
+        self.last = step
         counts = self._offloader.engine.mover.counts
         counts.step_ms = step.step_ms
         counts.stalled_ms = step.waiting_ms if step.has_waits else None
@@ -177,6 +179,7 @@ class AutoBounds:
         to_host, back = rate(times.offloads), rate(times.reloads)
         step_s, whole_s = map(times.seconds_until, (times.end, times.step_end))
         self._note(StepTime(whole_s * 1e3, stalled_s * 1e3, has_waits=True))
+        self._is_new = True
         if to_host is not None and back is not None:
             forward_s = (step_s - stalled_s) / 3
             self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)

@@ -23,6 +23,7 @@ import torch
 from torch.nn import Module
 
 from pp_offload._common.checks import brief
+from pp_offload._core.statistics import moved_text
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.forwards import offload_of
@@ -72,6 +73,9 @@ class ActivationOffload:
         self._entered: list[ExitStack] = []
         self._step = 0
         self._was_last = True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {moved_text(self.statistics())}>"
 
     def __enter__(self) -> ActivationOffload:
         """Begin the forward of a microbatch."""
