@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1459,
     "_common": 1253,
     "_core": 4652,
-    "_groups": 3395,
+    "_groups": 3401,
     "_hooks": 419,
     "_megatron": 1303,
     "_memory": 1494,

@@ -91,6 +91,7 @@ class AutoBounds:
         self._plan = Plan()
         self._running: StepTimes | None = None
         self._timed: StepTimes | None = None
+        self._ended: StepTimes | None = None  # its copies are over, and bounds chosen from them
         self._begun_s: float | None = None  # by the host's clock, if the device has no timed events
         self._sent = self._sent_when_timed = 0
         self.hidden_bytes = 0
@@ -112,10 +113,12 @@ class AutoBounds:
         if backend.is_capturing:
             return
         try:
+            self._note_ended()
             if self._timed is not None and self._timed.are_over():
-                timed, self._timed = self._timed, None
+                self._ended, self._timed = self._timed, None
                 self._num_left -= 1
-                self._choose(timed)
+                self._choose(self._ended)
+                self._note_ended()
             is_by_host = self.last.step_ms and not self.last.has_waits  # which costs nothing
             if self._timed is None and (self._num_left or is_by_host):
                 begin = backend.timed_event(backend.current_stream())
@@ -125,7 +128,7 @@ class AutoBounds:
                     self._running = StepTimes(begin, backend)
                     self._offloader.observers.add(self._running)
         except RuntimeError as failure:  # events of this device, or of another stream, have no time
-            self._timed = None
+            self._timed = self._ended = None
             self._num_left = max(0, self._num_left - 1)
             logger.debug("bounds do not change, because a step was not timed: %s", str(failure))
         self._sent = self._offloader.engine.mover.counts.bytes_offloaded
@@ -170,16 +173,22 @@ class AutoBounds:
         if not self.first.step_ms:
             self.first = step
         self.last = step
-        counts = self._offloader.engine.mover.counts
-        counts.step_ms = step.step_ms
-        counts.stalled_ms = step.waiting_ms if step.has_waits else None
+        self._offloader.engine.mover.counts.step_ms = step.step_ms
+
+    def _note_ended(self) -> None:
+        """Note the time of a step whose copies were over before, once its end has passed."""
+        ended = self._ended
+        if ended is not None and ended.step_end.query():
+            self._ended = None
+            step_s, stalled_s = ended.seconds_until(ended.step_end), seconds(ended.waits)
+            self._note(StepTime(step_s * 1e3, stalled_s * 1e3, has_waits=True))
+            self._is_new = True
 
     def _choose(self, times: StepTimes) -> None:
         stalled_s = seconds(times.waits)
         to_host, back = rate(times.offloads), rate(times.reloads)
-        step_s, whole_s = map(times.seconds_until, (times.end, times.step_end))
-        self._note(StepTime(whole_s * 1e3, stalled_s * 1e3, has_waits=True))
-        self._is_new = True
+        step_s = times.seconds_until(times.end)
+        self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
         if to_host is not None and back is not None:
             forward_s = (step_s - stalled_s) / 3
             self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
@@ -243,9 +252,6 @@ class StepTimes(Laps):
         self.step_end = self.now(self._backend) or last_mark
         self.end = last_mark
         return not self.is_cut
-
-    def are_over(self) -> bool:
-        return self.step_end.query() and super().are_over()
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if group.state is GroupState.OFFLOADED:
