@@ -100,7 +100,7 @@ class AutoBounds:
 
     def take_settled(self) -> bool:
         """Return, once, whether :attr:`last` is new and no further step will be timed."""
-        is_settled = self._is_new and not self._num_left
+        is_settled = self._is_new and not self._num_left and self._ended is None
         self._is_new &= not is_settled
         return is_settled
 
