@@ -151,9 +151,7 @@ class ActivationStash:
         self._room.begin_step(self._limit)
         if self._room.is_settled and not self._has_logged and self._times.take_settled():
             self._has_logged = True
-            gain = self._room.gain(self._times.last, self._times.first)
-            if gain is not None:
-                log_gain(gain)
+            log_gain(self._room.gain(self._times.last, self._times.first))
 
     def _warn_of_host(self) -> None:
         """Warn once in a process: the user compares, or an accelerator was not recognized."""

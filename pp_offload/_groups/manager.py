@@ -337,12 +337,14 @@ class Manager:
 
     def gain(self) -> Gain | None:
         """Return the cost and gain of the last step; None before a step was measured."""
+        if not self.step.summary and not self.bounds.last.step_ms:
+            return None
         return self._room.gain(self.bounds.last, self.bounds.first)
 
     def _say_what_steps_cost(self) -> None:
         """Log the gain once for each choice of groups that stay."""
-        if self._room.is_settled and self.bounds.take_settled() and (gain := self.gain()):
-            log_gain(gain)
+        if self._room.is_settled and self.bounds.take_settled():
+            log_gain(self._room.gain(self.bounds.last, self.bounds.first))
 
     def _drop_step(self) -> None:
         with self.offloader.lock:

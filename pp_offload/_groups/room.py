@@ -205,17 +205,12 @@ class DeviceRoom:
         self._seen: StepMemory | None = None
         self._has_warned = False
 
-    def gain(self, now: StepTime, first: StepTime) -> Gain | None:
-        """Return the cost and gain of the last step, given times of steps; None before a step was
-        measured.
-        """
-        summary, figures = self._offloader.step.summary, self._figures
-        if not summary and not now.step_ms:
-            return None
+    def gain(self, now: StepTime, first: StepTime) -> Gain:
+        """Return the cost and gain of the last step, given the times of steps."""
+        figures, groups = self._figures, groups_sum(self._offloader.step.summary.values())
         if not self.is_watching or figures is None:
             allocated = self._offloader.backend.allocated()
             figures = None if allocated is None else DeviceFigures(allocated.peak_bytes)
-        groups = groups_sum(summary.values())
         return Gain(now, first, groups, figures, self._offloader.copies_free)
 
     @property

@@ -75,7 +75,7 @@ class PlainCopies:
         self._has_warned = False
         self._lock = threading.RLock()  # never held during a wait
         self._under_way: list[PendingCopy] = []
-        self._moved = [0, 0]  # bytes to the device, and to the host
+        self._moved = {"bytes_offloaded": 0, "bytes_reloaded": 0}
 
     def copy_to_device(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
         """Start copying dense host tensors to the device. Do not write them before that ends."""
@@ -88,7 +88,6 @@ class PlainCopies:
         gradients must go somewhere. Each result is a storage of its own.
         """
         dense = [as_dense(source.detach()) for source in sources]
-        self._streams.follow(self.backend.current_stream())
         copy = self._queue(dense, label, to_host=True)
         self._keep_bounded(sum([source.nbytes for source in dense]))
         return copy
@@ -106,8 +105,9 @@ class PlainCopies:
             copy_stream.wait_event(stream.record_event())
             copy = PendingCopy(targets, sources, copy_stream, stream, label, checksums)
             if to_host:
+                self._streams.follow(stream)
                 copy.in_flight_bytes = nbytes
-            self._moved[to_host] += nbytes
+            self._moved["bytes_offloaded" if to_host else "bytes_reloaded"] += nbytes
             self._under_way.append(copy)  # first: an interrupt may come behind the copies
             backend.copy(copy_stream, targets, list(sources), label)
             copy.end()
@@ -176,9 +176,7 @@ class PlainCopies:
         with self._lock:
             self.poll()
             numbers = dict.fromkeys(OffloadStatistics.__dataclass_fields__, 0)
-            numbers |= {
-                "bytes_reloaded": self._moved[False],
-                "bytes_offloaded": self._moved[True],
+            numbers |= self._moved | {
                 "bytes_in_flight": sum([copy.in_flight_bytes for copy in self._under_way]),
                 "host_bytes_in_use": self._pool.in_use_bytes,
                 "host_bytes_peak": self._pool.peak_bytes,
