@@ -166,6 +166,11 @@ def test_all_that_is_wrong_is_in_one_error(read: Callable[[Any], OffloadConfig])
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, OffloadError)
 
 
+def test_a_limit_with_an_unknown_unit_names_the_units() -> None:
+    with pytest.raises(ConfigError, match="is '60 XB', expected .*; bytes may have a unit: B, kB"):
+        OffloadConfig(device_limit_bytes="60 XB")
+
+
 def test_the_two_smallest_sizes_name_their_units() -> None:
     """One is in elements, as in the reference, and one in bytes, as in TRL and torchtune."""
     model = nn.Linear(2, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -47,6 +48,9 @@ def test_same_bits_with_the_options_of_an_accelerator(name: str, options: dict[s
     gc.collect()
     statistics = offload.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
+    assert re.search(
+        r"ActivationOffload: .* offloaded so far; .*a step takes [\d.]+ ms>", repr(offload)
+    )
     assert offload.figures()["offload/bytes_offloaded"] == statistics.bytes_offloaded
     assert offload.figures()["offload/bytes_offloaded"] == 0, "nothing since"
     offload.close()
