@@ -84,10 +84,7 @@ if not TYPE_CHECKING:  # or a name that does not exist would be taken for one th
         import importlib
 
         if name not in _MODULES:
-            from pp_offload._common.checks import near
-
-            advice = near(name, __all__)
-            raise AttributeError(f"module 'pp_offload' has no attribute {name!r}{advice}")
+            raise AttributeError(f"module 'pp_offload' has no attribute {name!r}")
         module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
         value = globals()[name] = getattr(module, name) if _MODULES[name] else module
         return value

@@ -37,9 +37,6 @@ from pp_offload.modules import (
 
 _ATTACHED = "_pp_offload_handle"
 
-_SCHEDULES = "torch.distributed.pipelining.schedules"
-"""Module of PyTorch's schedules."""
-
 
 def attach(
     schedule: Any, groups: Patterns | None = None, config: OffloadConfig | None = None
@@ -115,8 +112,6 @@ class AttachedSchedule:
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # last, because the old options are lost
-        facts = _facts_of(self._schedule, self._stages)
-        manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
         self._split = self._order.split_backward(manager.config)
         self._undo.add(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
@@ -244,18 +239,6 @@ def _rank_of(stages: list[Any]) -> int:
     return int(getattr(stages[0], "group_rank", 0))
 
 
-def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
-    """Collect the known facts of a schedule that a plan's options also record."""
-    kind = type(schedule)
-    facts = {
-        "num_microbatches": getattr(schedule, "_n_microbatches", None),
-        "num_ranks": getattr(stages[0], "group_size", None),
-    }
-    if kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_"):
-        facts["schedule"] = kind.__name__  # not for a list of actions, which is unnamed
-    return {name: fact for name, fact in facts.items() if fact is not None}
-
-
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
     """Raise if the plan recomputes a layer that is not recomputed."""
     for vp_stage, stage in enumerate(stages):
@@ -278,11 +261,6 @@ def _check_free(stages: list[Any]) -> None:
 
 
 def _stages(schedule: Any) -> list[Any]:
-    if isinstance(schedule, type):
-        raise TypeError(
-            f"schedule is the class {schedule.__name__}, expected one of its objects, made with "
-            "the stages"
-        )
     if hasattr(schedule, "_stages"):
         return list(schedule._stages)
     if hasattr(schedule, "_stage"):

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pp_offload._common.checks import check_kind
-from pp_offload._common.processes import logger_of
 from pp_offload._common.sizes import size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
@@ -25,11 +23,6 @@ from pp_offload._groups.plan import GroupBytes, groups_sum
 from pp_offload._groups.step_line import gain_table
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
-
-logger = logger_of(__name__)
-
-WARN_S = 10
-"""Seconds after which a rank that waits for other ranks in vain logs a warning."""
 
 PATIENCE_S = 300
 """Seconds after which a waiting rank gives up, as stores do. Another rank may be saving."""
@@ -105,15 +98,9 @@ def print_offload_summary_table(
         local_duplicate_summary: Number and bytes of repeated copies of the same bytes, by group
             name on this rank; a line each, below the table. The engine itself copies bytes once.
         process_group: The default group when None; its rank 0 prints.
-
-    Raises:
-        TypeError: An argument is no mapping.
     """
-    check_kind("total_offload_bytes", total_offload_bytes, Mapping, "bytes by group name")
-    more = local_duplicate_summary or {}
-    expected = "a number of copies and their bytes by group name"
-    check_kind("local_duplicate_summary", more, Mapping, expected)
-    rows = _gather({"bytes": dict(total_offload_bytes), "more": dict(more)}, process_group)
+    own = {"bytes": dict(total_offload_bytes), "more": dict(local_duplicate_summary or {})}
+    rows = _gather(own, process_group)
     if _rank(process_group) == 0:
         lines = format_duplicates([row["more"] for row in rows])
         print("\n".join([format_summary([row["bytes"] for row in rows]), *lines]), flush=True)
@@ -181,13 +168,10 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
     if num_here == len(ranks):
         store.set(f"{key}/all", "")
         return
-    for wait_s in (WARN_S, PATIENCE_S - WARN_S) if num_here > 0 else ():
+    if num_here > 0:
         with suppress(RuntimeError):  # the wait is over, and the key is not set
-            store.wait([f"{key}/all"], timedelta(seconds=wait_s))
+            store.wait([f"{key}/all"], timedelta(seconds=PATIENCE_S))
             return
-        if wait_s == WARN_S:
-            missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            logger.warning("the summary of all ranks waits for ranks %s", missing)
     if num_here <= 0 or store.add(key, -GIVEN_UP) + GIVEN_UP != len(ranks):
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         cause = f"ranks {missing} did not ask for it within {PATIENCE_S} s"

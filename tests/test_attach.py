@@ -69,20 +69,6 @@ def test_a_plan_for_fewer_ranks_is_refused(schedule: Any) -> None:
         step(schedule)
 
 
-def test_a_plan_for_another_number_of_microbatches_is_told_of_once(
-    schedule: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    made_with = {"num_microbatches": 8, "schedule": "Schedule1F1B", "split_backward": "keep"}
-    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),), made_with)
-    with caplog.at_level("WARNING"), attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan)):
-        (line,) = [record.getMessage() for record in caplog.records]
-        for _ in range(3):
-            step(schedule)
-        assert caplog.messages.count(line) == 1
-    assert "num_microbatches 8, here 4" in line and "schedule" not in line
-    assert "split_backward 'keep', here 'reload'" in line
-
-
 def test_layers_that_a_plan_has_recomputed_have_to_be(schedule: Any) -> None:
     model, groups = schedule._stage.submod, {"layer": "*"}
     rank = RankPlan((), recomputed=(("0", "2"),))

@@ -35,13 +35,10 @@ from pp_offload import (
     SelectiveLayerACParams,
     SelectiveOpACParams,
     configure,
-    fine_grained_offloading_backward_record,
-    fine_grained_offloading_forward_record,
     fine_grained_offloading_group_start,
     get_act_offloading_ctx_manager,
     offload_modules,
     pipelining,
-    print_offload_summary_table,
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -129,11 +126,6 @@ def checkpointed(**options: Any) -> object:
     return ActivationCheckpointing.apply_activation_checkpointing_(*first, **given)
 
 
-def init_with_microbatch(microbatch: Any) -> None:
-    manager = PipelineOffloadManager.get_instance()
-    manager.init_model_chunk_offload_handler(None, None, 1, microbatch=microbatch)
-
-
 def use(backend: Any, **options: Any) -> None:
     with use_backend(backend, **options):
         pass
@@ -165,20 +157,15 @@ def pool() -> GPUTensorPool:
 
 
 context_of = get_act_offloading_ctx_manager
-leaf = torch.ones(2, requires_grad=True)
 
 ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: configure(None), r"config is None, .*write OffloadConfig\(\)"),
     (lambda: use("late"), r"backend is 'late', expected.*SimulatedBackend\(\"late\"\)"),
     (lambda: use(CpuBackend), r"write CpuBackend\(\)"),
     (lambda: pipelining.attach(None), "schedule is None, .*expected.*pipelining"),
-    (lambda: pipelining.attach(Net), "schedule is the class Net, expected"),
     (lambda: pipelining.attach(Net()), "schedule is a Net, which has no stages; expected"),
     (lambda: offload_modules(None, {"mlp": "*"}), "model is None, expected an nn.Module"),
     (lambda: offload_modules(Net(), ["a"]), 'groups is the list.*expected a mapping.*"mlp": "lay'),
-    (lambda: offload_modules(Net(), {"a": None}), "of group 'a' is None, expected.*leave the gro"),
-    (lambda: offload_modules(Net(), {"a": ["layers.0", None]}), "of group 'a' is None, expected"),
-    (lambda: offload_modules(Net(), {3: "layers.0"}), "name of a group is 3, expected a str"),
     (lambda: handler().on_group_start_forward(None), "name is None, expected a str"),
     (lambda: off_interface.mark_not_offloadable(None), "tensor is None, expected a tensor"),
     (lambda: off_interface.mark_not_offloadable(Net()), "tensor is a Net, .*each tensor on its ow"),
@@ -197,26 +184,11 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: pool().allocate((2,), "float32"), "dtype is 'float32', expected.*torch.float32"),
     (lambda: pool().free(None), "tensor is None, expected.*allocate"),
     (lambda: AcceleratorBackend("cuda"), r"device is 'cuda', expected.*torch.device\("),
-    (lambda: print_offload_summary_table(None), "total_offload_bytes is None, .*by group name"),
-    (lambda: fine_grained_offloading_forward_record(None), "event is None, expected an event"),
-    (lambda: fine_grained_offloading_backward_record(leaf, None), "event is None, expected an ev"),
-    (
-        lambda: PipelineOffloadManager.get_instance().push(None),
-        "handler is None, expected.*ChunkOffloadHandler",
-    ),
-    (
-        lambda: PipelineOffloadManager.get_instance().push_offload_groups(None, None),
-        "group_hook is None, expected a function",
-    ),
-    (lambda: handler().offload(None), "src_tensor is None, expected a tensor"),
 ]
 """Objects of another class, which are a TypeError."""
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: offload_modules(Net(), {}), "groups is empty, expected.*leave it"),
-    (lambda: offload_modules(Net(), {"a": []}), "of group 'a' are.*at least one.*leave the group"),
-    (lambda: offload_modules(Net(), {"a": ""}), "expected.*none of them em"),
-    (lambda: offload_modules(Net(), {"a": "layers.1", "": "layers.0"}), "name of a group is ''"),
     (lambda: context_of(Net(), head=""), "head is ''.*expected.*named_modules"),
     (lambda: context_of(model := Net(), head=model), "head is the model itself, .*module inside"),
     (lambda: offload_model(device="gpu:x"), "device is 'gpu:x', expected.*such as 'cpu'"),
@@ -230,7 +202,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: MyTrainer(activation_offloading={"heads": "x"}), r"'heads' \(did you mean head\?\)"),
     *(
         (lambda size=size, n=n: off_interface.init_chunk_handler(size, n, 1), message)
-        for size, n in [(2, 2), (2, -1), (None, 1), (0, 0), (-1, None), (1, 5)]
+        for size, n in [(2, 2), (2, -1), (None, 1)]
         for message in [f"vp_stage is {n} .*vp_size {size}.*expected.*give None"]
     ),
 ]
@@ -288,13 +260,9 @@ def test_a_backend_that_is_none(
 
 
 COUNTS: dict[str, Callable[[Any], object]] = {
-    "vp_size {}.*vp_stage from 0": lambda n: off_interface.init_chunk_handler(n, 0, 1),
-    "vp_stage is {}": lambda n: off_interface.init_chunk_handler(2, n, 1),
     r"min_offloaded_tensor_size is {}, expected an integer of at least 0 \(elements\)": (
         lambda n: off_interface.init_chunk_handler(None, None, n)
     ),
-    "min_offloaded_tensor_size is {}": lambda n: ChunkOffloadHandler(n, None),
-    "microbatch is {}, expected an integer": init_with_microbatch,
     r"max_fwd_stash_size is {}, expected an integer of at least 1 \(tensors\)": (
         lambda n: OffloadActivations(max_fwd_stash_size=n)
     ),
@@ -441,7 +409,6 @@ def test_attach_twice(schedule: Any) -> None:
         ({"groups": {"up": "*.upp"}}, r"'\*.upp'.*near names.*0\.up"),
         ({"groups": 5}, "groups is 5, expected a mapping of group names"),
         ({"groups": {}}, "groups is empty, expected.*leave it out"),
-        ({"groups": {"up": None}}, "pattern of group 'up' is None"),
         ({"groups": {"up": "*.up"}, "config": {}}, r"config is the dict.*OffloadConfig\(\*\*"),
     ],
 )

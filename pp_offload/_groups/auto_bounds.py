@@ -61,8 +61,6 @@ SHARE_OF_UNUSED = 0.8
 PRECISION = 64
 """A window is computed to 1/64 of the bytes of its uses."""
 
-MIB = 2**20
-
 
 class AutoBounds:
     """Measures steps, and chooses the bounds of copies that are ``"auto"``.
@@ -192,22 +190,14 @@ class AutoBounds:
         if to_host is not None and back is not None:
             forward_s = (step_s - stalled_s) / 3
             self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
-        if self._plan.bounds is not None or not _is_wanted(self._config):
+        has_auto = AUTO in (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
+        # With a disk, the times of copies do not suffice.
+        if self._plan.bounds is not None or not has_auto or self._config.tiers != ("host",):
             return
         least = least_bounds(times, self._plan.kept)
         if least is None:
             return
         self._take(_within(self._config, self.now, least, self._unused_bytes()))
-        logger.debug(
-            "in a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
-            "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
-            "%d MiB ahead",
-            step_s * 1e3,
-            stalled_s * 1e3,
-            (to_host or 0) / 1e9,
-            (back or 0) / 1e9,
-            *(nbytes // MIB for nbytes in self.now),
-        )
 
     def _take(self, bounds: tuple[int, int]) -> None:
         cap_bytes, ahead_bytes = bounds
@@ -399,12 +389,6 @@ def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> b
         unused -= freed
         asked_at_s = at_s
     return True
-
-
-def _is_wanted(config: OffloadConfig) -> bool:
-    """Whether to choose bounds. With a disk, the times of copies do not suffice."""
-    has_auto = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
-    return has_auto and config.tiers == ("host",)
 
 
 def _within(

@@ -6,7 +6,7 @@
 
 A step runs from one :meth:`Manager.reset` to the next. A step is complete if backward reached every
 chunk that has groups. The plan is made from a complete step, and made again when a later one
-differs; one line in the log says so.
+differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import make_plan
-from pp_offload._groups.plan_options import PlanCheck, why_unplanned
+from pp_offload._groups.plan_options import why_unplanned
 from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
@@ -81,7 +81,6 @@ class Manager:
 
     def _follow(self, config: OffloadConfig, step: StepRecord, offloader: Offloader) -> None:
         self.config, self.step, self.offloader = config, step, offloader
-        self.plan_check = PlanCheck()
         self._room = DeviceRoom(offloader, step.in_flight)
         self.bounds = AutoBounds(offloader, config, self._room.unused_bytes)
         self.forward = Forward()  # new for all threads, or one would go on in the old step
@@ -154,12 +153,10 @@ class Manager:
             make: Function that makes the chunk; :attr:`make_chunk` when None.
 
         Raises:
-            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or no integer.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or another number is negative.
         """
         size, stage = _virtual_stage(vp_size, vp_stage)
         check_count("min_offloaded_tensor_size", min_offloaded_tensor_size, unit="elements")
-        if microbatch is not None:
-            check_count("microbatch", microbatch, unit="None counts them")
         if is_recomputing():
             return  # a checkpoint runs a model again that begins its own chunks
         self.offloader.renew_if_torn()
@@ -374,17 +371,7 @@ class Manager:
         """Make the plan, and the step's summary, from a complete step."""
         old = self.offloader.plan
         self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
-        has_same_room = (plan.stay, plan.lean) == (old.stay, old.lean)
-        if not self.step.is_warmup and plan != old and has_same_room:
-            logger.info(
-                "the step changed from %d chunks with %d groups to %d with %d; the new plan keeps "
-                "%d groups on the device",
-                *(len(old.names), sum(map(len, old.names.values()))),
-                *(len(plan.names), sum(map(len, plan.names.values()))),
-                len(plan.kept),
-            )
         smallest = self.step.smallest_numel
-        self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)
         if plan.num_unplanned and plan != old:
             logger.warning(
                 "%d groups of a microbatch do not match the plan of OffloadConfig (unknown, or of "
@@ -420,14 +407,13 @@ def differences(there: OffloadConfig, here: OffloadConfig) -> str:
     )
 
 
-def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:
+def _virtual_stage(vp_size: int | None, vp_stage: int | None) -> tuple[int, int]:
     """Check and return number and index of a virtual stage; None for both is a single stage."""
     size = 1 if vp_size is None else vp_size
     stage = 0 if vp_stage is None else vp_stage
-    if type(size) is int and type(stage) is int and 0 <= stage < size:
+    if 0 <= stage < size:
         return size, stage
     raise ValueError(
-        f"vp_stage is {brief(vp_stage)} and vp_size {brief(vp_size)}; expected an integer vp_size "
-        "of at least 1 and an integer vp_stage from 0 to vp_size - 1; give None for both without "
-        "virtual stages"
+        f"vp_stage is {vp_stage} and vp_size {vp_size}; expected a vp_stage from 0 to vp_size - 1; "
+        "give None for both without virtual stages"
     )

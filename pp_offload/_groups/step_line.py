@@ -54,12 +54,6 @@ class DeviceFigures(NamedTuple):
 
     limit_bytes: int | None = None
 
-    elsewhere: str = ""
-    """Cause of the device's peak, if that peak is not in a group; may be empty."""
-
-    is_given: bool = True
-    """Whether the limit is a number that the user gave."""
-
 
 class Gain(NamedTuple):
     """Cost and gain of offload in a step."""
@@ -122,17 +116,13 @@ def step_line(gain: Gain) -> tuple[int, str]:
             line += f", was {device.first_peak_bytes / size:.2f} in the first step"
         without = (device.peak_bytes + gain.spared_bytes) / size
         line += f", and {without:.2f} without offload (estimated)"
-        if device.elsewhere:
-            line += f"; {device.elsewhere}"
     if not gain.copies_free:
         line += f"; {FREES_NOTHING}"
     if now.waiting_ms <= FREE_PART * now.step_ms:
         return logging.INFO, line
-    limit = "a device_limit_bytes, "
-    if device is not None and device.limit_bytes is not None:
-        limit = "a larger device_limit_bytes, " if device.is_given else ""  # the device has no more
     return logging.WARNING, (
-        f"{line}; {limit}fewer groups, or recomputed layers (pp-offload plan) would wait less"
+        f"{line}; more device memory (device_limit_bytes), fewer groups, or recomputed layers "
+        "(pp-offload plan) would wait less"
     )
 
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from pp_offload._common.checks import check_count, check_kind
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident, Saved
 from pp_offload._groups.chunk import Chunk
@@ -27,7 +26,6 @@ from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
-from pp_offload.errors import GroupStateError
 
 
 class ChunkOffloadHandler(Chunk):
@@ -56,10 +54,8 @@ class ChunkOffloadHandler(Chunk):
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
-        smallest = min_offloaded_tensor_size
-        check_count("min_offloaded_tensor_size", smallest)
-        check_count("vp_stage", vp_stage)
         offloader = offloader or Offloader(default_backend(), OffloadConfig())
+        smallest = min_offloaded_tensor_size
         super().__init__(smallest, offloader, vp_stage=vp_stage, microbatch=microbatch)
         self.cpu_tensor_pool = cpu_tensor_pool
 
@@ -78,7 +74,6 @@ class ChunkOffloadHandler(Chunk):
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as the state.
         """
-        check_kind("src_tensor", src_tensor, Tensor, "a tensor")
         if not self.offloader.engine.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
         return self.offloader.engine.offload(src_tensor)
@@ -114,13 +109,13 @@ class ChunkOffloadHandler(Chunk):
 
     def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
         """Commit the group started last; see :meth:`commit`."""
-        self.commit(self._last_open().name, forced_released_tensors)
+        self.commit(self.open_groups[-1].name, forced_released_tensors)
 
     bulk_offload = on_group_commit_forward
 
     def should_bulk_offload(self) -> bool:
         """Whether the group started last would leave the device if committed now."""
-        return self._would_leave(self._last_open())
+        return self._would_leave(self.open_groups[-1])
 
     def _would_leave(self, group: Group) -> bool:
         self.offloader.engine.payloads(group)  # counts the payloads
@@ -128,29 +123,12 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_offload_group(self) -> None:
         """Offload the group started last, ignoring the plan; without host room it stays."""
-        self._send_open(self._last_open())
-
-    def _send_open(self, group: OffloadTensorGroup) -> None:
-        self.open_groups.remove(group)
-        self.send(group)
-
-    def _last_open(self) -> OffloadTensorGroup:
-        if not self.open_groups:
-            raise GroupStateError(
-                "commit without an open group in this chunk; start one first, with "
-                "FineGrainedActivationOffloadingInterface or fine_grained_offloading_group_start"
-            )
-        return self.open_groups[-1]
+        self.send(self.open_groups.pop())
 
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Mark the next group of this name, which must exist, as reached; reload its tensors."""
-        if self.is_empty_chunk(name):
-            raise GroupStateError(
-                f"backward of group '{name}', but this chunk's forward had none of that name; its "
-                f"groups: {[group.name for group in self.groups]}; run the forward first"
-            )
+        """Mark the next group of this name, if any, as reached; reload its tensors."""
         self._reach_next(name)
 
     def bulk_reload(self) -> None:
@@ -222,9 +200,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         microbatch: int | None = None,
         graphs: GraphState | None = None,
     ) -> None:
-        if max_inflight_offloads is not None:
-            expected = "offloads of a name; None for no limit"
-            check_count("max_inflight_offloads", max_inflight_offloads, unit=expected)
         super().__init__(
             min_offloaded_tensor_size,
             cpu_tensor_pool,
@@ -270,22 +245,14 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
 
     def should_bulk_offload(self, group: Group) -> bool:  # type: ignore[override]
         """Whether an open group would leave the device if committed now."""
-        return self._would_leave(self._open(group))
+        return self._would_leave(group)
 
-    def bulk_offload_group(self, group_to_offload: Group) -> None:  # type: ignore[override]
+    def bulk_offload_group(  # type: ignore[override]
+        self, group_to_offload: OffloadTensorGroup
+    ) -> None:
         """Offload an open group, ignoring the plan; without host room the group stays."""
-        self._send_open(self._open(group_to_offload))
-
-    def _open(self, group: Group) -> OffloadTensorGroup:
-        check_kind("group", group, Group, "a group of this chunk")
-        for open_group in self.open_groups:
-            if open_group is group:
-                return open_group
-        raise GroupStateError(
-            f"group '{group.name}' is not open in this chunk; its open groups are "
-            f"{[open_group.name for open_group in self.open_groups]}; give an uncommitted "
-            "group that on_group_start_forward returned"
-        )
+        self.open_groups.remove(group_to_offload)
+        self.send(group_to_offload)
 
     @property
     def offload_groups(self) -> list[OffloadTensorGroup]:

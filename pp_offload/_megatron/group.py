@@ -6,7 +6,6 @@ from torch import Tensor
 
 from pp_offload._core.group import Group, GroupState
 from pp_offload.backends import Event, Stream
-from pp_offload.errors import GroupStateError
 
 
 class OffloadTensorGroup(Group):
@@ -32,13 +31,7 @@ class OffloadTensorGroup(Group):
 
     def pop_tensor(self, tag: object) -> Tensor:
         """Take the tensor under ``tag``, which must be there, out of the group."""
-        held = self._tensors or {}
-        if tag not in held:
-            raise GroupStateError(
-                f"group '{self.name}' ({self.state.value}) holds no tensor under {tag!r}; "
-                f"it holds {len(held)}; pop a tag that push_tensor was given, once"
-            )
-        return held.pop(tag)
+        return (self._tensors or {}).pop(tag)
 
     def move_to(self, state: GroupState) -> None:
         """Close the group as offloaded or kept, and release the tensors by tag."""

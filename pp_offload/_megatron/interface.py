@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import brief, check_switch
+from pp_offload._common.checks import check_switch
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
@@ -108,7 +108,6 @@ def fine_grained_offloading_forward_record(event: Any) -> None:
     backward each end with a record. The graph keeps the host memory of its copies until the manager
     is dropped. Run a step before the capture, in which host memory cannot be allocated.
     """
-    _check_event(event)
     _record_and_join(event)
 
 
@@ -120,7 +119,6 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, event: Any) -> Tensor:
-        _check_event(event)  # here: backward would raise too late
         ctx.event = event
         return tensor
 
@@ -134,11 +132,6 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tensor:
     """Return ``tensor``; its backward records ``event`` and joins the h2d stream."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
-
-
-def _check_event(event: object) -> None:
-    if isinstance(event, type) or not hasattr(event, "record"):
-        raise TypeError(f"event is {brief(event)}, expected an event, such as torch.cuda.Event()")
 
 
 def _record_and_join(event: Any) -> None:

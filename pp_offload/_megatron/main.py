@@ -22,7 +22,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pp_offload._common.checks import check_count
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.chunk import MainChunkOffloadHandler
@@ -89,11 +88,9 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 
         Raises:
             ConfigError: An option has an impossible value, or the manager has a plan already.
-            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or no integer.
+            ValueError: ``vp_stage`` is outside ``vp_size``.
         """
         manager = the_manager()
-        if pp_rank is not None:
-            check_count("pp_rank", pp_rank, unit="None leaves it as it is")
         self.step.options = _options(
             self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
         )

