@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,7 +27,7 @@ from torch.nn import Module
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
-from pp_offload._common.checks import brief, check_all, check_kind, count_problem, flag_problem
+from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, moved_text
@@ -58,8 +58,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     Raises:
         ValueError: A size is too small or no integer, or a flag neither True nor False.
-        TypeError: ``config`` is no :class:`OffloadConfig`, ``backend`` no backend, or sizes were
-            given without their names.
+        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
 
     Source: torchtune and TRL ``OffloadActivations``.
     """
@@ -68,18 +67,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self,
         use_pin_memory: bool = True,
         use_streams: bool = True,
-        *sizes: NoReturn,
+        *,
         min_offload_size: int = 1024,
         max_fwd_stash_size: int = 5,
         config: OffloadConfig | None = None,
         backend: Backend | None = None,
     ) -> None:
-        if sizes:
-            raise TypeError(
-                f"found {', '.join(map(brief, sizes))} behind use_streams; expected sizes by name, "
-                "because torchtune and TRL have them in a different order: min_offload_size=1024, "
-                "max_fwd_stash_size=5"
-            )
         check_all(
             flag_problem("use_pin_memory", use_pin_memory),
             flag_problem("use_streams", use_streams),

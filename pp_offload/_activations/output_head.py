@@ -8,14 +8,13 @@ loss.backward()
 from __future__ import annotations
 
 import warnings
-from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.nn import Module
 
 from pp_offload._activations.context import NoOpManager, OffloadActivations
 from pp_offload._activations.exclusions import exclude
-from pp_offload._common.checks import check_flag, check_kind, near
+from pp_offload._common.checks import brief, check_flag, check_kind
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -47,13 +46,6 @@ def get_act_offloading_ctx_manager(
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
     check_flag("enable_activation_offloading", enable_activation_offloading)
-    _, *parameters = signature(get_lora_act_offloading_ctx_manager).parameters.values()
-    names = [option.name for option in parameters if option.name != "sizes"]
-    if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
-        raise TypeError(
-            f"get_act_offloading_ctx_manager() got {', '.join(unknown)}; expected some of "
-            f"{', '.join(names)}"
-        )
     if not enable_activation_offloading:
         return NoOpManager()
     return get_lora_act_offloading_ctx_manager(model, **options)
@@ -63,7 +55,7 @@ def get_lora_act_offloading_ctx_manager(
     model: Module,
     use_pin_memory: bool = True,
     use_streams: bool = True,
-    *sizes: NoReturn,
+    *,
     min_offload_size: int = 1024,
     max_fwd_stash_size: int = 5,
     warn_if_no_head: bool = True,
@@ -83,19 +75,16 @@ def get_lora_act_offloading_ctx_manager(
 
     Raises:
         ValueError: ``head`` names no module of the model, or a number or flag cannot be right.
-        TypeError: ``model`` or ``head`` is no module, or sizes were given without their names.
+        TypeError: ``model`` is no module.
 
     Source: axolotl ``get_lora_act_offloading_ctx_manager``.
     """
     check_kind("model", model, Module, "an nn.Module")
     check_flag("warn_if_no_head", warn_if_no_head)
-    if head is not None:
-        check_kind("head", head, (Module, str), "an nn.Module of the model, or its name")
     output_head = find_head(model) if head is None else _chosen(model, head)
     offload = OffloadActivations(
         use_pin_memory,
         use_streams,
-        *sizes,
         min_offload_size=min_offload_size,
         max_fwd_stash_size=max_fwd_stash_size,
         config=config,
@@ -148,15 +137,12 @@ def find_head(model: Module) -> Module | None:
 
 
 def _chosen(model: Module, head: Module | str) -> Module:
+    if isinstance(head, Module):
+        return head
     named = dict(unwrapped(model).named_modules()) | dict(model.named_modules())
-    if isinstance(head, str) and (not head or head not in named):
+    if not head or head not in named:
         raise ValueError(
-            f"head is {head!r}, but the model has no module of that name; expected one of "
+            f"head is {brief(head)}, but the model has no module of that name; expected one of "
             "model.named_modules()"
         )
-    module = named[head] if isinstance(head, str) else head
-    if module is model or module is unwrapped(model):
-        raise ValueError(
-            "head is the model itself, so nothing would be offloaded; expected a module inside it"
-        )
-    return module
+    return named[head]
