@@ -79,7 +79,7 @@ class Recompute:
         self.stash: ActivationStash | None = None
         self.warns_of_groups = warns_of_groups
         self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()
-        self._is_checked = self._has_warned_of_cache = False
+        self._has_warned_of_cache = False
         if params.offload_inputs or self._offloaded:
             smallest = params.min_offload_size
             self.stash = ActivationStash(
@@ -90,32 +90,12 @@ class Recompute:
         return self  # copies of a model share what moves their tensors
 
     def __reduce__(self) -> Any:
-        if self in _of_default:
-            return shared_for, (self.params,)
-        raise TypeError(
-            "a model with checkpoints of pp_offload cannot be pickled: streams and host memory "
-            "belong to it; save model.state_dict(), whose names are those without checkpoints"
-        )
+        return shared_for, (self.params,)  # streams and host memory belong to a process
 
     @never_compiled
     def begin(self) -> None:
         if self.stash is not None:
             self.stash.begin()
-
-    def check_idle(self) -> None:
-        """Warn, once, if the checkpoints so far should have offloaded tensors, but did not."""
-        stash, num_calls = self.stash, self.counts.forward_calls
-        if stash is None or self._is_checked or not num_calls:
-            return
-        self._is_checked = True
-        if stash.statistics().bytes_offloaded == 0:
-            ops = f", or of {sorted(map(str, self._offloaded))}" if self._offloaded else ""
-            warnings.warn(
-                f"{num_calls} checkpoints offloaded nothing: there was no input{ops} of at least "
-                f"{stash.min_offload_size} bytes on the device that no operator wrote into; lower "
-                "min_offload_size, or name operators that the layers call",
-                stacklevel=2,
-            )
 
     @never_compiled
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

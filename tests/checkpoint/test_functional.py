@@ -66,29 +66,3 @@ def test_an_engine_goes_with_its_backend() -> None:
     del run, backend
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"context_fn": None}, ValueError, "no context_fn.*offload_ops_keys"),
-        ({"debug": True}, ValueError, "no debug.*torch.utils.checkpoint.checkpoint"),
-        ({"use_reentrant": None}, ValueError, "use_reentrant is None"),
-        ({"use_reentrant": True, "early_stop": False}, ValueError, "one or the other"),
-        ({"determinism_check": "all"}, ValueError, 'expected "default" or "none"'),
-        ({"min_offload_size": -1}, ValueError, "min_offload_size is -1.*bytes"),
-        ({"config": {}}, TypeError, "config is.*OffloadConfig"),
-        ({"backend": "cuda"}, TypeError, "backend is 'cuda'"),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        checkpoint(torch.sin, torch.ones(2), **options)
-
-
-def test_bad_calls() -> None:
-    with pytest.raises(TypeError, match="function is .*, expected a module or another callable"):
-        checkpoint(torch.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"offload_input .did you mean offload_inputs"):
-        checkpoint_function(offload_input=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -97,24 +96,20 @@ def test_removed_and_applied_again(manager: PipelineOffloadManager, model: nn.Se
     recompute_layers(model, ["1"]).remove()
 
 
-BAD: list[tuple[Any, type[Exception], str]] = [
-    ("layers.0", TypeError, "expected a list of names"),
-    ([0], TypeError, "expected the name of a module"),
-    (["layers.9"], ValueError, "no module 'layers.9'"),
-    ([""], ValueError, "is the model itself"),
-    (["layers.0"] * 2, ValueError, "expected each name once"),
-    (["layers.0", "layers.0.up"], ValueError, "'layers.0.up' is a part of 'layers.0'"),
-    (["layers.1"], ValueError, "has a checkpoint already"),
-    (["layers.1.up"], ValueError, "has a checkpoint already"),
-]
-
-
-@pytest.mark.parametrize(("names", "kind", "message"), BAD)
-def test_bad_names_are_refused(names: Any, kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["layers.0", "layers.0.up"], "'layers.0.up' is a part of 'layers.0'"),
+        (["layers.1"], "has a checkpoint already"),
+        (["layers.1.up"], "has a checkpoint already"),
+    ],
+)
+def test_a_layer_inside_another_is_refused(names: list[str], message: str) -> None:
+    """And the model is as before."""
     model = nn.Module()
     model.layers = make_model(2)
     recompute_layers(model, ["layers.1"])
     before = str(model)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(ValueError, match=message):
         recompute_layers(model, names)
     assert str(model) == before

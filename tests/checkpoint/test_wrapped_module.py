@@ -13,7 +13,7 @@ from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from pp_offload import checkpoint_wrapper, recompute_layers
+from pp_offload import checkpoint_wrapper
 from pp_offload.backends import Backend
 
 OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
@@ -80,16 +80,3 @@ def test_a_copy_trains_alike(make_copy) -> None:
     before = model[0].recompute.stash.statistics().bytes_offloaded
     assert same_bits(step(other), step(make_model(groups=())))
     assert model[0].recompute.stash.statistics().bytes_offloaded > before
-
-
-def test_bad_input() -> None:
-    with pytest.raises(TypeError, match="module is 7, expected an nn.Module"):
-        checkpoint_wrapper(7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="offload_to_cpu is 'yes'"):
-        checkpoint_wrapper(nn.Linear(2, 2), "yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no option offload_input .did you mean offload_inputs"):
-        checkpoint_wrapper(nn.Linear(2, 2), offload_input=True)
-    with pytest.raises(ValueError, match="computed again already; expected a module without"):
-        checkpoint_wrapper(checkpoint_wrapper(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="has a checkpoint already"):
-        recompute_layers(wrapped(None), ["0"])
