@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -76,12 +76,6 @@ class SliceCache:
 
     def __deepcopy__(self, memo: object) -> SliceCache:
         return self  # copies of a model share what moves their tensors
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a model whose parameters wait on the host cannot be pickled: streams and host "
-            "memory belong to it; save model.state_dict(), whose names are those without offload"
-        )
 
     @property
     def nbytes(self) -> int:

@@ -43,9 +43,7 @@ class Gradients:
         if torch.is_grad_enabled():
             raise OffloadError(
                 f"a backward with create_graph=True came to parameters of {self._label}, which "
-                "wait on the host; expected no gradients of their gradients; ask for gradients of "
-                "inputs alone with torch.autograd.grad(loss, inputs, create_graph=True), or keep "
-                "these parameters on the device"
+                "wait on the host; expected it to be for gradients of inputs alone"
             )
         if gradient.layout is not torch.strided:
             raise OffloadError(

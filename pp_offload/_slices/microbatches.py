@@ -29,15 +29,13 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
     if hiding := sorted({type(leaf).__name__ for leaf in leaves if _hides_tensors(leaf)}):
         raise ValueError(
             f"inputs of type {', '.join(hiding)} have tensors inside that would not be cut into "
-            "microbatches; expected tensors in tuples, lists and dicts; pass those, register the "
-            "type with torch.utils._pytree, or take num_microbatches=1"
+            "microbatches; expected tensors in tuples, lists and dicts, or num_microbatches=1"
         )
     sizes = sorted({len(leaf) for leaf in leaves if _has_batch(leaf)})
     if len(sizes) != 1:
         raise ValueError(
             f"the inputs have first dimensions {sizes}; expected tensors of one batch size, to cut "
-            f"them into {num_microbatches} microbatches; pass what is not batched as a plain value "
-            "or a tensor without dimensions, or take num_microbatches=1"
+            f"them into {num_microbatches} microbatches"
         )
     size = max(1, -(-sizes[0] // num_microbatches))
     num = max(1, -(-sizes[0] // size))  # an empty batch is one part, unchanged
@@ -58,8 +56,7 @@ def join(outputs: Sequence[Any]) -> Any:
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
         raise ValueError(
-            "the outputs of the microbatches differ in structure: "
-            f"{sorted(set(map(str, structures)))}; expected one; take num_microbatches=1"
+            "the outputs of the microbatches differ in structure; take num_microbatches=1"
         )
     joined = [_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return tree_unflatten(joined, structures[0])
@@ -84,6 +81,5 @@ def _joined(leaves: Sequence[Any]) -> Any:
     what = f"a tensor of {first.dim()} dimensions" if is_tensor else f"{first!r}"
     raise ValueError(
         f"an output of {len(leaves)} microbatches is {what}; expected tensors with a batch "
-        "dimension, or the same plain value of each; reduce over the batch outside of the model, "
-        "or take num_microbatches=1"
+        "dimension, or the same plain value of each"
     )

@@ -217,9 +217,7 @@ class StreamedForward:
                 return tensor
             raise OffloadError(
                 f"a parameter that waits on the host has {tensor.dtype}, and the model is turned "
-                f"into {dtype}; expected the same dtype; modules before it may be converted "
-                f"already: take that back with model.to({tensor.dtype}), or close() and convert "
-                "the model again; at best convert it before offload_layers()"
+                f"into {dtype}; expected the same; convert it before offload_layers()"
             )
 
         kind: Any = type(self._layer)

@@ -77,6 +77,5 @@ def _exchange(parameter: Parameter, target: Tensor) -> None:
     except RuntimeError as refused:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} cannot be moved "
-            f"to the host: {refused}; expected one that no graph and no weak reference has; build "
-            "the OffloadModel before the first forward, or of model.to('cpu')"
+            f"to the host: {refused}; expected one that no graph and no weak reference has"
         ) from refused
