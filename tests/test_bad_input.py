@@ -171,13 +171,8 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: off_interface.mark_not_offloadable(Net()), "tensor is a Net, .*each tensor on its ow"),
     (lambda: OffloadActivations().keep_module(None), "model is None, expected an nn.Module"),
     (lambda: context_of(None), "model is None, expected an nn.Module"),
-    (lambda: context_of(Net(), head=3), "head is 3, expected.*or its name"),
     (lambda: exclude(None), "module is None, expected an nn.Module"),
-    (lambda: offload_model(device=None), "device is None, expected.*torch.device"),
-    (lambda: offload_model(device=True), "device is True, expected.*torch.device"),
     (lambda: checkpointed(model=3), "model is 3, expected an nn.Module"),
-    (lambda: checkpointed(layers_fqn=None), "layers_fqn is None, expected the name of a container"),
-    (lambda: op_params(recompute_every=[2]), "recompute_every is the list.*a mapping"),
     (lambda: GPUTensorPool(None), "device is None, expected.*such as 'cpu'"),
     (lambda: pool().allocate(3), "shape is 3, expected a tuple of integers"),
     (lambda: pool().allocate((2.5,)), r"shape is the tuple \(2.5,\), expected a tuple of integers"),
@@ -190,16 +185,10 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: offload_modules(Net(), {}), "groups is empty, expected.*leave it"),
     (lambda: context_of(Net(), head=""), "head is ''.*expected.*named_modules"),
-    (lambda: context_of(model := Net(), head=model), "head is the model itself, .*module inside"),
-    (lambda: offload_model(device="gpu:x"), "device is 'gpu:x', expected.*such as 'cpu'"),
-    (lambda: checkpointed(ac_fun_params=["x"]), "ac_fun_params is the list.*FullACParams"),
     (lambda: FullACParams(offload_input=True), r"offload_input \(did you mean offload_inputs\?\)"),
-    (lambda: op_params(save_ops_keys="ops.aten"), "save_ops_keys is 'ops.aten'; expected a list"),
-    (lambda: op_params(save_ops_keys=[None]), r"save_ops_keys is the list \[None\]; expected a li"),
     (lambda: GPUTensorPool("gpu:x"), "'gpu:x'"),
     (lambda: SimulatedBackend("last"), "'last'; expected.*'late'"),
     (lambda: SimulatedBackend("random", seed=None), "seed is None, expected an integer"),
-    (lambda: MyTrainer(activation_offloading={"heads": "x"}), r"'heads' \(did you mean head\?\)"),
     *(
         (lambda size=size, n=n: off_interface.init_chunk_handler(size, n, 1), message)
         for size, n in [(2, 2), (2, -1), (None, 1)]
@@ -269,9 +258,7 @@ COUNTS: dict[str, Callable[[Any], object]] = {
     r"min_offload_size is {}, expected an integer of at least 0 \(bytes\)": (
         lambda n: OffloadActivations(min_offload_size=n)
     ),
-    "num_slices is {}; expected 1 to 2, the number of layers, as an integer": (
-        lambda n: offload_model(num_slices=n)
-    ),
+    "num_slices is {}, expected an integer of at least 1": lambda n: offload_model(num_slices=n),
     "num_microbatches is {}, expected an integer of at least 1": (
         lambda n: offload_model(num_microbatches=n)
     ),

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from pp_offload._common.checks import brief
 from pp_offload._core.statistics import moved_text
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
@@ -46,9 +45,8 @@ class ActivationOffload:
             :func:`pp_offload.get_lora_act_offloading_ctx_manager`, such as ``head``.
 
     Raises:
-        ValueError: A pattern matches nothing, or an option is unknown, invalid, or given together
-            with groups.
-        TypeError: ``accelerator`` is no accelerator, ``model`` no module, ``groups`` no mapping, or
+        ValueError: A pattern matches nothing, or an option is invalid, or given with groups.
+        TypeError: An option is unknown, ``model`` is no module, ``groups`` no mapping, or
             ``config`` no :class:`OffloadConfig`.
     """
 
@@ -60,11 +58,6 @@ class ActivationOffload:
         config: OffloadConfig | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(getattr(accelerator, "sync_gradients", None), bool):
-            raise TypeError(
-                f"accelerator is {brief(accelerator)}, expected an accelerate.Accelerator, which "
-                "says when gradients are synced; pip install 'pp_offload[hf]' if it is not there"
-            )
         self._accelerator = accelerator
         self._offload = offload_of(model, groups, config, options)
         self.statistics = self._offload.statistics

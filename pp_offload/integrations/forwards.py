@@ -13,7 +13,6 @@ an evaluation, offload nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -23,16 +22,12 @@ import torch
 from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
-from pp_offload._common.checks import check_kind, check_names
+from pp_offload._common.checks import check_kind
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.modules import Patterns, offload_modules
-
-OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)
-OPTIONS = tuple(name for name in OPTIONS if name not in ("model", "config"))
-"""Options for all activations, except the model and a config."""
 
 
 class ForwardOffload(NamedTuple):
@@ -78,12 +73,11 @@ def check_choice(
     """Check options before the model exists.
 
     Raises:
-        ValueError: An option is unknown, or applies only to all activations, but groups are given.
+        ValueError: Options of all activations are given, and groups, too.
         TypeError: ``config`` is no :class:`OffloadConfig`.
     """
     if config is not None:
         check_config(config)
-    check_names(options, OPTIONS)
     if groups is not None and options:
         raise ValueError(
             f"groups are given, and {', '.join(options)} too, which only all activations have; "

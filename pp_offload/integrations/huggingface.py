@@ -13,7 +13,6 @@ training loss has figures of offload. This module imports nothing of Hugging Fac
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,17 +24,13 @@ from torch.nn import Module
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
-from pp_offload._common.checks import check_flag, check_names
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
-from pp_offload.integrations.trainers import OfModel, TrainerMixin
+from pp_offload.integrations.trainers import OfModel
 
 ONLY = "hidden_states"
 """Option that offloads only the hidden states given to checkpointed layers."""
-
-OPTIONS = (*tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:], ONLY)
-"""Options of ``activation_offloading``."""
 
 MODES: dict[str, Mapping[str, Any] | bool] = {
     "off": False,
@@ -46,8 +41,8 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
 """Words of other trainers for ``activation_offloading``, and their meaning here."""
 
 
-class ActivationOffloadingMixin(TrainerMixin):
-    """Mixin for a ``Trainer``, which offloads the tensors that each training forward saves.
+class ActivationOffloadingMixin:
+    """Mixin before a ``Trainer``, which offloads the tensors that each training forward saves.
 
     Args:
         args: Arguments of the trainer.
@@ -62,9 +57,9 @@ class ActivationOffloadingMixin(TrainerMixin):
         kwargs: Further arguments of the trainer.
 
     Raises:
-        TypeError: A trainer is before this one among the bases of a class.
-        ValueError: An option is unknown, or its value is invalid; or the choice whether anything is
-            offloaded is neither True nor False, nor one of :data:`MODES`.
+        TypeError: An option is unknown.
+        ValueError: The value of an option is invalid; or the choice whether anything is offloaded
+            is neither True nor False, nor one of :data:`MODES`.
 
     Source: axolotl ``ActivationOffloadingMixin``.
     """
@@ -76,7 +71,7 @@ class ActivationOffloadingMixin(TrainerMixin):
         **kwargs: Any,
     ) -> None:
         wanted = activation_offloading
-        self._offloading = OfModel("activation_offloading", wanted, OPTIONS, _made, MODES)
+        self._offloading = OfModel("activation_offloading", wanted, _made, MODES)
         self._has_checked = False
         super().__init__(*args, **kwargs)
         self.activation_offload  # noqa: B018  reports an error in the options now
@@ -120,9 +115,8 @@ class ActivationOffloadingMixin(TrainerMixin):
 def _made(model: Module, options: dict[str, Any], args: Any) -> tuple[OffloadActivations, Figures]:
     """Make the context of a model, and figures for logs."""
     options["backend"] = options.get("backend") or default_backend(args.device)
-    check_flag(ONLY, options.setdefault(ONLY, False))
-    make: Any = OffloadHiddenStates if options.pop(ONLY) else get_lora_act_offloading_ctx_manager
-    check_names(options, tuple(inspect.signature(make).parameters), of=make.__name__)
+    is_only = options.pop(ONLY, False)
+    make: Any = OffloadHiddenStates if is_only else get_lora_act_offloading_ctx_manager
     offload: OffloadActivations = make(model, **options)
     return offload, Figures(offload.statistics)
 
@@ -131,17 +125,12 @@ def _check(offload: OffloadActivations) -> None:
     """Warn if the first step offloaded nothing."""
     if offload.statistics().bytes_offloaded:
         return
-    saved = f"it saved no {offload.max_fwd_stash_size} tensors of at least"
+    saved = f"it saved no {offload.max_fwd_stash_size} tensors"
     if isinstance(offload, OffloadHiddenStates):
-        saved = (
-            "no layer was checkpointed (activation_checkpointing=True in the arguments does that, "
-            "gradient_checkpointing=True before transformers 5.23), or compiled ones were, or none "
-            "was given hidden states of at least"
-        )
+        saved = "no layer was checkpointed, or given hidden states"
     warnings.warn(
         "activation offload is on, but the first training step offloaded nothing: either "
-        f"{saved} {offload.min_offload_size} bytes on the device, or its forward did not run "
-        "inside compute_loss_context_manager(), or on other threads (DataParallel); pass "
-        "activation_offloading=False to do without",
+        f"{saved} of at least {offload.min_offload_size} bytes on the device, or its forward did "
+        "not run inside compute_loss_context_manager(), or on other threads (DataParallel)",
         stacklevel=3,
     )

@@ -13,7 +13,6 @@ such as a reference model, are left alone. This module imports nothing of Huggin
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +20,12 @@ from torch.nn import Module
 
 from pp_offload._slices.offloaded_layers import OffloadedLayers
 from pp_offload.backends import default_backend
-from pp_offload.integrations.trainers import OfModel, TrainerMixin
+from pp_offload.integrations.trainers import OfModel
 from pp_offload.layers import lists_of_layers, offload_layers
 
-OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
-"""Options of ``layer_offloading``."""
 
-
-class LayerOffloadingMixin(TrainerMixin):
-    """Mixin for a ``Trainer``, which keeps parameters of layers on the host.
+class LayerOffloadingMixin:
+    """Mixin before a ``Trainer``, which keeps parameters of layers on the host.
 
     Args:
         args: Arguments of the trainer.
@@ -41,9 +37,9 @@ class LayerOffloadingMixin(TrainerMixin):
             kwargs: Further arguments of the trainer.
 
     Raises:
-        TypeError: A trainer is before this one among the bases of a class.
-        ValueError: An option is unknown, or its value is invalid; or the choice whether anything is
-            offloaded is neither True nor False.
+        TypeError: An option is unknown.
+        ValueError: The value of an option is invalid; or the choice whether anything is offloaded
+            is neither True nor False.
 
     Source: axolotl ``LayerOffloadingMixin``.
     """
@@ -51,7 +47,7 @@ class LayerOffloadingMixin(TrainerMixin):
     def __init__(
         self, *args: Any, layer_offloading: Mapping[str, Any] | bool | None = None, **kwargs: Any
     ) -> None:
-        self._layers = OfModel("layer_offloading", layer_offloading, OPTIONS, _made)
+        self._layers = OfModel("layer_offloading", layer_offloading, _made)
         super().__init__(*args, **kwargs)
         self._offload_layers()
 

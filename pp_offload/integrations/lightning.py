@@ -13,13 +13,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pp_offload._common.checks import check_flag
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.forwards import ForwardOffload, check_choice, offload_of
-from pp_offload.modules import Patterns, check_patterns
+from pp_offload.modules import Patterns
 
 try:
     from lightning.pytorch import Callback
@@ -48,9 +47,10 @@ class ActivationOffload(Callback):
             :func:`pp_offload.get_lora_act_offloading_ctx_manager`, such as ``head``.
 
     Raises:
-        ValueError: An option is unknown, invalid, or given together with groups; when training
-            starts, also if a pattern matches nothing, or the head does not exist.
-        TypeError: ``groups`` is no mapping, or ``config`` no :class:`OffloadConfig`.
+        ValueError: Options are given together with groups; when training starts, also if one is
+            invalid, a pattern matches nothing, or the head does not exist.
+        TypeError: ``config`` is no :class:`OffloadConfig`; when training starts, also if an option
+            is unknown.
     """
 
     def __init__(
@@ -61,10 +61,7 @@ class ActivationOffload(Callback):
         log: bool = True,
         **options: Any,
     ) -> None:
-        if groups is not None:
-            check_patterns(groups)
         check_choice(groups, config, options)
-        check_flag("log", log)
         self._wanted = (groups, config, options)
         self._logs = log
         self._offload: ForwardOffload | None = None

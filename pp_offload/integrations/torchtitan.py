@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -27,9 +26,9 @@ from torch.nn import Module
 
 from pp_offload._common.checks import check_kind
 from pp_offload.checkpointing import CheckpointedModule, checkpoint_wrapper
-from pp_offload.config import OffloadConfig, check_config
+from pp_offload.config import OffloadConfig
 from pp_offload.errors import NotWhileCapturingError
-from pp_offload.modules import Patterns, check_patterns
+from pp_offload.modules import Patterns
 from pp_offload.pipelining import attach
 
 try:
@@ -54,8 +53,7 @@ def with_offload(
         config: Options; those of the current manager when None.
 
     Raises:
-        TypeError: ``spec`` is no ``ModelSpec``, ``groups`` no mapping of names to patterns, or
-            ``config`` no :class:`OffloadConfig`.
+        TypeError: ``spec`` is no ``ModelSpec``.
         ValueError: The model of the spec has no pipeline.
     """
     check_kind("spec", spec, ModelSpec, "the model_spec of a torchtitan.trainer.Trainer.Config")
@@ -64,11 +62,7 @@ def with_offload(
             f"pipelining_fn of {spec.name} is None, so this model has no pipeline; set "
             "activation_checkpoint to OffloadAC.Config() instead"
         )
-    if groups is not None:
-        check_patterns(groups)
-    if config is not None:
-        check_config(config)
-    make_schedule, parallelize = spec.pipelining_fn, spec.parallelize_fn
+    make_schedule = spec.pipelining_fn
 
     @functools.wraps(make_schedule)
     def pipelining_fn(*args: Any, **kwargs: Any) -> Any:
@@ -76,17 +70,7 @@ def with_offload(
         attach(result[0], groups, config)
         return result
 
-    @functools.wraps(parallelize)
-    def parallelize_fn(model: Module, *, parallel_dims: Any, **kwargs: Any) -> Any:
-        if not parallel_dims.pp_enabled:
-            warnings.warn(
-                "with_offload offloads nothing, for pipeline_parallel_degree is 1; set "
-                "activation_checkpoint to OffloadAC.Config() instead",
-                stacklevel=2,
-            )
-        return parallelize(model, parallel_dims=parallel_dims, **kwargs)
-
-    return dataclasses.replace(spec, pipelining_fn=pipelining_fn, parallelize_fn=parallelize_fn)
+    return dataclasses.replace(spec, pipelining_fn=pipelining_fn)
 
 
 class OffloadAC(FullAC):

@@ -155,24 +155,6 @@ def test_each_step_of_the_optimizer_logs_what_it_moved(name: str, tmp_path: Path
     assert logged(logger) and not any("offload" in key for row in logged(logger) for key in row)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: ActivationOffload("mlp"), TypeError, "groups is 'mlp'"),
-        (
-            lambda: ActivationOffload(min_offload_bytes=3),
-            ValueError,
-            r"'min_offload_bytes' \(did you mean min_offload_size\?\)",
-        ),
-        (lambda: ActivationOffload(config={"tiers": 1}), TypeError, "config"),
-        (lambda: ActivationOffload(log="yes"), ValueError, "log is 'yes'"),
-    ],
-)
-def test_bad_input_is_refused_at_once(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "pp_offload.integrations.lightning"
     module = sys.modules.pop(name)

@@ -14,8 +14,6 @@ import torch
 from helpers.toy import same_bits
 
 from pp_offload import (
-    ActivationOffloadingMixin,
-    LayerOffloadingMixin,
     OffloadConfig,
 )
 
@@ -33,7 +31,7 @@ from helpers.tiny_llama import (
     plain,
     train,
 )
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 __all__ = ["imports_frozen"]
 
@@ -190,7 +188,7 @@ def test_words_of_other_trainers_mean_what_they_mean_there(
     ("offload", "words"),
     [
         ({"min_offload_size": 2**30}, "it saved no 5 tensors of at least"),
-        ({"hidden_states": True}, "no layer was checkpointed .activation_checkpointing=True"),
+        ({"hidden_states": True}, "no layer was checkpointed, or given hidden states of at least"),
     ],
 )
 def test_one_warning_if_nothing_was_offloaded(
@@ -211,12 +209,8 @@ EXPECTED = "expected True, False, 'off', 'disk', 'hidden_states', 'legacy' or a 
     [
         ("yes", f"activation_offloading.* is 'yes', {EXPECTED}"),
         (1, f"activation_offloading.* is 1, {EXPECTED}"),
-        ({"min_offload_bytes": 3}, r"'min_offload_bytes' \(did you mean min_offload_size\?\); exp"),
-        ({"model": None}, "unknown options 'model'"),
         ({"max_fwd_stash_size": 0}, "max_fwd_stash_size is 0, expected an integer of at least 1"),
         ({"head": "tail"}, "head is 'tail', but the model has no module of that name"),
-        ({"hidden_states": "yes"}, "hidden_states is 'yes', expected True or False"),
-        ({"hidden_states": True, "head": "lm_head"}, "HiddenStates has unknown options 'head'"),
     ],
     ids=str,
 )
@@ -227,13 +221,6 @@ def test_bad_options_are_refused_at_once(
         pytest.skip("arguments have words alone")
     with pytest.raises(ValueError, match=message):
         trainer_of(wanted, place, tmp_path)
-
-
-@pytest.mark.parametrize("mixin", [ActivationOffloadingMixin, LayerOffloadingMixin])
-def test_a_trainer_comes_behind_the_mixin(mixin: type) -> None:
-    name = mixin.__name__
-    with pytest.raises(TypeError, match=rf"Trainer before {name}.*class Behind\({name}, transf"):
-        type("Behind", (Trainer, mixin), {})
 
 
 def test_no_library_is_imported() -> None:
