@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-TIERS = ["host", "disk"]
-"""Names of all tiers. :func:`add_tier_name` adds another."""
+CHAINS = ("host",), ("disk",), ("host", "disk")
+"""Values of ``tiers``."""
 
 CHOICES = {"split_backward": ("reload", "keep"), "rematerialize": ("cheap", "none")}
 """Values of the options that take a word."""
@@ -124,7 +124,8 @@ class OffloadConfig:
             logs which offloaded storages are still on the device and who refers to them. Slow.
 
     Raises:
-        ConfigError: One error that lists every violation, and options that do not exist.
+        ConfigError: One error that lists every violation.
+        OptionError: An option does not exist.
     """
 
     min_offloaded_tensor_size: int = 1024 * 1024
@@ -167,7 +168,7 @@ class OffloadConfig:
             environ: Variables by name; those of the process when None.
 
         Raises:
-            ConfigError: The error lists every violation, and unknown variables.
+            ConfigError: The error lists every violation.
         """
         texts = {
             name.removeprefix(ENV_PREFIX).lower(): text
@@ -246,18 +247,17 @@ class OffloadConfig:
                 yield f"{name} is {brief(getattr(self, name))}, expected {expected}"
         if problem := flag_problem("verify", self.verify):
             yield problem
-        chains = [*((name,) for name in TIERS), *(("host", name) for name in TIERS[1:])]
-        if self.tiers not in chains:
+        if self.tiers not in CHAINS:
             yield (
-                f"tiers is {brief(self.tiers)}, expected one of {', '.join(map(repr, chains))}: "
-                f"a tuple, the host before the {' or the '.join(TIERS[1:])}"
+                f"tiers is {brief(self.tiers)}, expected one of {', '.join(map(repr, CHAINS))}: "
+                "a tuple, the host before the disk"
             )
         if self.disk_dir is None:
             return
         path = os.fspath(self.disk_dir) if isinstance(self.disk_dir, str | os.PathLike) else None
-        if not isinstance(path, str) or not path or "\0" in path:
+        if not isinstance(path, str) or not path:
             yield f"disk_dir is {brief(self.disk_dir)}, expected a path, or None"
-        elif self.tiers in chains and "disk" not in self.tiers:
+        elif self.tiers in CHAINS and "disk" not in self.tiers:
             yield (
                 f"disk_dir is {path!r}, but tiers is {self.tiers!r}; add "
                 '"disk" to tiers, or leave disk_dir out'
@@ -293,12 +293,6 @@ def _converted(name: object, value: Any) -> Any:
         nbytes = parse_size(value)
         return value if nbytes is None else nbytes
     return value
-
-
-def add_tier_name(name: str) -> None:
-    """Let the option ``tiers`` name another tier, which ``_core/tiers.py`` can make."""
-    if name not in TIERS:
-        TIERS.append(name)
 
 
 def without_plan(config: OffloadConfig) -> OffloadConfig:

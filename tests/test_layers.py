@@ -15,18 +15,18 @@ from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 MOST_LINES = {
     "_activations": 677,
     "_checkpoint": 1350,
-    "_common": 1253,
-    "_core": 4652,
-    "_groups": 3234,
+    "_common": 1173,
+    "_core": 4631,
+    "_groups": 3232,
     "_hooks": 419,
-    "_megatron": 1249,
-    "_memory": 1494,
+    "_megatron": 1246,
+    "_memory": 1470,
     "_slices": 1521,
-    "backends": 721,
+    "backends": 698,
     "cli": 1339,
     "compat": 112,
     "integrations": 1113,
-    "plan": 3073,
+    "plan": 3068,
     "simulate": 2683,
     "testing": 967,
     "trace": 1338,
@@ -56,17 +56,6 @@ ORDERS_COPIES = {
 }
 """Beside the backends themselves, the simulated one, the virtual one and that of numbers."""
 
-ONE_JOB = [
-    ("_core.engine", "Engine"),
-    ("_core.mover", "Mover"),
-    ("_groups.manager", "Manager"),
-    ("_groups.chunk", "Chunk"),
-    ("_core.group", "Group"),
-    ("_groups.offloader", "Offloader"),
-]
-
-NAMES_CUDA = {"_megatron.graph_state"}
-
 
 def imported(name: str) -> Iterator[str]:
     """Modules of ours that ``name`` imports anywhere, also inside functions."""
@@ -86,22 +75,6 @@ def imported(name: str) -> Iterator[str]:
 
 def calls(tree: ast.AST) -> Iterator[str]:
     return (dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
-
-
-def uses_of_cuda(tree: ast.AST) -> set[str]:
-    """The longest dotted names below ``torch.cuda``, outside annotations too."""
-    names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    below = {name for name in names if name.startswith("torch.cuda.")}
-    aliases = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-        if "torch.cuda" in (alias.name, f"{getattr(node, 'module', None)}.{alias.name}")
-        or (getattr(node, "module", None) or "").startswith("torch.cuda")
-        or alias.name.startswith("torch.cuda")
-    }
-    return below | aliases
 
 
 def room(name: str) -> str:
@@ -146,22 +119,6 @@ def test_only_the_surface_asks_for_the_current_manager() -> None:
         assert not asks or name in ASKS_FOR_THE_MANAGER, name
 
 
-def test_cuda_is_named_in_one_place() -> None:
-    for name, tree in TREES.items():
-        assert name in NAMES_CUDA or not uses_of_cuda(tree), name
-
-
-def test_only_the_function_whose_name_says_so_prints() -> None:
-    for name, tree in TREES.items():
-        may_print = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and node.name == "print_offload_summary_table"
-        ]
-        allowed = sum(list(calls(node)).count("print") for node in may_print)
-        assert list(calls(tree)).count("print") == allowed, name
-
-
 def test_events_are_recorded_and_waited_for_in_few_places() -> None:
     for name, tree in TREES.items():
         if room(name) in ("backends", "testing", "simulate", "plan") or name in ORDERS_COPIES:
@@ -176,33 +133,6 @@ def test_the_package_imports_no_compiler() -> None:
     code = "import sys; from pp_offload import *; sys.exit('torch._dynamo' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
-
-
-def class_of(module: str, name: str) -> ast.ClassDef:
-    classes = (node for node in TREES[module].body if isinstance(node, ast.ClassDef))
-    return next(node for node in classes if node.name == name)
-
-
-def public_methods(node: ast.ClassDef) -> set[str]:
-    """Properties among them."""
-    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-    return {name for name in names if not name.startswith("_")}
-
-
-def attributes(node: ast.ClassDef) -> set[str]:
-    """Fields, and what any method assigns to ``self``."""
-    fields = {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
-    stored = (item for item in ast.walk(node) if isinstance(item, ast.Attribute))
-    names = (dotted(item).split(".") for item in stored if isinstance(item.ctx, ast.Store))
-    return fields | {parts[1] for parts in names if parts[0] == "self" and len(parts) == 2}
-
-
-def test_a_class_of_the_core_has_one_job() -> None:
-    """What only users of the reference call is in a subclass, above."""
-    for module, name in ONE_JOB:
-        node = class_of(module, name)
-        assert len(attributes(node)) <= 12, f"{name}: {sorted(attributes(node))}"
-        assert len(public_methods(node)) <= 15, f"{name}: {sorted(public_methods(node))}"
 
 
 def test_no_file_is_without_a_docstring() -> None:

@@ -52,29 +52,13 @@ def _class_of(value: object) -> str:
 
 
 def described(tensor: Tensor) -> str:
-    """Format a tensor for a message about another error. Never raises.
-
-    Nested tensors have no shape, and a subclass may refuse every question.
+    """Format a tensor for a message about another error. Never raises: nested tensors have no
+    shape, and a subclass may refuse every question.
     """
-    parts = [f"shape {_attribute(tensor, 'shape')}", f"dtype {_attribute(tensor, 'dtype')}"]
-    layout = _attribute(tensor, "layout")
-    if layout != "torch.strided":
-        parts.append(f"layout {layout}")
-    kind = "nested tensor" if _attribute(tensor, "is_nested") == "True" else "tensor"
-    return f"a {kind} of {', '.join(parts)}"
-
-
-def version_of(tensor: Tensor) -> str:
-    """Format the version of a tensor for a message. Never raises."""
-    return _attribute(tensor, "_version")
-
-
-def _attribute(tensor: Tensor, name: str) -> str:
     try:
-        value = getattr(tensor, name)
-        return str(tuple(value) if name == "shape" else value)
-    except Exception:  # RuntimeError, NotImplementedError, or what a subclass raises
-        return "unknown"
+        return f"a tensor of shape {tuple(tensor.shape)}, dtype {tensor.dtype}"
+    except Exception:
+        return _class_of(tensor)
 
 
 def count_problem(name: str, value: object, least: int = 0, unit: str = "") -> str | None:
@@ -106,21 +90,6 @@ def check_flag(name: str, value: object) -> None:
     check_all(flag_problem(name, value))
 
 
-def check_switch(name: str, value: object) -> None:
-    """Check a switch of a config: True, False, None, 0, 1, or a bool of NumPy.
-
-    Called for every group that runs.
-
-    Raises:
-        ValueError: The value is something else, such as ``"no"``, which Python takes for True.
-    """
-    if value is True or value is False or value is None:
-        return
-    is_number = isinstance(value, int) or type(value).__name__ == "bool"  # NumPy has its own
-    if not is_number or value not in (0, 1):
-        check_all(flag_problem(name, value))
-
-
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], expected: str, advice: str = ""
 ) -> None:
@@ -141,19 +110,12 @@ def check_group_name(action: str, name: object) -> None:
     )
 
 
-def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:
-    """Return a collection of tensors, or None; raise a TypeError for something else."""
-    if given is None:
-        return None
-    if isinstance(given, Tensor):
-        raise TypeError(f"{name} is a single tensor, expected a list of them; write [tensor]")
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} is {brief(given)}, expected a list of tensors, or None")
-    tensors = given if isinstance(given, list | tuple) else list(given)
-    for index, item in enumerate(tensors):
-        expected, advice = "a tensor", "leave out what is none"
-        check_kind(f"{name}[{index}]", item, Tensor, expected, advice)
-    return tensors
+def checked_tensors(name: str, given: Any) -> Sequence[Tensor] | None:
+    """Return a list of tensors, or None; raise a TypeError for a single tensor, and for others."""
+    check_kind(name, given, (list, tuple, type(None)), "a list of tensors, or None")
+    for index, item in enumerate(given or ()):
+        check_kind(f"{name}[{index}]", item, Tensor, "a tensor")
+    return given  # type: ignore[no-any-return]
 
 
 def near(name: object, names: Sequence[str]) -> str:
@@ -175,9 +137,7 @@ def check_names(options: Iterable[object], names: Sequence[str], of: str = "") -
 
 
 def takes_options_by_name(cls: _Cls) -> _Cls:
-    """Decorate a dataclass to report unknown options together with all other violations.
-
-    The constructor of ``dataclass`` would raise a bare ``TypeError`` before any check.
+    """Decorate a dataclass to propose near names of unknown options, before any other check.
 
     Raises:
         OptionError: From the constructor; a ``ConfigError`` and a ``TypeError``.
@@ -187,23 +147,16 @@ def takes_options_by_name(cls: _Cls) -> _Cls:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
-        kind, problems = type(self).__name__, []
-        if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
-            expected = f"expected some of {', '.join(names)}"
-            problems.append(f"{kind} has no option {', '.join(unknown)}; {expected}")
+        kind = type(self).__name__
         if args:
-            problems.append(
+            raise OptionError(
                 f"{kind} was given {brief(args[0])} without a name, expected options by name; "
                 f"write {kind}(name=value), or {kind}(**options) for a dict"
             )
-        try:
-            init(self, **{name: options[name] for name in options if name in names})
-        except (ValueError, TypeError) as others:
-            if not problems:
-                raise
-            problems.append(str(others))
-        if problems:
-            raise OptionError("; ".join(problems))
+        if unknown := [f"{name}{near(name, names)}" for name in options if name not in names]:
+            expected = f"expected some of {', '.join(names)}"
+            raise OptionError(f"{kind} has no option {', '.join(unknown)}; {expected}")
+        init(self, **options)
 
     cls.__init__ = checked  # type: ignore[misc]
     return cls

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import Parameter
 
-from pp_offload._common.checks import described, version_of
+from pp_offload._common.checks import described
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch
 from pp_offload._core.subclasses import is_pending, take_apart, witness
@@ -182,5 +182,5 @@ def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModi
     return SavedTensorModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {described(tensor)} in {where} is at version "
-        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
+        f"{tensor._version}, expected version {version}; use an out-of-place operation"
     )

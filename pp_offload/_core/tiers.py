@@ -9,12 +9,6 @@ After the write, only the disk has the bytes. To come back, they are read to hos
 thread, then copied like any batch; once they are on the device that memory is free again. A reload
 before the write has ended uses host memory.
 
-A tier of your own writes and reads as :class:`~pp_offload._memory.disk_file.DiskFile` does: it has
-``write``, whose result has ``event`` and ``failure``, ``read_into``, ``close`` and the counts.
-
-    add_tier("own", lambda config: MyStore(...))
-    OffloadConfig(tiers=("host", "own"))
-
 NOTE [ When the disk fails ]
     Bytes that could not be written stay in host memory, and later groups stay on the device until
     the next step tries again. A failed read raises at each use, which tries to read again.
@@ -31,7 +25,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +40,7 @@ from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
 from pp_offload._memory.host_tensors import Owner
 from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Backend, Event
-from pp_offload.config import OffloadConfig, add_tier_name
+from pp_offload.config import OffloadConfig
 from pp_offload.errors import NotWhileCapturingError, TierError
 
 logger = logger_of(__name__)
@@ -139,7 +133,6 @@ class DiskTier(HostTier):
         backend: The device.
         disk: Store that writes and reads.
         host: Tier of batches that stay in host memory; None if all go to disk.
-        name: Name of the disk in messages.
 
     Attributes:
         writing: Batches that threads write, in order.
@@ -152,12 +145,11 @@ class DiskTier(HostTier):
         backend: Backend,
         disk: Any,
         host: HostTier | None = None,
-        name: str = "disk",
     ) -> None:
         super().__init__(pool)
         if host is not None:
             self.pools.insert(0, host.pool)
-        self.disk, self.name = disk, name
+        self.disk = disk
         self.writing: deque[weakref.ref[Batch]] = deque()
         self.reads: deque[Read] = deque()
         self._backend, self._bound, self._host = backend, bound, host
@@ -279,19 +271,9 @@ class DiskTier(HostTier):
         """Raise while a graph is captured: when it runs again, the bytes are elsewhere."""
         if self._backend.is_capturing:
             raise NotWhileCapturingError(
-                f"{act} {self.name} cannot be part of a captured graph; keep what it needs "
+                f"{act} disk cannot be part of a captured graph; keep what it needs "
                 'in host memory, with tiers=("host",)'
             )
-
-
-OWN: dict[str, Callable[[OffloadConfig], Any]] = {}
-"""Functions that make the disk of an added tier, by name."""
-
-
-def add_tier(name: str, make: Callable[[OffloadConfig], Any]) -> None:
-    """Let :attr:`OffloadConfig.tiers` have ``name``, alone or behind the host."""
-    OWN[name] = make
-    add_tier_name(name)
 
 
 def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> HostTier:
@@ -315,9 +297,6 @@ def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> Ho
     if last == "host":
         return HostTier(pool_of(whole))
     host = HostTier(pool_of(whole.but_for(STAGING_SHARE))) if first == "host" else None
-    if last in OWN:
-        disk = OWN[last](config)
-    else:
-        disk = backend.open_disk(config.disk_dir) or DiskFile(config.disk_dir)
+    disk = backend.open_disk(config.disk_dir) or DiskFile(config.disk_dir)
     bound = Bound(config.max_in_flight_bytes, STAGING_BYTES)
-    return DiskTier(pool_of(whole), bound, backend, disk, host, last)
+    return DiskTier(pool_of(whole), bound, backend, disk, host)

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
+from pp_offload._common.checks import check_group_name, checked_tensors
 from pp_offload._common.torch_private import is_transformed, records_operators
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import ChunkKey, GroupKey
@@ -125,12 +125,10 @@ class Chunk:
         Raises:
             GroupStateError: No open group has this name, or the chunk belongs to another thread.
             TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
-            ValueError: ``name`` is empty, or ``delay`` neither True nor False.
+            ValueError: ``name`` is empty.
         """
         if type(name) is not str or not name:
             check_group_name("commit", name)
-        if delay is not False:
-            check_switch("delay_offload", delay)
         released = None  # nearly always
         if forced_released_tensors is not None:
             released = checked_tensors("forced_released_tensors", forced_released_tensors)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import check_switch
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
@@ -174,8 +173,6 @@ class FineGrainedActivationOffloadingInterface:
     """
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
-        if offload is not True:
-            check_switch("offload", offload)
         self.offload = offload
         self.tensor = tensor
         self.name = name

@@ -99,11 +99,6 @@ def _check_options(config: OffloadConfig) -> None:
             "device_limit_bytes is given, which an engine meets by measuring its device; expected "
             "a plan of choose(), or no limit; measure the cost of a limit with run_pipeline"
         )
-    if not {"host", "disk"}.issuperset(config.tiers):
-        raise ValueError(
-            f"tiers is {config.tiers}, expected host, disk, or both; measure the cost of other "
-            "tiers with run_pipeline"
-        )
 
 
 def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import brief, described, near, version_of
+from pp_offload._common.checks import brief, described, near
 
 
 class Mute(Tensor):
@@ -19,22 +19,12 @@ class Mute(Tensor):
         raise NotImplementedError("no")
 
 
-ROWS = [torch.ones(2, 3), torch.ones(4, 3)]
-
-TENSORS = {
-    "dense": (torch.ones(2, 3), "a tensor of shape (2, 3), dtype torch.float32"),
-    "coo": (torch.eye(4).to_sparse(), "shape (4, 4), dtype torch.float32, layout torch.sparse_coo"),
-    "nested": (torch.nested.nested_tensor(ROWS), "a nested tensor of shape unknown, dtype torch."),
-    "mute": (torch.ones(2).as_subclass(Mute), "a tensor of shape unknown, dtype unknown"),
-}
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("name", TENSORS)
-def test_any_tensor_can_be_described(name: str) -> None:
-    tensor, words = TENSORS[name]
-    assert words in described(tensor)
-    assert version_of(tensor) == ("unknown" if name == "mute" else "0")
+def test_any_tensor_can_be_described() -> None:
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    assert described(rows[0]) == "a tensor of shape (2, 3), dtype torch.float32"
+    assert described(torch.nested.nested_tensor(rows)) == "a Tensor"
+    assert described(torch.ones(2).as_subclass(Mute)) == "a Mute"
 
 
 class Broken:
