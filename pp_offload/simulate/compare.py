@@ -45,9 +45,6 @@ class Comparison:
     limit_bytes: int | None = None
     """Limit of the followed plan; None without a plan."""
 
-    is_alike: bool = True
-    """Whether the plan counts the state of an optimizer as this run does."""
-
     def table(self, memory_bytes: int) -> str:
         """Format a row for each rank.
 
@@ -97,8 +94,6 @@ class Comparison:
         limit = f"The plan's limit is {size_text(limit_bytes)}"
         if above:
             return f"{limit}; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}."
-        if not self.is_alike:
-            limit = f"Plan and run count an optimizer's state differently: --optimizer. {limit}"
         return f"{limit}, and no rank is above it."
 
     def figures(self) -> dict[str, Any]:
@@ -147,11 +142,7 @@ def compare(
         order, work, hardware, peers=peers, config=config, progress=ours, trace=trace
     )
     plan = config.offload_plan
-    if plan is None:
-        return Comparison(without, with_offload)
-    has_state = any(rank.optimizer_bytes for rank in plan.ranks)
-    is_alike = has_state == (work.optimizer is not None)
-    return Comparison(without, with_offload, plan.limit_bytes, is_alike)
+    return Comparison(without, with_offload, None if plan is None else plan.limit_bytes)
 
 
 def _row(number: int, none: RankStep, offload: RankStep, memory_bytes: int) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import Operator, operator
 from pp_offload._common.torch_private import OpOverload, OpOverloadPacket
 from pp_offload._memory.storages import has_storage
@@ -30,11 +29,8 @@ aten = torch.ops.aten
 MAX_CALLS = 10_000
 """Most calls in the cache, for programs whose sizes never repeat."""
 
-Measured = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
-"""Given an overload, its arguments, its named arguments and its outputs; seconds, or None."""
-
-OperatorSeconds = Mapping[OpOverload[..., Any] | OpOverloadPacket[..., Any], float] | Measured
-"""A table by operator, or a function."""
+OperatorSeconds = Mapping[OpOverload[..., Any] | OpOverloadPacket[..., Any], float]
+"""Seconds by operator, such as ``torch.ops.aten.mm``."""
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -61,7 +57,7 @@ class OperatorCosts:
     """
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
-        self._measured = _measured({} if operator_seconds is None else operator_seconds)
+        self._measured = {} if operator_seconds is None else operator_seconds
         self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_fraction
         self._gap_s = hardware.kernel_gap_s
         products = hardware.matmul_fraction
@@ -91,32 +87,14 @@ class OperatorCosts:
     def _seconds(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
     ) -> float:
-        measured = self._measured(func, args, kwargs, outputs)
+        measured = self._measured.get(func, self._measured.get(func._overloadpacket))
         if measured is not None:
-            _check_time(func, measured)
+            check_number(f"operator_seconds of {func}", measured, may_be_zero=True)
             return self._gap_s + measured
         flops = flops_of(func, args, kwargs, outputs)
         nbytes = bytes_of(operator(func), args, kwargs, outputs)
         flops_per_s = self._attention.get(func._overloadpacket, self._flops_per_s)
         return self._gap_s + max(flops / flops_per_s, nbytes / self._bytes_per_s)
-
-
-def _measured(given: OperatorSeconds) -> Measured:
-    """Return the table as a function, or the function itself."""
-    if callable(given):
-        return given
-    check_kind("operator_seconds", given, Mapping, "a table by operator, or a function")
-    kinds = OpOverload, OpOverloadPacket
-    table = dict(given)
-    for key, value in table.items():
-        name = "an operator of operator_seconds"
-        check_kind(name, key, kinds, "one of torch.ops", "write torch.ops.aten.mm")
-        _check_time(key, value)
-    return lambda func, *rest: table.get(func, table.get(func._overloadpacket))
-
-
-def _check_time(func: object, value: object) -> None:
-    check_number(f"operator_seconds of {func}", value, may_be_zero=True)
 
 
 @cache

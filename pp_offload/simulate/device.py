@@ -44,16 +44,13 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     Args:
         hardware: Figures of the device.
-        operator_seconds: Measured times of operators: a table by operator, or a function of the
-            overload, its arguments, its named arguments and its outputs, which may return None.
-            Other operators take times from the rates.
+        operator_seconds: Measured times by operator. Other operators take times from the rates.
         is_blocking: Whether the host waits for each operator, as with ``CUDA_LAUNCH_BLOCKING=1``.
             Copied memory is then freed as early as possible, and peaks are lower than with a host
             that runs ahead.
 
     Raises:
-        TypeError: ``hardware`` or ``operator_seconds`` is something else.
-        ValueError: A measured time is below 0.
+        TypeError: ``hardware`` is something else.
 
     Attributes:
         host: The host's clock.
@@ -121,9 +118,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     ) -> None:
         """Take the time of the copies, one after the other."""
         assert isinstance(stream, VirtualStream)
-        for target, source in zip(targets, sources, strict=True):
-            self.memory.name(source, "in flight", only_unnamed=True)
-            self.memory.name(target, "reloaded", only_unnamed=True)
+        for target in targets:
             self.launch_copy(stream, target.nbytes, to_host=not target.is_meta)
 
     def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:

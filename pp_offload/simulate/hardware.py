@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from pp_offload._common.checks import brief, check_count, check_names, near
+from pp_offload._common.checks import brief, check_count, check_names
 
 GB = 10**9
 
@@ -199,19 +198,8 @@ GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_h
 """Rate by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
 
 
-class _Devices(dict[str, Hardware]):
-    """Rows by name. Other spellings of a name, such as ``"H100-SXM"``, give its row, too."""
-
-    def __missing__(self, name: str) -> Hardware:
-        row = re.sub(r"[-_ ]?SXM\d?$", "", str(name).upper())
-        if row not in self:
-            names = list(self)
-            raise KeyError(f"found {name!r}{near(name, names)}, expected one of {', '.join(names)}")
-        return self[row]
-
-
-DEVICES: dict[str, Hardware] = _Devices(
-    (device.name, device)
+DEVICES = {
+    device.name: device
     for device in (
         _row("A100", 312, 2039, 80, 25),
         _row("H100", 990, 3350, 80, 50),
@@ -222,8 +210,6 @@ DEVICES: dict[str, Hardware] = _Devices(
         replace(_row("GB300", 2500, 8000, 288, 225), **GRACE_OF_TWO),
         _row("MI300X", 1307, 5300, 192, 50),
     )
-)
-"""Devices. ``"H100-SXM"`` and ``"h100"`` are other spellings of ``"H100"``; others likewise.
-
-Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others.
+}
+"""Devices by name. Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others.
 """

@@ -12,8 +12,7 @@ NOTE [ What depends on data ]
     The mask selects visible tokens, and the router an expert for each token: both are
     data, which a virtual device does not have. So attention is causal and takes no mask, and all
     experts are one grouped product, which takes as long as if each had as many tokens as the
-    others. Attention that caps its scores, as Gemma2's does, has no such kernel: it is computed
-    from whole matrices with a mask, as Transformers does it.
+    others.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 ATTENTION = "causal_without_mask"
 """Name under which Transformers registers the attention."""
 
-EAGER = "eager"
-"""Attention with whole matrices of scores."""
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 """Modules of a decoder that can be cut into stages."""
@@ -48,22 +46,20 @@ def model_from_config(
 
     Raises:
         ImportError: Transformers is not installed.
+        ValueError: The model caps scores or logits, as Gemma2 does.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if any(getattr(config, name, None) for name in CAPS):
+        raise ValueError(f"{type(config).__name__} caps scores or logits, expected a model without")
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    attention = EAGER if _caps_scores(config) else ATTENTION
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION}
     if any("experts" in name for name in config.to_dict()):
         options["experts_implementation"] = "grouped_mm"
     config = type(config).from_dict(config.to_dict())
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options).train()
-
-
-def _caps_scores(config: PretrainedConfig) -> bool:
-    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 class DecoderStage(nn.Module):
@@ -81,27 +77,15 @@ class DecoderStage(nn.Module):
         self.head = model.lm_head if is_last else None
         if index > 0:  # the head may share the embedding's weight, on another rank
             self.head = copy.deepcopy(self.head)
-        self.takes_mask = _caps_scores(model.config)
-        self.cap = getattr(model.config, "final_logit_softcapping", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
         positions = torch.arange(x.shape[1], device=x.device)[None]
         rotated = self.rotary(x, positions)
-        mask = _causal_mask(x) if self.takes_mask else None
         for layer in self.layers:
-            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotated)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
-            x = x if self.cap is None else torch.tanh(x / self.cap) * self.cap
-        return x
-
-
-def _causal_mask(x: Tensor) -> Tensor:
-    """Make the mask added to scores, so that no token sees later ones."""
-    length, least = x.shape[1], torch.finfo(x.dtype).min
-    return torch.full((length, length), least, dtype=x.dtype, device=x.device).triu(1)[None, None]
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotated)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
-from pp_offload._common.checks import brief, check_kind
 from pp_offload._common.module_names import matching
 from pp_offload._common.torch_private import prepare_stage
 from pp_offload._megatron.current import use_backend
@@ -142,7 +141,6 @@ class Modules(Work):
             rank, and its state exists from the end of the first step on. None for no optimizer.
 
     Raises:
-        TypeError: ``stages`` are not modules, or ``optimizer`` cannot be called.
         ValueError: A parameter is not on ``meta``, or no stage has a module for ``layers``.
     """
 
@@ -156,13 +154,7 @@ class Modules(Work):
         layers: str | None = None,
         optimizer: MakeOptimizer | None = None,
     ) -> None:
-        if optimizer is not None and not callable(optimizer):
-            raise TypeError(
-                f"optimizer is {brief(optimizer)}, expected a function of a list of parameters "
-                "that makes one: each rank has its own: lambda p: torch.optim.AdamW(p)"
-            )
         for index, stage in enumerate(stages):
-            check_kind(f"stages[{index}]", stage, nn.Module, "a module")
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
                 if not tensor.is_meta:
                     raise ValueError(
@@ -303,10 +295,6 @@ def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim
     if not trained:
         return None
     optimizer = make(trained)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"what optimizer returns is {brief(optimizer)}, expected a torch.optim.Optimizer"
-        )
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

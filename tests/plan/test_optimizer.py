@@ -85,15 +85,6 @@ def test_an_optimizer_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
     assert run_pipeline(order, work, DEVICE, config=CONFIG).seconds > 0
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
-    order, work = pipeline(None)
-    with pytest.raises(TypeError, match="optimizer is 'AdamW', expected a function of a list"):
-        Modules(work.stages, example=(), loss_fn=lambda y: y.sum(), optimizer="AdamW")  # type: ignore[arg-type]
-    work.optimizer = lambda parameters: parameters  # type: ignore[assignment,return-value]
-    with pytest.raises(ValueError, match="what optimizer returns is .*expected a torch.optim.Opt"):
-        run_pipeline(order, work, DEVICE, config=CONFIG)
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [

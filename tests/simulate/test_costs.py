@@ -195,19 +195,14 @@ def test_one_virtual_device_is_active_and_leaves_no_kernels_behind() -> None:
 # Measured times
 
 
-def by_rows(func: Any, args: Any, kwargs: Any, outputs: Any) -> float | None:
-    return outputs.shape[0] / 8 if func is aten.mm.default else None
-
-
 @pytest.mark.parametrize(
     ("operator_seconds", "seconds"),
     [
         ({aten.mm: 0.25}, 0.25),
         ({aten.mm: 1.0, aten.mm.default: 0.25}, 0.25),
-        (by_rows, 0.25),
         ({aten.add: 0.25}, None),
     ],
-    ids=["operator", "overload first", "function", "another"],
+    ids=["operator", "overload first", "another"],
 )
 def test_measured_times_replace_the_rates(operator_seconds: Any, seconds: float | None) -> None:
     tensors = meta(2, 64), meta(64, 64)
@@ -215,18 +210,9 @@ def test_measured_times_replace_the_rates(operator_seconds: Any, seconds: float 
     assert busy_s(torch.mm, *tensors, operator_seconds=operator_seconds) == approx(expected)
 
 
-@pytest.mark.parametrize("value", [-1.0, "long", True, float("nan")])
-def test_a_measured_time_that_makes_no_sense_is_refused(value: Any) -> None:
-    message = "operator_seconds of aten.*mm.* is .*expected a number of at least 0"
-    for given in ({aten.mm: value}, lambda *call: value):
-        with pytest.raises(ValueError, match=message):
-            busy_s(torch.mm, meta(4, 4), meta(4, 4), operator_seconds=given)
-
-
-@pytest.mark.parametrize("given", [3.0, [(aten.mm, 1.0)], {"aten::mm": 1.0}, {torch.mm: 1.0}])
-def test_a_table_of_something_else_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"operator_seconds is .*, expected"):
-        VirtualBackend(EVEN, given)
+def test_a_measured_time_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="operator_seconds of aten.mm.default is -1, expected a n"):
+        busy_s(torch.mm, meta(4, 4), meta(4, 4), operator_seconds={aten.mm: -1})
 
 
 # Repeated calls

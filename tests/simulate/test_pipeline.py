@@ -306,7 +306,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "rate": (lambda: PeerLink(bytes_per_s=0), "bytes_per_s is 0, expected a number above 0"),
     "latency": (lambda: PeerLink(latency_s=-1), "latency_s is -1, expected a number of at least 0"),
-    "module": (lambda: Modules([3], example=inputs(), loss_fn=squares), "stages.0. is 3, expected"),
     "cpu": (
         lambda: Modules([layers(), nn.Linear(4, 4)], example=inputs(), loss_fn=squares),
         "weight of stages.1. is on cpu, expected meta",
