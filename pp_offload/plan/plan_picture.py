@@ -1,4 +1,4 @@
-"""Pictures of a plan: peaks and groups of each rank; and of plans: time against limits.
+"""Pictures of a plan: peaks of each rank; and of plans: time against limits.
 
     draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
     draw_front(front(chooser), "front.png", title="Llama 8B on 4 H100")
@@ -14,20 +14,19 @@ from itertools import compress
 from typing import Any
 
 from pp_offload._common import pictures as art
-from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload.plan.trade_off import Front, peak_of
 from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
-HEIGHT_INCHES = 5.0
-FRONT_HEIGHT_INCHES = 4.0
+HEIGHT_INCHES = 4.0
 BAR_WIDTH = 0.38
 WITHOUT = "device, without offload"
 
 
 def draw_plan(plan: OffloadPlan, without: PipelineStep, path: str | os.PathLike[str]) -> None:
-    """Draw the peaks and groups of each rank of a plan.
+    """Draw the peaks of each rank of a plan.
 
     Args:
         plan: Plan of :func:`choose`.
@@ -41,15 +40,13 @@ def draw_plan(plan: OffloadPlan, without: PipelineStep, path: str | os.PathLike[
     """
     art.check_format(path)
     figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
-    peaks, groups = figure.subplots(2, 1, sharex=True)
-    _draw_peaks(peaks, plan, without)
-    _draw_groups(groups, plan.ranks)
-    for axes in (peaks, groups):
-        axes.grid(axis="y", color=art.FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.legend(**art.LEGEND_ABOVE)
-    groups.set_xticks(range(len(plan.ranks)))
-    groups.set_xlabel("pipeline rank")
+    axes = figure.add_subplot()
+    _draw_peaks(axes, plan, without)
+    axes.grid(axis="y", color=art.FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(**art.LEGEND_ABOVE)
+    axes.set_xticks(range(len(plan.ranks)))
+    axes.set_xlabel("pipeline rank")
     slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
     times = f"{plan.seconds * 1e3:.1f} ms a step, {slower:.1%} more than without offload"
     title = f"{plan.made_for}\n{times}".strip()
@@ -73,23 +70,6 @@ def _draw_peaks(axes: Any, plan: OffloadPlan, without: PipelineStep) -> None:
     axes.set_ylabel("peak, GiB")
 
 
-def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
-    groups = [[group for stage in rank.stages for group in stage] for rank in ranks]
-    leave, stay = (
-        [sum(group.nbytes for group in each if group.keeps is keeps) / GIB for each in groups]
-        for keeps in (False, True)
-    )
-    tops = [low + high for low, high in zip(leave, stay, strict=True)]
-    axes.bar(range(len(ranks)), leave, color=art.OFFLOAD, label="offloaded")
-    axes.bar(range(len(ranks)), stay, color=art.DEVICE, bottom=leave, label="stay")
-    where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": art.RECOMPUTE}
-    for number, rank in enumerate(ranks):
-        if num := sum(map(len, rank.recomputed)):
-            axes.annotate(f"{num} recomputed", (number, tops[number]), **where)
-    axes.set_ylim(top=1.1 * max(tops) or 1.0)
-    axes.set_ylabel("groups of a microbatch, GiB")
-
-
 def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw the time of a step against the limit.
 
@@ -102,7 +82,7 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
     """
     art.check_format(path)
     without = front.without_offload
-    figure = art.new_figure(FRONT_HEIGHT_INCHES, layout="constrained")
+    figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
     axes = figure.add_subplot()
 
     def draw(label: str, points: Sequence[tuple[float, float]], marker: str, **style: Any) -> None:
