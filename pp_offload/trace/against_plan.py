@@ -30,7 +30,7 @@ device, else until the next step, beside that of the pipeline. stalled: compute 
 demand: tensors that came back only when backward was at their group. sent: to the host, at GB/s."""
 
 WHY = {
-    "peak_bytes": "memory that the plan does not know, or more on its way than planned",
+    "peak_bytes": "memory that the plan does not know, as an optimizer's state without --optimizer",
     "host_peak_bytes": "more of what left was there at the same time",
     "step_s": "longer compute or waits, or more than the schedule in a step, such as an optimizer",
     "busy_s": "operators take other times than planned; plan again with a Hardware of other "
@@ -136,7 +136,7 @@ def compare_with_plan(
         pairs = _pairs(plan, planned, traced)
         has_graphs = timeline.metadata[rank].get("has_captures")  # whose groups are not in it
         differences = [] if has_graphs else [*_strangers(plan, planned, traced)]
-        differences += _worse(plan, planned, pairs, has_causes=not differences)
+        differences += _worse(plan, pairs)
         ranks.append(RankCompared(rank, planned, traced, pairs, differences))
     return Compared(ranks[0].traced.facts["step"], plan.seconds, ranks)
 
@@ -162,9 +162,7 @@ def _pairs(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> list[Pair]
     ]
 
 
-def _worse(
-    plan: OffloadPlan, planned: RankPlan, pairs: list[Pair], *, has_causes: bool
-) -> Iterator[str]:
+def _worse(plan: OffloadPlan, pairs: list[Pair]) -> Iterator[str]:
     """List figures that are worse by more than the tolerance; for waits, that of a step.
 
     A difference of sent bytes counts either way.
@@ -176,10 +174,7 @@ def _worse(
         more = pair.traced - pair.planned
         more = {"bytes_offloaded": abs(more), "offload_bytes_per_s": -more}.get(pair.name, more)
         if more > TOLERANCE * (plan.seconds if pair.name == "stalled_s" else pair.planned):
-            why = f": {WHY[pair.name]}" if has_causes else ""
-            if why and pair.name == "peak_bytes" and not planned.optimizer_bytes:
-                why += "; it was made without an optimizer's state, --optimizer"
-            yield f"{pair.head} {texts[1]}, planned {texts[0]}{why}"
+            yield f"{pair.head} {texts[1]}, planned {texts[0]}: {WHY[pair.name]}"
 
 
 def _strangers(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Picture of a step of a trace: the work of each rank's streams, and bytes over time.
 
     draw(read("out.json.gz"), "out.png")
-    draw(read("out.json.gz"), "out.png", ranks=[0], predicted=read("virtual.json.gz"))
+    draw(read("out.json.gz"), "out.png", ranks=[0])
 
 Waits of compute for copies have the one strong colour, with a band down to the copies and bytes.
 Needs matplotlib: the extra ``plots``.
@@ -47,7 +47,6 @@ STYLES = {  # row, colour and hatch; a later kind covers those before
     Kind.READ: ("disk", art.DISK, "////"),
 }
 LINES = dict(zip(tl.COUNTERS, (art.DEVICE, art.HOST, art.OFFLOAD, art.RELOAD), strict=True))
-DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
 MIB, GIB = 2**20, 2**30
 
 
@@ -58,7 +57,8 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> No
 
     Raises:
         ImportError: There is no matplotlib.
-        ValueError: The trace has no such step or rank, or the name has another suffix.
+        ValueError: The trace has no such step, or the name has another suffix.
+        KeyError: A rank has no such step.
         OSError: The file cannot be written.
     """
     art.check_format(path)
@@ -70,7 +70,6 @@ def picture(
     *,
     ranks: Sequence[int] | None = None,
     step: int | None = None,
-    predicted: Timeline | None = None,
 ) -> Figure:
     """Make the picture as a figure of matplotlib, for a notebook.
 
@@ -78,29 +77,22 @@ def picture(
         timeline: A real run, or a virtual one.
         ranks: Ranks to draw, in this order; all that have the step when None.
         step: Number of the step; the last one when None.
-        predicted: Another trace. The bytes of its last step are drawn dashed over the others.
 
     Raises: see :func:`draw`.
     """
     panels = _panels(timeline, step)
-    if missing := [rank for rank in ranks or () if rank not in panels]:
-        raise ValueError(
-            f"rank {missing[0]} has no such step in the trace, expected some of {[*panels]}"
-        )
     shown = [panels[rank] for rank in ranks or panels]
-    predictions = {} if predicted is None else _panels(predicted)
-    beside = [predictions.get(panel.step.rank) for panel in shown]
-    shown_ms = max(panel.ms(panel.step.end_s) for panel in (*shown, *beside) if panel is not None)
+    shown_ms = max(panel.ms(panel.step.end_s) for panel in shown)
     figure = art.new_figure(1.1 + 2.1 * len(shown))
     heights = [height for _ in shown for height in (1.15, 0.85)]
     axes = figure.subplots(2 * len(shown), 1, sharex=True, height_ratios=heights)
-    for panel, prediction, above, below in zip(shown, beside, axes[::2], axes[1::2], strict=True):
+    for panel, above, below in zip(shown, axes[::2], axes[1::2], strict=True):
         _draw_times(above, panel, shown_ms)
-        _draw_bytes(below, panel, prediction)
+        _draw_bytes(below, panel)
     axes[-1].set_xlim(0, shown_ms)
     number = shown[0].step.facts["step"]
     axes[-1].set_xlabel(f"time since the begin of step {number}, ms", fontsize=9)
-    _legend(figure, [panel.step for panel in shown], has_plan=any(beside))
+    _legend(figure, [panel.step for panel in shown])
     figure.set_layout_engine("constrained", hspace=0.02, h_pad=0.03)
     return figure
 
@@ -115,7 +107,7 @@ class _Panel(NamedTuple):
         return (time_s - self.zero_s) * 1e3
 
 
-def _panels(timeline: Timeline, number: int | None = None) -> dict[int, _Panel]:
+def _panels(timeline: Timeline, number: int | None) -> dict[int, _Panel]:
     steps = rank_steps(timeline, number)
     zero_s = min(step.begin_s for step in steps.values())
     return {rank: _Panel(step, zero_s) for rank, step in steps.items()}
@@ -175,23 +167,18 @@ def _draw_bands(axes: Axes, panel: _Panel) -> None:
         axes.axvspan(*times_ms, color=art.WAIT, alpha=0.13, linewidth=0, zorder=0)
 
 
-def _draw_bytes(axes: Axes, panel: _Panel, predicted: _Panel | None) -> None:
+def _draw_bytes(axes: Axes, panel: _Panel) -> None:
     most = max(panel.step.peak_bytes.values(), default=0)
     unit, name = (GIB, "GiB") if most >= GIB // 2 else (MIB, "MiB")
     _draw_bands(axes, panel)
-    for each, style in ((panel, {"linewidth": 1.3}), (predicted, DASHED)):
-        if each is None:
-            continue
-        for counter, line in each.step.values.items():
-            times = [each.ms(time_s) for time_s, _ in line]
-            values = [nbytes / unit for _, nbytes in line]
-            if line:
-                axes.step(times, values, where="post", color=LINES[counter], **style)
-            if each is panel and counter in (tl.IN_FLIGHT, tl.RELOADED):
-                fill: dict[str, Any] = dict(color=LINES[counter], alpha=0.2, lw=0)
-                axes.fill_between(times, values, step="post", **fill)
-    if predicted is not None:
-        axes.axvline(predicted.ms(predicted.step.end_s), color=art.DEVICE, **DASHED)
+    for counter, line in panel.step.values.items():
+        times = [panel.ms(time_s) for time_s, _ in line]
+        values = [nbytes / unit for _, nbytes in line]
+        if line:
+            axes.step(times, values, where="post", color=LINES[counter], linewidth=1.3)
+        if counter in (tl.IN_FLIGHT, tl.RELOADED):
+            fill: dict[str, Any] = dict(color=LINES[counter], alpha=0.2, lw=0)
+            axes.fill_between(times, values, step="post", **fill)
     axes.set_ylabel(f"memory, {name}", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
@@ -201,7 +188,7 @@ def _draw_bytes(axes: Axes, panel: _Panel, predicted: _Panel | None) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Figure, steps: Sequence[RankStep], *, has_plan: bool) -> None:
+def _legend(figure: Figure, steps: Sequence[RankStep]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -209,6 +196,4 @@ def _legend(figure: Figure, steps: Sequence[RankStep], *, has_plan: bool) -> Non
     counters = [name for name in tl.COUNTERS if any(step.values[name] for step in steps)]
     handles: list[Any] = [Patch(label=kind.value, **_style(kind)) for kind in kinds]
     handles += [Line2D([], [], color=LINES[name], label=f"memory: {name}") for name in counters]
-    if has_plan:
-        handles.append(Line2D([], [], color=art.DEVICE, label="predicted", **DASHED))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8.5, frameon=False)

@@ -122,7 +122,6 @@ def test_a_run_that_differs_names_the_figure_and_the_cause(
 ) -> None:
     texts = differences(plan, run(tmp_path, plan, **how))
     assert any(text.startswith(head) and words in text for text in texts), texts
-    assert head != ANOTHER or not any("plan again" in text for text in texts), "no causes"
 
 
 def real_step(**worse: float) -> Timeline:
@@ -160,7 +159,6 @@ def test_a_step_of_a_real_device(worse: dict[str, float], expected: str | None) 
     assert "400.0 / -" in row and "- / -" in row
     texts = compared.ranks[0].differences
     assert [text[: len(expected or "")] for text in texts] == ([expected] if expected else [])
-    assert "device" not in worse or worse["device"] < 8 or "--optimizer" in texts[0]
 
 
 def test_another_number_of_ranks(plan: OffloadPlan, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from helpers.traces import GIB, timeline_of
 from matplotlib.collections import PolyCollection
@@ -82,23 +80,9 @@ def test_titles_axes_and_legend() -> None:
     assert text.get_text() == "waits for mlp (reload) 30 ms, the longest of its waits"
 
 
-def test_bytes_are_steps_and_what_was_predicted_is_dashed() -> None:
-    predicted = timeline_of(0)
-    predicted.spans[0] = Span(0, "steps", "step 0", 1.0, 1.2, {"step": 0})
-    figure = picture.picture(timeline_of(0, 1), predicted=predicted)
-    device, host, *_ = figure.axes[1].lines
+def test_bytes_are_steps() -> None:
+    device, host, *_ = picture.picture(timeline_of(0, 1)).axes[1].lines
     assert device.get_drawstyle() == "steps-post"
     assert list(device.get_xdata()) == pytest.approx([0, 20, 100])
     assert list(device.get_ydata()) == [4, 6, 6], "the value before the step holds at its begin"
     assert list(host.get_xdata()) == pytest.approx([10, 100])
-    dashed = [line for line in figure.axes[1].lines if line.is_dashed()]
-    assert list(dashed[0].get_xdata()) == pytest.approx([0, 20, 200])
-    assert dashed[-1].get_xdata() == pytest.approx([200, 200]), "the predicted end of the step"
-    assert not any(line.is_dashed() for line in figure.axes[3].lines), "rank 1 was not predicted"
-    assert figure.axes[0].get_xlim() == (0, pytest.approx(200))
-    assert figure.legends[0].get_texts()[-1].get_text() == "predicted"
-
-
-def test_a_rank_without_the_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rank 2 has no such step in the trace, .* of \[0\]"):
-        picture.draw(timeline_of(0), tmp_path / "out.png", ranks=[2])
