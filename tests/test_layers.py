@@ -23,13 +23,13 @@ MOST_LINES = {
     "_memory": 1470,
     "_slices": 1521,
     "backends": 698,
-    "cli": 1339,
+    "cli": 1159,
     "compat": 112,
     "integrations": 1113,
-    "plan": 3068,
-    "simulate": 2683,
+    "plan": 3001,
+    "simulate": 2539,
     "testing": 967,
-    "trace": 1338,
+    "trace": 1310,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

@@ -68,11 +68,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "--recompute": {"action": BooleanOptionalAction, "default": True, "help": RECOMPUTE},
     "--limits": {"type": number(int, 2), "default": 8, "help": "number of limits to plan for"},
-    "--for": {
-        "choices": ["megatron"],
-        "dest": "engine",
-        "help": "print the flags with which Megatron-LM's own engine does nearly the same",
-    },
     "--output -o": {"type": Path, "help": "file for the plan: plan.json"},
     "--png": {"type": Path, "help": "file for a picture: PNG, SVG or PDF"},
     "--trace": {"type": Path, "help": "file for a trace of the steps with offload: out.json.gz"},
@@ -81,7 +76,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "files": {"type": Path, "nargs": "+", "metavar": "FILE...", "help": "out.rank*.json.gz"},
     "--rank": {"type": int, "action": "append", "help": "only this rank; may be given again"},
     "--step": {"type": int, "help": "step of the trace; the last if unset"},
-    "--predicted": {"type": Path, "help": "another trace, drawn dashed over this one; with --png"},
     "--disk-dir": {"type": Path, "help": "where the disk is tested; a temporary one if unset"},
     "--disk-mib": {"type": number(int, 0), "default": 64, "help": "MiB to write and read there"},
     "--device": {"help": "device to measure, such as cuda:1; the accelerator in use if unset"},
@@ -127,7 +121,7 @@ COMMANDS = {
         "Choose what each rank keeps, offloads and recomputes.",
         "The shortest step found in which no device holds more than the limit. The file is for "
         f'OffloadConfig(plan="plan.json"). {COUNTED}',
-        (*ENGINE, "--limit", "--recompute", "--for", "--output -o", "--png"),
+        (*ENGINE, "--limit", "--recompute", "--output -o", "--png"),
     ),
     "sweep": Command(
         "Compare the time of a step over limits of memory.",
@@ -138,7 +132,7 @@ COMMANDS = {
     "trace": Command(
         "Show a traced step as a table or as a picture.",
         "The files are of one run.",
-        ("files", "--png", "--rank", "--step", "--predicted", "--json"),
+        ("files", "--png", "--rank", "--step", "--json"),
     ),
     "compare": Command(
         "Compare a plan with a traced run.",

@@ -18,7 +18,6 @@ from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.sizes import UNITS, parse_size
 from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
-from pp_offload.cli.megatron import megatron_text
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
 from pp_offload.cli.traces import compare as compare
 from pp_offload.cli.traces import trace as trace
@@ -78,21 +77,17 @@ def plan(given: Namespace) -> int:
     with chooser_of(given, pipeline, config) as chooser:
         try:
             chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
-            roomier = chooser.with_more_on_the_host(chosen)
         except InfeasibleError as failure:
             advice = "" if given.recompute else "; or leave out --no-recompute"
             raise wrong("--limit", f"{failure}{advice}") from failure
     without = chooser.without_offload()
     if given.output is not None:
         chosen.save(given.output)
-    say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
+    say(f"{pipeline.title}\n\n{table(chosen, without)}")
     if given.png is not None:
         from pp_offload.plan.plan_picture import draw_plan
 
         _draw(partial(draw_plan, chosen, without), given.png)
-    if given.engine == "megatron":
-        in_flight = [rank.num_in_flight for rank in without.ranks]
-        say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")
     if given.output is not None:
         say(_how_to_follow(chosen, given.output))
     return 0

@@ -64,12 +64,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as failure:  # torch's, of a build without CUDA or a GPU
-        raise wrong(
-            "--device",
-            f"found {name!r}, which torch ({_torch()}) cannot use: {str(failure).splitlines()[0]}; "
-            "expected a device that is here: check the driver with nvidia-smi, and install a build "
-            "of torch for it from pytorch.org; or leave out --device, which takes what is here",
-        ) from failure
+        raise wrong("--device", f"{name!r}, with torch {_torch()}: {failure}") from failure
     return device
 
 
@@ -94,7 +89,6 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         disk_bytes: Size of the file for that; 0 for no measurement.
         root: Directory of ``proc`` and ``sys``.
     """
-    share = f"{budget.SHARE:.0%} of what is available / ranks"
     variables = {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
     speed = f"speed, {disk_bytes // MIB} MiB" if disk_bytes else "speed"
     topics: dict[str, Mapping[str, Ask]] = {
@@ -112,13 +106,10 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
             "available": lambda: size_text(budget.available_bytes(root)),
             "cgroups": lambda: "; ".join(map(_limit, budget.cgroups(root))) or "no limit",
             "ranks on this host": budget.ranks_on_this_host,
-            "host budget of a rank": lambda: (
-                f"{size_text(budget.HostBudget().limit_bytes)}, {share}"
-            ),
+            "host budget of a rank": lambda: size_text(budget.HostBudget().limit_bytes),
             "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
         },
-        "pinned memory": {"limit (ulimit -l)": _memlock, "pinning 1 MiB": _pin},
-        "NUMA": _nodes(root / "sys/devices/system/node"),
+        "pinned memory": {"pinning 1 MiB": _pin},
         "disk": {
             "file system": lambda: file_system_of(directory),
             "free": lambda: size_text(disk_usage(directory).free),
@@ -170,16 +161,6 @@ def _limit(cgroup: budget.Cgroup) -> str:
     return f"version {cgroup.version}: {used} used of {limit}"
 
 
-def _memlock() -> str:
-    import resource  # not on every system
-
-    soft, hard = (
-        "unlimited" if limit == resource.RLIM_INFINITY else size_text(limit)
-        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    )
-    return f"{soft}, at most {hard}"
-
-
 def _pin() -> str:
     if not torch.accelerator.is_available():
         return "not tried: memory is pinned for an accelerator, and there is none"
@@ -187,22 +168,9 @@ def _pin() -> str:
     return "works" if is_pinned else "gave memory that is not pinned"
 
 
-def _nodes(folder: Path) -> dict[str, Ask]:
-    def describe(node: Path) -> str:
-        cores = (node / "cpulist").read_text().strip() or "none"
-        return f"cores {cores}, {_total(node / 'meminfo')}"
-
-    nodes = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name[4:]))
-    if not nodes:
-        return {"nodes": lambda: "not known: the system has no list of them"}
-    return {node.name: partial(describe, node) for node in nodes}
-
-
 def _speed(directory: Path, nbytes: int) -> str:
     if nbytes == 0:
         return "not tried"
-    if disk_usage(directory).free < 2 * nbytes:
-        return "not tried: less than twice as much is free"
     write, read = (rate / GB for rate in disk_speed(directory, nbytes))
     return f"write {write:.2f} GB/s with fsync, read {read:.2f} GB/s"
 

@@ -28,7 +28,7 @@ all. GB/s: while copies ran. Peaks: GiB. - is what the trace does not say."""
 
 def trace(given: Namespace) -> int:
     """Print or draw a step of a trace."""
-    timeline = _read("FILE", *given.files)
+    timeline = _read(given.files)
     with errors_of("--step"):
         steps = rank_steps(timeline, given.step)
     ranks = list(steps)
@@ -40,8 +40,6 @@ def trace(given: Namespace) -> int:
     ranks = given.rank or ranks
     if given.png is not None:
         return _draw(given, timeline, step, ranks)
-    if given.predicted is not None:
-        raise wrong("--predicted", "it is drawn, not printed; add --png out.png")
     shown = [steps[rank] for rank in ranks]
     plain = {"step": step, "ranks": [rank.as_dict() for rank in shown]}
     report(_table(timeline, step, shown), plain, as_json=given.json)
@@ -52,32 +50,24 @@ def compare(given: Namespace) -> int:
     """Print a plan beside a run by it."""
     with errors_of("PLAN", ConfigError, OSError):
         plan = OffloadPlan.load(given.planned)
-    timeline = _read("FILE", *given.files)
-    with errors_of("--step"):
-        rank_steps(timeline, given.step)
-    with errors_of("PLAN"):
+    timeline = _read(given.files)
+    with errors_of("PLAN or --step"):
         both = compare_with_plan(plan, timeline, step=given.step)
     report(f"{plan.made_for}\n\n{both.table()}", both.figures(), as_json=given.json)
     return int(not both.is_as_planned)
 
 
-def _read(option: str, *paths: Path) -> Timeline:
-    with errors_of(option, OSError):
+def _read(paths: Sequence[Path]) -> Timeline:
+    with errors_of("FILE", OSError):
         return read(*paths)
 
 
 def _draw(given: Namespace, timeline: Timeline, step: int, ranks: list[int]) -> int:
     from pp_offload.trace.picture import draw
 
-    if given.json:
-        raise wrong("--json", "a picture has none, expected one of --json and --png")
     check_target("--png", given.png)
-    predicted = given.predicted and _read("--predicted", given.predicted)
-    if predicted is not None:
-        with errors_of("--predicted"):
-            rank_steps(predicted)
     with errors_of("--png", ImportError, OSError):
-        draw(timeline, given.png, ranks=ranks, step=step, predicted=predicted)
+        draw(timeline, given.png, ranks=ranks, step=step)
     say(f"step {step} of ranks {', '.join(map(str, ranks))} is in {given.png}")
     return 0
 

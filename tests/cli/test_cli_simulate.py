@@ -22,7 +22,7 @@ DEEP = ("helpers.cli_models:deep", *SIZES, "--length", "1024")
 
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
     trace = tmp_path / "out.json.gz"
-    output = good(*SMALL, "--trace", trace, "--pp", 3, "--device", "h200")
+    output = good(*SMALL, "--trace", trace, "--pp", 3, "--device", "H200")
     assert "cli_models:good on 3 virtual H200, 1f1b, 1 stage each, 4 microbatches of 256" in output
     assert "linear and gelu may leave" in output
     figures = json.loads(good(*SMALL, "--json", "--groups", "linear"))
@@ -65,16 +65,14 @@ WRONG = {
     "simulate": "found neither of module:function and --hf, expected one of the two",
     "simulate helpers.cli_models:good --hf x": "found both of module:function and --hf",
     "simulate cli_models": "Invalid value for MODEL: found 'cli_models', expected module:function",
-    "simulate no_file:stages": "no module 'no_file' here or installed",
-    "simulate helpers.cli_models:nothing": "nothing of helpers.cli_models is not there, expected a",
-    "simulate helpers.cli_models:not_a_function": "not_a_function of helpers.cli_models is no fun",
-    "simulate helpers.cli_models:without_length": "unexpected keyword argument 'length'; expected",
+    "simulate no_file:stages": "No module named 'no_file'; go where it is, or set PYTHONPATH",
+    "simulate helpers.cli_models:nothing": "helpers.cli_models has no function nothing, expected a",
+    "simulate helpers.cli_models:without_length": "unexpected keyword argument 'length'",
     "simulate helpers.cli_models:a_list": "returned a list, expected a function that takes num_st",
-    "simulate helpers.cli_models:too_few": "returned 3 stages, expected num_stages: 4",
+    "simulate helpers.cli_models:too_few": "there are 3 modules for 4 stages",
     "simulate helpers.cli_models:on_the_cpu": "weight of stages[0] is on cpu, expected meta",
-    "simulate helpers.cli_models:unmarked --groups mlp": "the model marks its groups itself; leave",
+    "simulate helpers.cli_models:unmarked --groups mlp": "found 'mlp', expected none",
     f"{GOOD} --groups moe": "found 'moe', expected some of linear,gelu with commas",
-    f"{GOOD} --groups ,": "found ',', expected some of linear,gelu with commas",
     f"{GOOD} --device H10": "found 'H10' (did you mean H100?), expected one of A100, H100",
     f"{GOOD} --schedule 1F1B": "(did you mean 1f1b?)",
     f"{GOOD} --virtual-stages 2": "1f1b takes --virtual-stages 1; try interleaved1f1b",
@@ -82,10 +80,8 @@ WRONG = {
     f"{GOOD} --tiers tape": "--tiers: OffloadConfig is invalid: tiers is the tuple",
     f"{GOOD} --trace no_such_folder/out.json": "expected a file in a directory that is there",
     f"{GOOD} --plan nowhere.json": "No such file or directory",
-    f"{GOOD} --optimizer adamw": "found 'adamw' (did you mean AdamW?), expected a class of torch",
+    f"{GOOD} --optimizer adamw": "found 'adamw', expected a class of torch.optim",
     f"{GOOD} --optimizer Adafactor": "--optimizer: the optimizer is Adafactor, expected one that",
-    f"{GOOD} --optimizer Muon": "--optimizer: Muon cannot be made of the parameters",
-    f"{GOOD} --optimizer helpers.cli_models:no_optimizer": "--optimizer: what optimizer r",
 }
 
 
@@ -109,17 +105,11 @@ def test_a_file_that_is_no_hardware_is_refused(tmp_path: Path, text: str, proble
     check_refused(command, problem)
 
 
-def test_errors_of_the_user_keep_their_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_user_keep_their_traceback() -> None:
     with pytest.raises(ValueError, match="what went wrong in my model"):
         run("simulate", "helpers.cli_models:broken")
     with pytest.raises(ValueError, match="what went wrong in my optimizer"):
         run(*SMALL, "--optimizer", "helpers.cli_models:broken_optimizer")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lacking.py").write_text("import nothing_like_it\n")
-    with pytest.raises(ModuleNotFoundError, match="nothing_like_it"):
-        run("simulate", "lacking:stages")
 
 
 def test_a_line_of_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

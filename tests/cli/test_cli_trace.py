@@ -68,12 +68,10 @@ def test_a_disk_has_columns_and_missing_spans_a_caution(tmp_path: Path) -> None:
 
 
 def test_a_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, alone = tmp_path / "out.png", tmp_path / "alone.png"
-    output = good("trace", file, "--png", out, "--rank", 1, "--step", 5, "--predicted", file)
+    out = tmp_path / "out.png"
+    output = good("trace", file, "--png", out, "--rank", 1, "--step", 5)
     assert output == f"step 5 of ranks 1 is in {out}\n"
     assert out.read_bytes()[1:4] == b"PNG"
-    good("trace", file, "--png", alone, "--rank", 1)
-    assert alone.read_bytes() != out.read_bytes(), "without what was predicted"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     check_refused(f"trace {file} --png {out}", "pip install matplotlib")
 
@@ -109,19 +107,16 @@ def test_a_run_of_something_else(plan: Path, tmp_path: Path) -> None:
 WRONG = {
     "trace FILE --step 4": "--step: step is 4, expected one of the trace: [5]",
     "trace FILE --rank 2": "found 2, expected one that has step 5: [0, 1]",
-    "trace FILE --predicted FILE": "it is drawn, not printed; add --png out.png",
-    "trace FILE --png out.png --json": "a picture has none",
     "trace FILE --png out.gif": "out.gif ends otherwise than pictures do, expected .png, .svg",
     "trace FILE --png nowhere/out.png": "expected a file in a directory that is there",
-    "trace FILE --png out.png --predicted nothing.json": "--predicted: found no file nothing.json",
-    "trace FILE --png out.png --predicted EMPTY": "--predicted: the trace has no step",
-    "trace nothing.json": "found no file nothing.json, expected one that a Trace has written",
+    "trace EMPTY": "--step: the trace has no step",
+    "trace nothing.json": "FILE: [Errno 2] No such file",
     "trace TEXT": "cannot be read as a trace",
-    "compare PLAN nothing.json": "FILE: found no file nothing.json",
-    "compare PLAN FILE --step 9": "--step: step is 9, expected one of the trace: [5]",
+    "compare PLAN nothing.json": "FILE: [Errno 2] No such file",
+    "compare PLAN FILE --step 9": "PLAN or --step: step is 9, expected one of the trace: [5]",
     "compare TEXT FILE": "PLAN: TEXT holds no plan",
     "compare nothing.json FILE": "PLAN: [Errno 2] No such file",
-    "compare PLAN THREE": "PLAN: the plan is for 2 pipeline ranks, and this is rank 2",
+    "compare PLAN THREE": "PLAN or --step: the plan is for 2 pipeline ranks, and this is rank 2",
 }
 
 

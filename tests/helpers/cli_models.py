@@ -30,10 +30,6 @@ def broken_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     raise ValueError("what went wrong in my optimizer")
 
 
-def no_optimizer(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    return parameters
-
-
 def with_lbfgs(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"linear": "0"}, optimizer=torch.optim.LBFGS)
 
@@ -55,20 +51,6 @@ def deep(num_stages: int, length: int) -> Modules:
     ]
     example = torch.empty(length, 1024, **KIND)
     return Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups={"layer": "*"})
-
-
-def layered(num_stages: int, length: int) -> Modules:
-    """Says which layers may be recomputed."""
-    work = deep(num_stages, length)
-    work.layers = "*"
-    return work
-
-
-def as_megatron(num_stages: int, length: int) -> Modules:
-    """Groups named as Megatron's modules."""
-    work = layered(num_stages, length)
-    work.groups = {"core_attn": "*.0", "attn_proj": "*.1"}
-    return work
 
 
 def unmarked(num_stages: int, length: int) -> Modules:
@@ -100,6 +82,3 @@ def head_on_the_last(num_stages: int, length: int) -> Modules:
 
 def broken(num_stages: int, length: int) -> Modules:
     raise ValueError("what went wrong in my model")
-
-
-not_a_function = 3
