@@ -220,13 +220,6 @@ CONFIGS: list[Callable[[Any], object]] = [
     lambda config: FullACParams(config=config),
     lambda config: context_of(Net(), config=config),
 ]
-BACKENDS: list[Callable[[Any], object]] = [
-    use,
-    lambda backend: PipelineOffloadManager(backend=backend),
-    lambda backend: OffloadActivations(backend=backend),
-    lambda backend: offload_model(backend=backend),
-    lambda backend: checkpointed(backend=backend),
-]
 
 
 @pytest.mark.parametrize("call", CONFIGS)
@@ -237,15 +230,6 @@ def test_options_that_are_no_config(
     refused(manager, lambda: call({"prefetch_bytes": 1}), TypeError, advice)
     for config in ("late", OffloadConfig, 0):
         refused(manager, lambda config=config: call(config), TypeError, "expected an OffloadConfig")
-
-
-@pytest.mark.parametrize("call", BACKENDS)
-def test_a_backend_that_is_none(
-    manager: PipelineOffloadManager, call: Callable[[Any], object]
-) -> None:
-    for wrong in ("late", 0, [], torch.device("cpu"), CpuBackend):
-        message = "backend is .*expected a backe"
-        refused(manager, lambda wrong=wrong: call(wrong), TypeError, message)
 
 
 COUNTS: dict[str, Callable[[Any], object]] = {

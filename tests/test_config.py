@@ -14,16 +14,11 @@ from typing import Any
 
 import pytest
 from helpers.docs import PAGES
-from torch import nn
 
 from pp_offload import (
     ConfigError,
-    OffloadActivations,
     OffloadConfig,
     OffloadError,
-    OffloadHiddenStates,
-    checkpoint,
-    get_lora_act_offloading_ctx_manager,
 )
 from pp_offload._common.sizes import bytes_text, parse_size, size_cell, size_text
 from pp_offload.config import COUNTS
@@ -162,27 +157,6 @@ def test_all_that_is_wrong_is_in_one_error(read: Callable[[Any], OffloadConfig])
         assert words in message
     assert issubclass(OptionError, ConfigError) and issubclass(OptionError, TypeError)
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, OffloadError)
-
-
-def test_a_limit_with_an_unknown_unit_names_the_units() -> None:
-    with pytest.raises(ConfigError, match="is '60 XB', expected .*; bytes may have a unit: B, kB"):
-        OffloadConfig(device_limit_bytes="60 XB")
-
-
-def test_the_two_smallest_sizes_name_their_units() -> None:
-    """One is in elements, as in the reference, and one in bytes, as in TRL and torchtune."""
-    model = nn.Linear(2, 2)
-    calls: list[Callable[..., Any]] = [
-        OffloadActivations,
-        lambda **options: OffloadHiddenStates(model, **options),
-        lambda **options: get_lora_act_offloading_ctx_manager(model, **options),
-        lambda **options: checkpoint(model, **options),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"min_offload_size is -1.*\(bytes\)"):
-            call(min_offload_size=-1)
-    with pytest.raises(ConfigError, match=r"\(elements\)"):
-        OffloadConfig(min_offloaded_tensor_size=-1)
 
 
 @pytest.mark.parametrize(

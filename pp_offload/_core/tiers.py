@@ -34,7 +34,7 @@ from typing import Any
 from pp_offload._common.processes import logger_of
 from pp_offload._core.batch import Batch, Spec
 from pp_offload._core.bound import Bound
-from pp_offload._memory.budget import RAISE_IT, HostBudget
+from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
 from pp_offload._memory.host_tensors import Owner
@@ -50,12 +50,6 @@ STAGING_SHARE = 8
 
 STAGING_BYTES = 2**29
 """Default bound on bytes that pass through host memory."""
-
-OR_THE_DISK = f'{RAISE_IT}, or let the disk take the rest with tiers=("host", "disk")'
-"""Advice where there is only host memory."""
-
-FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whole group at a time"
-"""Advice where there is a disk already."""
 
 
 class Busy(Exception):
@@ -288,7 +282,7 @@ def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> Ho
         DiskTierError: The file of the disk tier cannot be made.
     """
     first, last = config.tiers[0], config.tiers[-1]
-    whole = HostBudget(config.host_budget_bytes, OR_THE_DISK if last == "host" else FOR_THE_WAY)
+    whole = HostBudget(config.host_budget_bytes)
 
     def pool_of(budget: HostBudget) -> HostPool:
         is_capturing = partial(getattr, backend, "is_capturing")

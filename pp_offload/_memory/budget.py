@@ -35,9 +35,6 @@ LOCAL_RANKS = (
 UNLIMITED = 2**60
 """Without a limit, cgroup v1 writes a number of at least this size."""
 
-RAISE_IT = "raise host_budget_bytes"
-"""Advice that helps with every budget."""
-
 CGROUPS = (
     ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
@@ -108,11 +105,9 @@ class HostBudget:
     Args:
         limit_bytes: Limit of this process; None for this rank's part of :data:`SHARE` of the memory
             available when the first bytes are reserved.
-        advice: Advice to a user whose budget is too small, for messages.
     """
 
-    def __init__(self, limit_bytes: int | None = None, advice: str = RAISE_IT) -> None:
-        self.advice = advice
+    def __init__(self, limit_bytes: int | None = None) -> None:
         self._process = _counts.get()
         if limit_bytes is not None:
             self.limit_bytes = limit_bytes
@@ -124,7 +119,7 @@ class HostBudget:
 
     def but_for(self, share: int) -> HostBudget:
         """Return this budget less one part in ``share`` of its limit, in the same count."""
-        rest = HostBudget(self.limit_bytes - self.limit_bytes // share, self.advice)
+        rest = HostBudget(self.limit_bytes - self.limit_bytes // share)
         rest._process = self._process
         return rest
 
@@ -144,7 +139,8 @@ class HostBudget:
             if nbytes > self.left_bytes and not force:
                 raise OverBudgetError(
                     f"{nbytes} more bytes of host memory would be over the budget of this process: "
-                    f"{self.left_bytes} of {self.limit_bytes} bytes are left; {self.advice}"
+                    f"{self.left_bytes} of {self.limit_bytes} bytes are left; raise "
+                    "host_budget_bytes"
                 )
             reserved = Reserved(nbytes)
             live = [ref for ref in process.reserved if ref() is not None]

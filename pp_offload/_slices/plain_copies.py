@@ -29,7 +29,7 @@ from pp_offload._core.geometry import as_dense
 from pp_offload._core.in_flight import ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._core.verify import check_same, checksum_of
-from pp_offload._memory.budget import RAISE_IT, HostBudget
+from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import HostPool
 from pp_offload._memory.host_tensors import host_tensors
 from pp_offload._memory.storages import outside_inference_mode
@@ -67,7 +67,7 @@ class PlainCopies:
 
     def __init__(self, backend: Backend, config: OffloadConfig) -> None:
         self.backend = backend
-        budget = HostBudget(config.host_budget_bytes, RAISE_IT)
+        budget = HostBudget(config.host_budget_bytes)
         self._pool = HostPool(backend.allocate_host, budget, trim=backend.trim_host)
         self._streams = ComputeStreams.of(backend)
         self._bound_bytes = Bound(config.max_in_flight_bytes, IN_FLIGHT_BYTES).nbytes

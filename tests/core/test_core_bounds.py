@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import pp_offload.testing
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, summary_table, use_backend
+from pp_offload import OffloadConfig, use_backend
 
 PART = ROWS * WIDTH * 4
 """Bytes of one activation."""
@@ -199,41 +199,6 @@ def test_statistics_are_exact(kind: str) -> None:
         assert done.prefetched_reloads + done.on_demand_reloads > 0
         assert done.host_bytes_peak >= 4 * PART
         assert_idle(manager)
-
-
-@kinds
-def test_the_summary_is_what_was_copied(kind: str) -> None:
-    """By group name; of the last complete step."""
-    with session(kind) as manager:
-        begin_step()
-        _, h = chain(5)
-        h.sum().backward()
-        copied = manager.statistics().bytes_offloaded
-        off_interface.reset()
-        assert manager.offload_summary_bytes == {"part 0": 3 * PART, "part 1": 2 * PART}
-        assert manager.offload_summary_total_bytes == copied == 5 * PART
-        table = summary_table()
-        assert "part 0" in table and "part 1" in table
-
-
-@kinds
-def test_a_step_that_was_aborted_or_evaluates_is_not_the_first(kind: str) -> None:
-    """The plan and the summary come from the first complete step; until then all leaves."""
-    with session(kind) as manager:
-        begin_step()
-        with torch.no_grad():
-            chain(4)
-        begin_step()
-        chain(4)  # no backward
-        off_interface.reset()
-        assert manager.offload_summary_bytes == {}
-        before = manager.statistics().bytes_offloaded
-        begin_step()
-        _, h = chain(4)
-        assert manager.statistics().bytes_offloaded - before == 4 * PART
-        h.sum().backward()
-        off_interface.reset()
-        assert sum(manager.offload_summary_bytes.values()) == 4 * PART
 
 
 # Steps that differ

@@ -265,20 +265,6 @@ def test_microbatches_in_any_order(kind: str, order: Callable[[int], list[int]])
     check(lambda on: in_flight(on, order), kind, steps=3)
 
 
-@kinds
-def test_one_backward_of_several_microbatches(kind: str) -> None:
-    def program(is_on: bool) -> list[Tensor]:
-        graphs = []
-        for number in range(3):
-            if is_on and number:
-                begin_microbatch()
-            graphs.append(forward(is_on, seed=number))
-        sum(outputs[-1].square().sum() for _, outputs in graphs).backward()  # type: ignore[union-attr]
-        return gradients(*(leaf for leaves, _ in graphs for leaf in leaves))
-
-    check(program, kind)
-
-
 # Bytes come back
 
 

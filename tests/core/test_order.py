@@ -297,22 +297,6 @@ def test_a_source_goes_back_to_its_own_stream(kind: str, saves_aside: bool) -> N
 
 
 @simulated
-def test_a_reload_for_one_stream_is_ordered_with_another(kind: str) -> None:
-    """The graph is used twice: on a side stream, then on the main one."""
-    with session(kind) as manager:
-        enter = in_streams(manager.backend, 2)
-        begin_step()
-        x = drawn(4, WIDTH).requires_grad_()
-        y = group(x * 2, torch.sin).sum()
-        settle(manager)
-        for number in (1, 0, 1):
-            with enter[number]():
-                (got,) = torch.autograd.grad(y, x, retain_graph=True)
-        with enter[0]():
-            assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
-
-
-@simulated
 def test_streams_that_nothing_orders(kind: str) -> None:
     """Two operators save one tensor; each goes backward on a stream of its own."""
     with session(kind) as manager:
@@ -411,13 +395,3 @@ def shared_by_groups(is_on: bool) -> list[Tensor]:
 @pytest.mark.parametrize("window", [0, 200, "auto"])
 def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
     check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
-
-
-@simulated
-@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")], ids="+".join)
-def test_bytes_on_disk_are_ordered(kind: str, tiers: tuple[str, ...], tmp_path: Any) -> None:
-    net = Net(layers=1)
-    options: dict[str, Any] = {"tiers": tiers, "disk_dir": tmp_path}
-    if "host" in tiers:
-        options["host_budget_bytes"] = 2**16
-    check(lambda on: train(net, inputs(3), on, ahead=2), kind, **options)

@@ -553,20 +553,6 @@ def test_a_parameter_where_another_one_was() -> None:
         assert manager.statistics().bytes_computed_again == seed * saved_bytes(1)
 
 
-@pytest.mark.parametrize("kind", ["late", "threads"])
-def test_a_backward_that_comes_again(kind: str) -> None:
-    def run(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        y = group(x, lambda x: (F.silu(x.sin()) * x).square(), is_on)
-        y.sum().backward(retain_graph=True)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        g.square().sum().backward(retain_graph=True)
-        y.sum().backward()
-        return gradients(x)
-
-    check(run, kind, verify=True)
-
-
 def test_every_other_row_of_a_parameter() -> None:
     """A copy of it has no gaps, and for a block of memory gelu rounds otherwise than for rows."""
     weight = nn.Parameter(drawn(6, 4))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pipeline_rank
 import pytest
@@ -38,9 +37,7 @@ from pp_offload import (
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_flush_delayed_groups,
     fine_grained_offloading_group_start,
-    offload_modules,
 )
-from pp_offload.compat import megatron
 
 pytestmark = pytest.mark.smoke
 
@@ -154,17 +151,6 @@ def test_markers(kind: str, mark: Callable[..., Tensor]) -> None:
 
 
 @kinds
-def test_a_commit_keeps_the_structure_of_outputs(kind: str) -> None:
-    with session(kind):
-        begin_step()
-        x = drawn(ROWS, WIDTH).requires_grad_()
-        for make in (lambda h: (h, h * 2), lambda h: [h], lambda h: {"y": h}):
-            with off_interface(True, x, "part") as h:
-                y = make(h.sin())
-            assert off_interface.group_commit(y, name="part") is y
-
-
-@kinds
 def test_delayed_groups_leave_at_the_flush(kind: str) -> None:
     """Or at the next step, if their graph is still alive."""
     with session(kind) as manager:
@@ -229,50 +215,7 @@ def test_a_group_in_a_group_of_the_same_name(kind: str) -> None:
         assert_same(gradients(x), torch.autograd.grad((y[1:] * 3).exp().cos().sin().sum(), x))
 
 
-def by_main(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """As Megatron's main branch calls it."""
-    part = megatron.FineGrainedActivationOffloadingInterface(True, x, name)
-    with part as x:
-        y = compute(x)
-    return part.group_offload(y)
-
-
-@kinds
-def test_the_face_of_megatrons_main_branch(kind: str) -> None:
-    expected = marked(None)
-    with session(kind) as manager:
-        for _ in range(3):
-            megatron.FineGrainedActivationOffloadingInterface.reset()
-            megatron.FineGrainedActivationOffloadingInterface.init_chunk_handler(
-                pp_rank=0,
-                vp_size=None,
-                vp_stage=None,
-                min_offloaded_tensor_size=1,
-                delta_offload_bytes_across_pp_ranks=0,
-                activation_offload_fraction=1.0,
-            )
-            assert_same(marked(by_main), expected)
-            assert_idle(manager)
-        assert manager.statistics().bytes_offloaded > 0
-
-
 # By module names, and real pipelines
-
-
-@kinds
-@pytest.mark.parametrize("patterns", [{"act": ["1", "3"]}, {"all": "*"}], ids=["some", "all"])
-def test_groups_by_module_names(kind: str, patterns: Any) -> None:
-    torch.manual_seed(0)
-    parts: Sequence[nn.Module] = (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    model = nn.Sequential(*parts, nn.Tanh())
-
-    def program(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, WIDTH).requires_grad_()
-        with offload_modules(model, patterns) if is_on else torch.enable_grad():
-            model(x * 2).square().sum().backward()
-        return gradients(x, *model.parameters())
-
-    check(program, kind, steps=3)
 
 
 @pytest.mark.field("F22")

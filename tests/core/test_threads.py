@@ -80,23 +80,6 @@ def test_a_model_for_each_thread(kind: str, window: int) -> None:
 
 
 @kinds
-def test_graphs_of_one_thread_backward_in_several(kind: str) -> None:
-    nets = [Net(seed=n) for n in range(NUM)]
-    (x,) = inputs(1)
-    expected = [backward(net, *microbatch(net, x, False)) for net in nets]
-    with frequent_switches(), session(kind) as manager:
-        for _ in range(STEPS):
-            off_interface.reset()
-            graphs = [(net, *microbatch(net, x, True)) for net in nets]
-            results = at_once([partial(backward, *graph) for graph in graphs])
-            for got, right in zip(results, expected, strict=True):
-                assert_same(got, right)
-            graphs.clear()
-        off_interface.reset()
-        assert_idle(manager)
-
-
-@kinds
 def test_one_graph_backward_in_several_threads(kind: str) -> None:
     """Heads on one trunk: its saved tensors are asked for by all threads."""
     net = Net()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +12,7 @@ from helpers.products import PRODUCTS, Product
 from helpers.toy import same_bits
 from torch import Tensor, nn
 
-from emulated.helpers import DELAYS, some
+from emulated.helpers import DELAYS
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,
@@ -30,7 +28,6 @@ from pp_offload.backends import (
 
 pytestmark = pytest.mark.emulated
 
-N = 1000
 WIDTH = 32
 SECOND: Any = "emulated:1"
 """There is no such device before it is loaded, so it is a name here."""
@@ -54,21 +51,6 @@ def on_the_first_device(emulated: ModuleType) -> Iterator[None]:
 
 
 # The devices themselves
-
-
-def test_each_device_has_its_own_streams_and_memory(emulated: ModuleType) -> None:
-    given = some(N)
-    before = [torch.accelerator.memory_allocated(index) for index in range(2)]
-    x = given.to(SECOND)
-    assert x.device == (x * 2).device == torch.arange(3, device=SECOND).device == second()
-    assert torch.accelerator.memory_allocated(0) == before[0]
-    assert torch.accelerator.memory_allocated(1) > before[1]
-    first, other = (torch.accelerator.current_stream(index) for index in range(2))
-    assert first != other and other.device == second()
-    with emulated.hold(first):
-        assert (x * 2).cpu().equal(given * 2), "the second one does not wait for the first"
-    with pytest.raises(RuntimeError, match="same device"):
-        x + given.to("emulated:0")
 
 
 # The engine on the one that is not current
@@ -186,30 +168,3 @@ def test_tensors_on_another_device_than_the_engine_are_warned_of(
 
 
 # A default device, as programs set it
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_a_default_device_changes_nothing(
-    emulated: ModuleType, name: str, tier: str, tmp_path: Path
-) -> None:
-    """``torch.set_default_device("cuda")``: what is to be on the host says so."""
-    where = tmp_path if tier == "disk" else None
-    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=where)
-    device = torch.device("emulated:0")
-    expected = train(Product(AcceleratorBackend()), device)
-    for default in (None, device):
-        torch.set_default_device(default)
-        try:
-            with use_backend(default_backend(), config=config) as manager:
-                product = PRODUCTS[name](manager.backend)
-                before = torch.accelerator.memory_allocated(0)
-                assert same_bits(train(product, device), expected)
-                statistics = product.statistics()
-                del product
-                PipelineOffloadManager.reset_instance()
-        finally:
-            torch.set_default_device(None)
-        gc.collect()
-        assert torch.accelerator.memory_allocated(0) <= before
-        assert statistics.bytes_offloaded > 0 and statistics.host_bytes_peak > 0

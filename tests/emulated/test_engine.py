@@ -121,15 +121,6 @@ def test_memory_given_to_others_while_it_is_copied_is_an_error(
 # Copy streams come from a pool of 32, in turn, so another may have the same
 
 
-def test_sixteen_managers_have_all_streams_of_the_pool() -> None:
-    backends: list[Any] = [AcceleratorBackend() for _ in range(40)]
-    pairs = [(backend.d2h, backend.h2d) for backend in backends]
-    assert len({stream for pair in pairs for stream in pair}) == 32
-    assert len(set(pairs)) == 16 and pairs[0] == pairs[16]
-    assert all(d2h != h2d for d2h, h2d in pairs), "of one manager they are two"
-    assert all(compute() not in pair for pair in pairs), "the default stream is not of the pool"
-
-
 @pytest.mark.parametrize("options", ["host", "disk"])
 @pytest.mark.parametrize("stream", ["d2h", "h2d"])
 def test_compute_on_a_copy_stream_has_the_same_bits(

@@ -63,24 +63,6 @@ def test_so_many_bytes_leave_and_come_back(
     assert statistics.bytes_offloaded == statistics.bytes_reloaded == nbytes
 
 
-@pytest.mark.usefixtures("vectors_move")
-@pytest.mark.parametrize("kind", ["cpu", "late"])
-@pytest.mark.parametrize(
-    "options", [{"tiers": ("disk",)}, {"verify": True}], ids=["disk", "verify"]
-)
-def test_one_element_of_any_stride_comes_back(kind: str, options: dict[str, Any]) -> None:
-    """Such a view is contiguous whatever its stride; its bytes are looked at all the same."""
-    with session(kind, **options) as manager:
-        begin_step()
-        x, weight = torch.linspace(1, 2, 6), torch.ones(6).requires_grad_()
-        parts = group(x, lambda x: (x[:1].expand(6) * weight, x[::6] * weight[:1]), name="g")
-        assert manager.statistics().bytes_offloaded > 0
-        (got,) = torch.autograd.grad([part.sum() for part in parts], weight)
-        expected = x[:1].expand(6).clone()
-        expected[0] *= 2
-        assert_same([got], [expected])
-
-
 @pytest.mark.parametrize("is_verified", [False, True])
 @pytest.mark.parametrize("kind", ["cpu", "eager"])
 def test_a_buffer_is_resized_for_batches_of_any_length(kind: str, is_verified: bool) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import pytest
-from helpers.toy import batches, make_model, run_step
-
-from pp_offload import OffloadConfig, OffloadStatistics, use_backend
+from pp_offload import OffloadStatistics
 from pp_offload._core.statistics import COUNTERS
-from pp_offload.backends import CpuBackend
 
 NAMES = [field.name for field in fields(OffloadStatistics)]
 
@@ -30,30 +26,6 @@ def test_every_number_is_a_counter_or_is_as_it_is_now() -> None:
         assert getattr(difference, name) == 997, name
     for name in GAUGES:
         assert getattr(difference, name) == getattr(now, name), name
-
-
-def test_each_step_of_an_engine_has_its_own() -> None:
-    model, data = make_model(), batches(2)
-    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        figures = []
-        for _ in range(3):
-            before = manager.statistics()
-            run_step(model, data)
-            figures.append(manager.statistics().since(before))
-        whole = manager.statistics()
-    assert all(statistics.bytes_offloaded > 0 for statistics in figures)
-    for name in COUNTERS:
-        assert sum(getattr(each, name) for each in figures) == getattr(whole, name), name
-    assert figures[-1].host_bytes_peak == whole.host_bytes_peak > 0
-
-
-def test_statistics_that_counted_more_are_none_of_before() -> None:
-    name = COUNTERS[0]
-    before = replace(numbered(0), **{name: getattr(numbered(0), name) + 1})
-    with pytest.raises(ValueError, match=f"before has .* {name}, more than .* same engine"):
-        numbered(0).since(before)
-    with pytest.raises(TypeError, match=r"before is the dict .*, expected what statistics\(\)"):
-        numbered(0).since({})  # type: ignore[arg-type]
 
 
 def test_a_logger_gets_plain_numbers() -> None:

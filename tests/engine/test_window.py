@@ -14,7 +14,6 @@ from pp_offload._core.group import Group
 from pp_offload._core.saved import Saved
 from pp_offload._core.tiers import make_tier
 from pp_offload.backends import CpuBackend
-from pp_offload.config import AUTO
 
 Payload = tuple[str, int, int]
 """The name of its group, its place there, and its bytes."""
@@ -125,27 +124,3 @@ def test_any_order_of_use_gives_the_right_bytes_once_each(
         assert bench.arrived.unused_bytes <= max(window_bytes, largest)
     assert bench.arrived.unused_bytes == 0
     assert bench.counts.bytes_reloaded == sum(map(sum, sizes))
-
-
-def test_the_next_groups_are_reloaded_the_earliest_needed_first() -> None:
-    bench = Bench([[10], [10], [10], [10]], 30)
-    bench.groups[3].on_use()
-    assert bench.on_device() == bench.needed()[:3]
-
-
-def test_the_window_is_filled_again_when_half_of_it_was_used() -> None:
-    bench = Bench([[10], [10], [10], [10], [10, 10]], 40)
-    bench.groups[4].on_use()
-    assert len(bench.on_device()) == 4
-    bench.saved[4][1].unpack()
-    bench.saved[4][0].unpack()
-    bench.groups[3].on_use()
-    bench.check(40)
-    assert len(bench.on_device()) == 4
-
-
-def test_an_automatic_window_holds_two_of_the_largest_group() -> None:
-    bench = Bench([[2**20], [2**20], [2**20]], AUTO)
-    bench.mover.synchronize()  # or the sources would be taken back
-    bench.groups[2].on_use()
-    assert bench.on_device() == bench.needed()[:2]

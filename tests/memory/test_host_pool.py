@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pp_offload._memory.budget import HostBudget, Reserved, as_another_process
-from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool, pageable
+from pp_offload._memory.budget import HostBudget, as_another_process
+from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool
 from pp_offload.errors import NotWhileCapturingError
 
 MIB = 2**20
@@ -138,14 +138,6 @@ def test_no_byte_is_given_without_its_last_copy(program: list[tuple[int, int]]) 
             owners.popleft()
 
 
-def test_events_of_ended_copies_are_let_go_of() -> None:
-    pool = small_pool()
-    owner = Owner(pool, [MIB])
-    owner.host.last_use = Copy(has_ended=True)
-    del owner
-    assert Owner(pool, [2 * MIB]).host.waits_for == ()
-
-
 @pytest.mark.parametrize("do", [HostPool.trim, HostPool.settle])
 def test_a_slab_goes_back_to_the_system_only_when_copies_have_ended(
     do: Callable[[HostPool], None],
@@ -211,11 +203,6 @@ def test_pools_share_the_budget_and_a_slab_counts_while_an_owner_has_bytes_of_it
         assert budget.left_bytes == 4 * MIB
 
 
-def test_ordinary_memory_that_the_system_has_not_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError, match="the system has no"):
-        pageable(2**60)
-
-
 def test_a_slab_that_could_not_be_made_is_not_counted() -> None:
     """While somebody holds the error, whose traceback holds all variables."""
 
@@ -244,26 +231,6 @@ def test_memory_that_can_be_pinned_only_in_smaller_pieces_comes_in_smaller_piece
     larger = Owner(pool, [4 * MIB])  # in ordinary memory
     assert "ulimit -l" in caplog.text and len(caplog.records) == 1
     assert pool.in_use_bytes == owner.host.nbytes + larger.host.nbytes == pool.reserved_bytes
-
-
-def test_a_refusal_of_the_budget_does_not_end_pinned_memory_though_bytes_are_free_just_after(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with as_another_process():
-        budget = HostBudget(4 * MIB)
-        others = [budget.reserve(4 * MIB)]
-        reserve = budget.reserve
-
-        def refuse(nbytes: int, *, force: bool = False) -> Reserved:
-            try:
-                return reserve(nbytes, force=force)
-            finally:
-                others.clear()  # as another thread may, before the refusal is looked at
-
-        monkeypatch.setattr(budget, "reserve", refuse)
-        with pytest.raises(MemoryError, match="host_budget_bytes"):
-            Owner(HostPool(plain, budget), [2 * MIB])
-        assert budget.left_bytes == 4 * MIB and not caplog.records
 
 
 # The footprint, at the sizes of real models

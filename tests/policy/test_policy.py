@@ -13,7 +13,6 @@ from pp_offload import OffloadConfig
 from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._groups.plan import (
     ChunkShape,
-    Plan,
     groups_to_keep,
     make_plan,
 )
@@ -102,20 +101,6 @@ def test_the_rules_apply_one_after_the_other(
     before = list(chunks)
     assert groups_to_keep(chunks, config, rank) == expected
     assert chunks == before, "inputs are not changed"
-
-
-def test_an_empty_step_keeps_nothing() -> None:
-    assert groups_to_keep([], OffloadConfig(activation_offload_fraction=0.0), 5) == frozenset()
-    assert make_plan((), OffloadConfig(), 0) == Plan()
-
-
-@given(steps())
-def test_a_plan_knows_its_groups_by_place_and_name(chunks: list[ChunkShape]) -> None:
-    plan = make_plan(tuple(chunks), OffloadConfig(), 0)
-    for key, group in forward_keys(chunks):
-        assert plan.keeps(key, group.name, group.nbytes) == (key in plan.kept)
-        assert not plan.keeps(key, "another", group.nbytes)
-    assert not plan.keeps(GroupKey(ChunkKey(9, 9), 0), "a", 0)
 
 
 @given(steps())
