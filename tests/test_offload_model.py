@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS, TWO_BACKENDS, make_backend
 from helpers import sliced
 from helpers.sliced import (
     ROWS,
     WIDTH,
     Offload,
-    as_layers,
     as_slices,
     each_way,
     first_in_first_out,
@@ -32,7 +31,6 @@ from helpers.sliced import (
 from helpers.toy import moved, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.fx.passes.split_module import split_module
 
 from pp_offload import OffloadActivations, OffloadConfig, OffloadError, OffloadModel
 from pp_offload.backends import CpuBackend
@@ -237,56 +235,44 @@ def test_an_object_with_tensors_is_not_given_whole_to_each_microbatch() -> None:
         model(torch.zeros(4, 2), hiding)
 
 
-class Residual(nn.Module):
-    """Not a Sequential."""
+class Forks(nn.Linear):
+    """Hands a residual on: the next module takes two arguments."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.norm = nn.BatchNorm1d(WIDTH)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.tanh(super().forward(x))
+
+
+class Joins(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + y)
+
+
+class Chain(nn.ModuleList):
+    """What a list of modules stands for."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.norm(x)
+        forks, joins, last = self
+        return last(joins(*forks(x)))
 
 
-def sharded(model: nn.Module, num: int) -> list[nn.Module]:
-    """As a sharder makes it of any model that can be traced: graphs, the one behind the other.
-
-    A residual is handed on: each returns a tuple, and the next takes two arguments.
-    """
-    seen = iter(range(100))
-    cut = split_module(
-        torch.fx.symbolic_trace(model), model, lambda node: min(num - 1, next(seen) // 5)
-    )
-    return list(cut.children())
-
-
-@pytest.mark.covering(2)
-@each_way
+@pytest.mark.parametrize("offload", [as_slices, run_again])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("kind", TWO_BACKENDS)
 def test_a_list_of_modules_is_the_slices(
     kind: str, num_microbatches: int, offload: Offload
 ) -> None:
-    if offload is as_layers:
-        pytest.skip("it takes the model as it is")
     backend = make_backend(kind)
     with backend.activate():
         torch.manual_seed(1)
-        plain = Residual()
-        shards = sharded(copy.deepcopy(plain), 3)
-        assert len(shards) == 3 and all(list(shard.parameters()) for shard in shards)
-        plain.to(backend.device)
+        shards = [Forks(WIDTH, WIDTH), Joins(WIDTH, WIDTH), nn.Linear(WIDTH, 2, bias=False)]
+        plain = moved(copy.deepcopy(Chain(shards)), backend.device)
         model, _ = offload(shards, backend, num_slices=7, num_microbatches=num_microbatches)
         call = in_parts(plain, num_microbatches)
         assert same_bits(
             train(model, first_in_first_out, backend.device),
             train(plain, first_in_first_out, backend.device, call=call),
         )
-        assert list(model.children()) == shards
-        assert list(model.state_dict()) == list(nn.ModuleList(shards).state_dict())
+        assert list(model.state_dict()) == list(plain.state_dict())
         expected = [sum(p.nbytes for p in shard.parameters()) for shard in shards]
         assert model.peak_parameter_bytes_on_device == max(map(sum, pairwise(expected)))
 

@@ -45,11 +45,6 @@ class Gradients:
                 f"a backward with create_graph=True came to parameters of {self._label}, which "
                 "wait on the host; expected it to be for gradients of inputs alone"
             )
-        if gradient.layout is not torch.strided:
-            raise OffloadError(
-                f"a gradient of {self._label}, of shape {tuple(gradient.shape)}, has the layout "
-                f"{gradient.layout}; expected a dense one; make the layer with sparse=False"
-            )
         pending = self._copies.copy_to_host([gradient], self._label)
         self._under_way.append(pending)
         # Autograd then looks for NaN as soon as it has a gradient. (The second is True by default.)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from helpers.sliced import WIDTH, Inside, input_for, same_training
+from helpers.sliced import WIDTH, input_for, same_training
 from helpers.toy import assert_no_hooks, moved
 from torch import Tensor, nn
 
 from pp_offload import (
     OffloadedLayers,
     OffloadError,
-    checkpoint_function,
     offload_layers,
 )
 from pp_offload.backends import Backend
@@ -108,19 +107,6 @@ def test_nothing_is_prefetched_behind_a_forward() -> None:
         model.order = [0]
         y = model(input_for(backend))
         assert handle.parameter_bytes_on_device == ONE and y.requires_grad
-
-
-@pytest.mark.parametrize("kind", TWO_BACKENDS)
-def test_checkpoints_inside_of_layers(kind: str) -> None:
-    """Computed again, they see tensors of another load."""
-    backend = make_backend(kind)
-    model = stack()
-    model.layers = nn.ModuleList(Inside() for _ in model.layers)
-    for layer in model.layers:
-        layer._gradient_checkpointing_func = checkpoint_function(backend=backend)
-    with backend.activate():
-        plain, model, _ = plain_and_streamed(backend, model)
-        assert same_training(plain, model, backend)
 
 
 @pytest.mark.parametrize("num_resident", [1, 2, 3])
