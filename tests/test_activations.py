@@ -109,17 +109,6 @@ def test_equal_bit_for_bit(offload: OffloadActivations, program: Program) -> Non
     assert offload.statistics().bytes_offloaded > 0
 
 
-def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
-    """Reloads on demand are few: backward is foreseen, in reverse order."""
-    model, _ = pair(offload)
-    for step in range(3):
-        (x,) = batches(1, step=step)
-        forward(model, x.to(device_of(offload)), offload).backward()
-    statistics = offload.statistics()
-    came_ahead = statistics.prefetched_reloads + statistics.taken_back
-    assert came_ahead > 4 * statistics.on_demand_reloads
-
-
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("stash", [1, 2, 3, 5])
 @pytest.mark.parametrize("order", ["eager", "late"])
@@ -314,17 +303,7 @@ def test_all_bad_options_are_told_at_once() -> None:
     )
 
 
-def test_its_text_and_a_table_say_what_left_the_device() -> None:
-    """Options can be read under the names that users of TRL and torchtune print."""
-    offload = OffloadActivations(
-        min_offload_size=7, max_fwd_stash_size=1, backend=SimulatedBackend("eager")
-    )
-    with offload:
-        y = (torch.ones(2**18, requires_grad=True) * 1).sin().cos() * 1
-    assert repr(offload) == (
-        "<OffloadActivations: 2.00 MiB offloaded so far; at most 2.00 MiB in host memory at a time>"
-    )
-    y.sum().backward()
-    assert "bytes reloaded                2.00 MiB" in offload.statistics().table()
+def test_options_have_the_names_that_users_of_trl_and_torchtune_read() -> None:
+    offload = OffloadActivations(min_offload_size=7, max_fwd_stash_size=1)
     names = ("use_pin_memory", "use_streams", "min_tensor_size_bytes", "max_fwd_stash_size")
     assert [getattr(offload, name) for name in names] == [True, True, 7, 1]

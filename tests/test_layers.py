@@ -21,7 +21,7 @@ MOST_LINES = {
     "_hooks": 419,
     "_megatron": 1246,
     "_memory": 1466,
-    "_slices": 1521,
+    "_slices": 1516,
     "backends": 698,
     "cli": 1159,
     "compat": 112,

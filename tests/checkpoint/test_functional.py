@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.toy import same_bits
+from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pp_offload import OffloadConfig, checkpoint, checkpoint_function
+from pp_offload import OffloadConfig, checkpoint, checkpoint_function, checkpoint_wrapper
 from pp_offload.backends import CpuBackend
 
 OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
@@ -66,3 +69,37 @@ def test_an_engine_goes_with_its_backend() -> None:
     del run, backend
     gc.collect()
     assert gone() is None
+
+
+def wrapped() -> nn.Sequential:
+    """A model whose layers are wrapped one by one, with offload."""
+    return nn.Sequential(*(checkpoint_wrapper(layer, **OFFLOAD) for layer in make_model(groups=())))
+
+
+def test_names_and_attributes_of_a_wrapper_are_those_of_the_module() -> None:
+    plain, model = make_model(groups=()), wrapped()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    layer = checkpoint_wrapper(nn.Linear(2, 2))
+    assert isinstance(layer, CheckpointWrapper) and layer.out_features == 2
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
+def test_a_copy_of_wrappers_trains_alike(make_copy: Callable[[nn.Module], Any]) -> None:
+    model = wrapped()
+    other, recompute = make_copy(model), model[0].recompute
+    assert other[0].recompute is recompute
+    assert other[0].up.weight is not model[0].up.weight
+    results = []
+    for each in (other, make_model(groups=())):
+        x = torch.linspace(-1, 1, 40).view(5, 8).requires_grad_()
+        each(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in each.parameters())])
+    assert same_bits(*results)
+    assert recompute.stash.statistics().bytes_offloaded > 0

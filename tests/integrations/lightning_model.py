@@ -59,13 +59,6 @@ class ByHand(Model):
             self.seen.append(loss.detach().clone())
 
 
-class WithClosures(Model):
-    """Its optimizer runs several forwards a step."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
 def batches(num: int = BATCHES) -> Any:
     """The same each time."""
     drawn = torch.Generator().manual_seed(5)

@@ -214,23 +214,6 @@ def test_parameters_stay_when_a_policy_offloads_everything(
     assert patched.statistics().bytes_offloaded == HIDDEN_BYTES
 
 
-@pytest.mark.parametrize("way", [way for way, (_, nbytes) in WAYS.items() if nbytes])
-def test_log_and_text_say_what_a_step_takes(
-    backend: Backend, patched: Patch, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    if way == "policy" and not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"):
-        pytest.skip("torch has policies of offload from 2.13 on")
-    assert "a step takes" not in repr(patched)
-    run, nbytes = WAYS[way]
-    with caplog.at_level("INFO"):
-        for _ in range(3):  # of three steps; two steps are timed, once the device is behind them
-            train(run, *make(backend.device))
-            backend.synchronize()
-    (line,) = [line for line in caplog.messages if "a step takes" in line]
-    assert f"{2 * nbytes / 2**20:.2f} are on the host" in line, "of two microbatches"
-    assert f"; a step takes {patched.statistics().step_ms:.1f} ms>" in repr(patched)
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

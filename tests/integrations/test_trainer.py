@@ -66,6 +66,25 @@ def test_same_bits_with_options(
     assert_nothing_left(trainer)
 
 
+def test_each_training_loss_is_logged_with_what_was_moved_since_the_last(tmp_path: Path) -> None:
+    """Evaluation, prediction and the summary are logged as they were."""
+    trainer = make_trainer(make_llama(), tmp_path, max_steps=4, logging_steps=2)
+    output = trainer.train()
+    predicted = trainer.predict(trainer.eval_dataset)
+    statistics = trainer.activation_offload.statistics()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    moved = [entry["offload/bytes_offloaded"] for entry in entries]
+    assert len(moved) == 2 and moved[0] == moved[1] > 0, "steps of the same shape"
+    assert sum(moved) == statistics.bytes_offloaded
+    assert sum(entry["offload/bytes_reloaded"] for entry in entries) == statistics.bytes_reloaded
+    assert entries[-1]["offload/host_bytes_peak"] == statistics.host_bytes_peak > 0
+    assert all("offload/on_demand_reloads" in entry for entry in entries)
+    assert any("eval_loss" in entry for entry in others)
+    for entry in (*others, output.metrics, predicted.metrics):
+        assert not any(name.startswith("offload/") for name in entry)
+
+
 SHAPE = {"vocab_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER = {**SHAPE, "hidden_size": 16, "intermediate_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
