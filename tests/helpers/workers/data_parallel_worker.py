@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.products import PRODUCTS, Product
 from helpers.ranks import run_cases
-from helpers.workers.fsdp_worker import BF16, Leaving
+from helpers.workers.parallel_stage_worker import BF16, Leaving
 from helpers.workers.pipeline_worker import Stage
 from helpers.workers.steps import NUM_MICROBATCHES, beside, draw, gradients
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
