@@ -11,7 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-import emulated
 import pytest
 import torch
 from helpers.processes import run
@@ -28,26 +27,6 @@ def environment(**changed: str) -> dict[str, str]:
 def test_nothing_is_loaded_by_importing_it() -> None:
     assert torch._C._get_privateuse1_backend_name() == "privateuseone"
     assert not hasattr(torch, "emulated")
-
-
-def test_without_a_compiler_it_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(emulated.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(emulated.EmulatedDeviceError, match="no c.. .* install"):
-        emulated.load()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_compiler_pytest_says_what_is_missing(tmp_path: Path) -> None:
-    options = ["--emulated", "fast", str(TESTS / "test_emulated.py")]
-    command = [sys.executable, "-m", "pytest", *options]
-    without = environment(TMPDIR=str(tmp_path), PATH=str(tmp_path), CXX="no-such-compiler")
-    done = run(command, tmp_path, without, TESTS.parent)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "no no-such-compiler" in done.stderr, done.stderr
 
 
 @pytest.mark.emulated

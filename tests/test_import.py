@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import tomllib
 
 import pp_offload
@@ -62,23 +61,6 @@ def test_type_checkers_have_the_same_names() -> None:
     typed = typed | {"pipelining": ""}
     assert typed == pp_offload._MODULES
     assert list(pp_offload.__all__) == sorted(typed)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from pp_offload import pipelining",
-        *(
-            pytest.param(code, marks=pytest.mark.slow)
-            for code in (
-                "import pp_offload; pp_offload.pipelining.attach",
-                "from pp_offload.pipelining import attach",
-            )
-        ),
-    ],
-)
-def test_a_module_that_is_a_name_may_come_first(code: str) -> None:
-    assert "pp_offload.pipelining" in modules_after(code)
 
 
 def test_every_name_is_there_and_listed() -> None:

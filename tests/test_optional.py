@@ -61,13 +61,3 @@ def test_a_file_alone_is_collected_without_what_is_optional(path: str) -> None:
     process = run(f"import pytest; sys.exit(pytest.main(['--co', '-rs', 'tests/{path}']))")
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     assert f"{path}::test_" in process.stdout
-
-
-@pytest.mark.slow
-def test_tests_for_a_gpu_are_collected_without_what_is_optional() -> None:
-    """And so are those of the smoke suite, all of them."""
-    code = "import pytest; sys.exit(pytest.main(['--co', '-m', 'gpu or smoke', '-rs']))"
-    process = run(code)
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
-    assert "test_pipelining.py::test_every_schedule" in process.stdout
-    assert "error" not in process.stdout.splitlines()[-1], process.stdout[-3000:]

@@ -114,37 +114,3 @@ def test_the_summary_is_that_of_the_current_manager(
     assert summary_table().startswith(format_summary([trained.offload_summary_bytes], [0]))
     with use_backend(CpuBackend()):
         assert "counts from the next reset()" in summary_table(), "no step is complete yet"
-
-
-@pytest.mark.parametrize(("smallest", "fraction"), [(1_000_000, 1.0), (1, 0.0)])
-def test_a_step_that_offloads_nothing_is_warned_of_once_unless_told_to(
-    smallest: int, fraction: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = OffloadConfig(activation_offload_fraction=fraction)
-    with use_backend(CpuBackend(), config=config) as manager:
-        manager.disable_offload()
-        with caplog.at_level(logging.WARNING, logger="pp_offload"):
-            run_marked_step(smallest)
-            manager.reset()
-        assert not caplog.records, "it was switched off"
-        manager.enable_offload()
-        with caplog.at_level(logging.WARNING, logger="pp_offload"):
-            for _ in range(4):
-                run_marked_step(smallest)
-            manager.reset()
-    messages = [record.getMessage() for record in caplog.records]
-    if fraction:
-        assert len(messages) == 2, "once for each name"
-        assert all("min_offloaded_tensor_size=1000000 elements" in message for message in messages)
-        for message, shape in zip(messages, ((5, 8), (5, 16)), strict=True):
-            numel = shape[0] * shape[1]
-            assert f"the largest was {shape}, {numel} elements" in message
-            assert f"give min_offloaded_tensor_size={numel} to" in message
-    else:
-        assert not messages
-
-
-def run_marked_step(smallest: int) -> None:
-    off_interface.reset()
-    off_interface.init_chunk_handler(None, None, smallest)
-    make_model()(batches(1)[0]).sum().backward()

@@ -34,38 +34,6 @@ def test_steps(manager: PipelineOffloadManager, most: int | None) -> None:
     assert_idle(manager)
 
 
-def test_virtual_stages(manager: PipelineOffloadManager) -> None:
-    """Interleaved: chunks of two stages in turn, and backwards of the last stage first."""
-    device = manager.backend.device
-    results = []
-    for is_on in (True, False):
-        stages = [Model(device, is_on=is_on, layers=1) for _ in range(2)]
-        for number, stage in enumerate(stages):
-            stage.options.update(vp_size=2, vp_stage=number)
-        tensors: list[Tensor] = []
-        for seed in range(3):
-            waiting = []
-            for x in batches(device, 3, seed):
-                leaf = x.clone().requires_grad_()
-                between = stages[0](leaf)
-                cut = between.detach().requires_grad_()
-                waiting.append((leaf, between, cut, stages[1](cut).square().mean()))
-            for leaf, between, cut, loss in waiting:
-                loss.backward()
-                between.backward(cut.grad)
-                assert leaf.grad is not None
-                tensors += [loss.detach(), leaf.grad]
-            for stage in stages:
-                tensors += [p.grad.clone() for p in stage.parameters() if p.grad is not None]
-                stage.zero_grad()
-            if is_on:
-                off_interface.reset(process_group=None)
-        results.append(tensors)
-    assert same_bits(*results)
-    assert manager.statistics().bytes_offloaded > 0
-    assert_idle(manager)
-
-
 def test_replays_with_delayed_groups(manager: PipelineOffloadManager) -> None:
     on, off = models(manager)
     device = manager.backend.device

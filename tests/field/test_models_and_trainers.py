@@ -60,6 +60,7 @@ def test_each_idle_name_once(
     assert first.startswith("pp_offload: group 'bypassed' never ran")
     assert second.startswith("pp_offload: group 'small' offloaded nothing: none of its 2 groups")
     assert "min_offloaded_tensor_size=6" in second
+    assert "the largest was (5, 1), 5 elements: give min_offloaded_tensor_size=5 to" in second
 
 
 @pytest.mark.field("F44")

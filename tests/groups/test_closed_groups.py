@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
-from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
@@ -85,35 +84,3 @@ def test_offload_switched_inside_a_group_of_the_same_name(
     assert all(group.state is not GroupState.OPEN for group in chunk.groups)
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
-
-
-@on_two_backends
-def test_an_exception_marks_the_group_around_one_that_was_left_out(
-    manager: PipelineOffloadManager,
-) -> None:
-    chunk, x = chunk_of(manager), torch.ones(9).to(manager.backend.device).requires_grad_()
-    group_start(x, "outer")
-    with pytest.raises(KeyError), manager:
-        manager.disable_offload()
-        group_start(x, "inner")
-        raise KeyError
-    manager.enable_offload()
-    assert [(group.name, group.has_failed) for group in chunk.groups] == [("outer", True)]
-
-
-@on_two_backends
-def test_a_chunk_is_over_though_a_group_left_out_was_never_committed(
-    manager: PipelineOffloadManager,
-) -> None:
-    x = torch.ones(9).to(manager.backend.device).requires_grad_()
-    for _ in range(2):  # in the second step, the last group stays on the device
-        manager.reset()
-        chunk_of(manager)
-        y = layer(x, "mlp").sum()
-        chunk = chunk_of(manager)
-        manager.disable_offload()
-        group_start(x, "left out")
-        manager.enable_offload()
-        layer(x, "mlp").sum().backward()
-        y.backward()
-    assert chunk.key is None, "the step has only its record"

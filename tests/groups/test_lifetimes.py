@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -100,3 +101,28 @@ def test_host_memory_goes_behind_the_copies_that_read_it(kind: str) -> None:
         del y, context
         gc.collect()
         backend.check()
+
+
+@on_two_backends
+def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
+    manager: PipelineOffloadManager,
+) -> None:
+    """When that of the next chunk begins; not if its tensors are alive, for they may be used."""
+    model = make_model(device=manager.backend.device.type)
+    losses, groups = [], []
+    for x in batches(3):
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        losses.append(model(x.to(manager.backend.device)).sum())
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        groups.append([weakref.ref(group) for group in chunk.groups])
+    del chunk
+    manager.end_chunk()
+    for number, loss in enumerate(losses):
+        loss.backward(retain_graph=number == 1)
+        is_alive = [any(ref() is not None for ref in refs) for refs in groups]
+        assert is_alive == [number == 0, True, True]
+    assert manager.step.num_chunks == 3
+    losses[1].backward()
+    manager.reset()
+    assert len(manager.offloader.plan.names) == 3 and manager.offload_summary_bytes

@@ -83,6 +83,14 @@ def leaves_a_with(frame: FrameType) -> bool:
     return names[0] == "PUSH_EXC_INFO" or names[:3] == ["LOAD_CONST"] * 3
 
 
+def pops_hooks(frame: FrameType) -> bool:
+    """Whether it begins the ``finally`` that pops hooks. No signal is handled before that call."""
+    if frame.f_code.co_name not in ("saving", "all_packs"):
+        return False
+    names = [i.argval for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti]
+    return "deque" in names[:3]
+
+
 @contextmanager
 def _each_line(paths: Collection[str], visit: Callable[[Point], None]) -> Iterator[None]:
     """Call ``visit`` before every line of ``paths`` that this thread runs."""
@@ -90,7 +98,7 @@ def _each_line(paths: Collection[str], visit: Callable[[Point], None]) -> Iterat
 
     def line(frame: FrameType, event: str, _: object) -> Any:
         nonlocal number
-        if event == "line" and not leaves_a_with(frame):
+        if event == "line" and not leaves_a_with(frame) and not pops_hooks(frame):
             number += 1
             path = Path(frame.f_code.co_filename)
             name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -7,26 +7,23 @@ that run hooks.
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_backend
-from helpers.injected import leaves_a_with
+from helpers.injected import Injected, Point, files, interrupt_at, points_in
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     FullACParams,
@@ -156,56 +153,21 @@ def hooks_of_this_test_only() -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-ROOT = Path(pp_offload.__file__).parent
-FILES = {
-    str(ROOT / name)
-    for name in (
-        "_hooks/hook_scopes.py",
-        "_hooks/regions.py",
-        "_megatron/interface.py",
-        "_megatron/manager.py",
-        "_activations/context.py",
-        "_checkpoint/recompute.py",
-        "modules.py",
-    )
-}
+FILES = files(
+    *("_hooks/hook_scopes", "_hooks/regions", "_megatron/interface", "_megatron/manager"),
+    *("_activations/context", "_checkpoint/recompute", "modules"),
+)
 
 
-class Lines:
-    """Raises at a line where a signal handler might, the first or second time that it is reached.
-
-    Args:
-        number: Of the line; the first visits of all lines are counted.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.count = 0
-        self.at = ""
-        self._visits: Counter[str] = Counter()
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._line if frame.f_code.co_filename in FILES else None
-
-    def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and not self.at and not leaves_a_with(frame) and not _is_pop(frame):
-            at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            self._visits[at] += 1
-            if self._visits[at] > 2:
-                return self._line
-            if self.count == self.number:
-                self.at = at
-                raise KeyboardInterrupt(at)
-            self.count += 1
-        return self._line
-
-
-def _is_pop(frame: FrameType) -> bool:
-    """Whether the line begins the ``finally`` that pops: no signal is handled before its call."""
-    if frame.f_code.co_name not in ("saving", "all_packs"):
-        return False
-    names = [i.argval for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti]
-    return "deque" in names[:3]
+def places(run: Callable[[], object]) -> list[Point]:
+    """Where a signal handler might raise: each line, the first and second time it is reached."""
+    visits: Counter[tuple[str, int]] = Counter()
+    found = []
+    for point in points_in(FILES, run):
+        visits[point.file, point.line] += 1
+        if visits[point.file, point.line] <= 2:
+            found.append(point)
+    return found
 
 
 @pytest.mark.parametrize(("way", "depth"), CASES)
@@ -213,27 +175,21 @@ def test_an_interrupt_at_each_line(way: str, depth: int) -> None:
     with use_backend(make_backend("cpu"), config=CONFIG):
         program = Program(way)
         expected = program.step()
-        number, wrong = 0, []
+        wrong = []
         with theirs(depth):
             before = all_packs()
-            while True:
-                lines = Lines(number)
-                sys.settrace(lines)
+            points = places(program.forward)
+            for point in points:
                 try:
-                    program.forward()
-                except KeyboardInterrupt:
-                    sys.settrace(None)
+                    with interrupt_at(point.number, FILES):
+                        program.forward()
+                except Injected:
                     if all_packs() != before:
-                        wrong.append(lines.at)
+                        wrong.append(str(point))
                         while len(all_packs()) > depth:
                             torch._C._autograd._pop_saved_tensors_default_hooks()
-                finally:
-                    sys.settrace(None)
-                if not lines.at:
-                    break
-                assert same_bits(program.step(), expected), lines.at
-                number += 1
-        assert number > 10 and not wrong, wrong
+                assert same_bits(program.step(), expected), str(point)
+        assert len(points) > 10 and not wrong, wrong
         assert same_bits(program.step(), expected)
         assert not _seeing, "modules are met for a context that nobody is in, which it keeps alive"
 

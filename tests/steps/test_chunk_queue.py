@@ -80,19 +80,6 @@ def test_a_name_selects_the_next_chunk_that_has_it_and_empty_chunks_are_skipped(
     assert queue.pop("attn") is attn
 
 
-def test_an_unknown_chunk_comes_last() -> None:
-    queue = ChunkQueue()
-    queue.set_order([ChunkKey(0, 1), ChunkKey(0, 0)])
-    for item in (chunk(0, 7), Chunk(None), chunk(0, 0), chunk(0, 1)):
-        queue.push(item)
-    assert [each.key for each in queue._queued] == [
-        ChunkKey(0, 1),
-        ChunkKey(0, 0),
-        ChunkKey(0, 7),
-        None,
-    ]
-
-
 def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
     queue = ChunkQueue()
     queue.set_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_scheduled=True)
