@@ -105,8 +105,8 @@ def lists_of_layers(model: Module) -> list[str]:
             names.append(name)
     if not names:
         raise ValueError(
-            f"a {type(model).__name__} has no ModuleList of several layers of one class; expected "
-            "one; say where its layers are: layers=..."
+            f"a {type(model).__name__} has no ModuleList of several layers of one class; say where "
+            "its layers are: layers=..."
         )
     return names
 
@@ -166,12 +166,10 @@ def _check_model(model: Module, layers: dict[str, Module]) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
-            "is; expected a plain module; call offload_layers() before it is wrapped, which works "
-            "where all parameters are on one device"
+            "is; call offload_layers() before it is wrapped"
         )
     taken = [name for name, layer in layers.items() if is_offloaded(layer)]
     if taken:
         raise OffloadError(
-            f"layers {taken} wait on the host already; expected each to be given once; close() the "
-            "handle that came first"
+            f"layers {taken} wait on the host already; close() the handle that came first"
         )

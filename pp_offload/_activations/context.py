@@ -11,24 +11,31 @@ entry is a microbatch of its own, so any number may be in flight.
 
 A decoder's output head should be left out: it saves much, and backward needs that at once. See
 :func:`get_lora_act_offloading_ctx_manager`.
+
+NOTE [ One hook, in one place ]
+    A compiler traces the hooks of all modules with each forward, and its code is for the places
+    that they have in PyTorch's dict. PyTorch gives each registration a new place, so code compiled
+    in one forward would fit no other. So there is one hook for all contexts, always in one place;
+    and it does nothing while it is traced.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
-from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
-from pp_offload._common.torch_private import never_compiled
+from pp_offload._common.torch_private import forward_pre_hooks, never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, moved_text
 from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
@@ -41,6 +48,12 @@ from pp_offload._hooks.regions import (
 )
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default
+
+_PLACE = -1
+"""Place of the hook; PyTorch counts from zero."""
+
+_seeing: dict[Forward, Callable[[Module], None]] = {}
+_lock = threading.Lock()
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
@@ -115,8 +128,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             forget_excluded()
         self.stash.begin()
         if not self._knows_model:
-            forward.met = MetModules(self._keep_buffers)
-            forward.met.begin()
+            forward.call_with_modules(self._keep_buffers)
         forward.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
@@ -156,12 +168,24 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 class Forward(HookScope):
     """Hooks that a ``with`` has put in place: for saved tensors, and for running modules."""
 
-    met: MetModules | None = None
+    def call_with_modules(self, see: Callable[[Module], None]) -> None:
+        """Call ``see`` with each module whose forward begins, except in compiled code."""
+        with _lock:
+            _seeing[self] = see
+            forward_pre_hooks[_PLACE] = _meet
 
     def leave(self, failure: BaseException | None = None) -> None:
-        if self.met is not None:
-            self.met.end()
+        with _lock:
+            _seeing.pop(self, None)
+            if not _seeing:
+                forward_pre_hooks.pop(_PLACE, None)
         super().leave(failure)  # last: after an interrupt, nothing else shows that it ended
+
+
+def _meet(module: Module, _: object) -> None:
+    if not torch.compiler.is_compiling():
+        for see in list(_seeing.values()):  # a copy: other threads begin and end
+            see(module)
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

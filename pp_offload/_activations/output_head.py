@@ -95,9 +95,8 @@ def get_lora_act_offloading_ctx_manager(
         exclude(output_head)
     elif warn_if_no_head:
         warnings.warn(
-            f"no output head found in {type(model).__name__}: none of {', '.join(HEADS)}; what it "
-            "saves is offloaded and needed at once; name it with head=, or pass "
-            "warn_if_no_head=False",
+            f"no output head found in {type(model).__name__}: what it saves is offloaded, and "
+            "needed at once; name it with head=, or pass warn_if_no_head=False",
             stacklevel=2,
         )
     for name, module in model.named_modules():

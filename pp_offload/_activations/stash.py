@@ -153,9 +153,8 @@ class ActivationStash:
         """Warn once in a process: the user compares, or an accelerator was not recognized."""
         ActivationStash.has_warned_of_host = True
         logger.warning(
-            "offload of '%s' on %s, where the device is the host: tensors are copied from host "
-            "memory to host memory, which takes time and frees none; use an accelerator, or "
-            'OffloadConfig(tiers=("disk",))',
+            "offload of '%s' on %s, where the device is the host, takes time and frees none; use "
+            'an accelerator, or OffloadConfig(tiers=("disk",))',
             *(self.name, self.backend.name),
         )
 

@@ -129,7 +129,7 @@ class _PartState:
                 raise OffloadError(
                     f"buffer {name!r} of a {type(self.module).__name__} was changed in place "
                     "between a checkpoint's forward and its backward, which runs that again; "
-                    f"expected a large buffer to stay as it is; assign a new tensor to self.{name}"
+                    f"assign a new tensor to self.{name}"
                 )
         return {
             name: buffer if name in self._versions else copies.of(buffer)
@@ -146,9 +146,8 @@ class _PartState:
             if then is None:
                 raise OffloadError(
                     f"parameter {name!r} of a {type(self.module).__name__} is another tensor than "
-                    "in the forward of a checkpoint, which is gone, so backward cannot run the "
-                    "checkpoint again; expected it to be alive until backward; keep the tensors "
-                    "that torch.func.functional_call is given"
+                    "in the forward of a checkpoint, which is gone; keep the tensors that "
+                    "torch.func.functional_call is given until backward"
                 )
             exchanged[name] = then
         return exchanged

@@ -92,14 +92,6 @@ class FullACParams:
         )
         check_config(self.config)
 
-    def kept_ops(self) -> dict[OpOverload, int | None]:
-        """Return operators whose outputs are kept, with n where every n-th call is recomputed."""
-        return {}
-
-    def offloaded_ops(self) -> list[OpOverload]:
-        """Return the kept operators whose outputs go to the tiers."""
-        return []
-
 
 @takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +131,7 @@ class SelectiveOpACParams(FullACParams):
         super().__post_init__()
         if self.use_reentrant:
             raise ValueError(
-                "use_reentrant is True, but only non-reentrant checkpoints can keep outputs of "
-                "operators; leave it out"
+                "use_reentrant is True, but only non-reentrant checkpoints keep operators' outputs"
             )
         for key, every in self.recompute_every.items():
             check_count(f"recompute_every[{key!r}]", every, least=1)
@@ -148,16 +139,17 @@ class SelectiveOpACParams(FullACParams):
         for op in self.offloaded_ops():
             if any(value.alias_info is not None for value in op._schema.returns):
                 raise ValueError(
-                    f"offload_ops_keys has ops.{op}, which returns memory of its arguments; "
-                    "expected operators with outputs of their own"
+                    f"offload_ops_keys has ops.{op}, which returns memory of its arguments"
                 )
 
     def kept_ops(self) -> dict[OpOverload, int | None]:
+        """Return operators whose outputs are kept, with n where every n-th call is recomputed."""
         every = {operator(key): number for key, number in self.recompute_every.items()}
         ops = map(operator, (*self.save_ops_keys, *self.offload_ops_keys))
         return {op: every.get(op) for op in ops if every.get(op) != 1}
 
     def offloaded_ops(self) -> list[OpOverload]:
+        """Return the kept operators whose outputs go to the tiers."""
         return list(map(operator, self.offload_ops_keys))
 
 

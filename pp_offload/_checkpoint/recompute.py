@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import is_dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.module_state import ModuleState
-from pp_offload._checkpoint.modules_of import modules_of
-from pp_offload._checkpoint.options import FullACParams
+from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs
 from pp_offload._common.torch_private import (
     is_transformed,
@@ -78,7 +79,9 @@ class Recompute:
         self.counts = CheckpointCounts()
         self.stash: ActivationStash | None = None
         self.warns_of_groups = warns_of_groups
-        self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()
+        by_op = params if isinstance(params, SelectiveOpACParams) else None
+        self._kept = by_op.kept_ops() if by_op else {}
+        self._offloaded = by_op.offloaded_ops() if by_op else []
         self._has_warned_of_cache = False
         if params.offload_inputs or self._offloaded:
             smallest = params.min_offload_size
@@ -164,10 +167,8 @@ class Recompute:
             return
         self._has_warned_of_cache = True
         warnings.warn(
-            f"{name} is checkpointed and was given a {type(cache).__name__} to fill: where "
-            "backward runs it again, it fills that a second time, so gradients may be wrong and "
-            "nothing says so, or backward fails; set model.config.use_cache = False for training, "
-            "or call the model with use_cache=False",
+            f"{name} is checkpointed and was given a {type(cache).__name__}, which backward fills "
+            "a second time, so gradients may be wrong; set model.config.use_cache = False",
             stacklevel=3,
         )
 
@@ -208,15 +209,49 @@ def _run_reentrant(
             if is_dataclass(leaf):
                 raise TypeError(
                     f"{name} under a reentrant checkpoint returns a {type(leaf).__name__}, "
-                    "whose tensors would get no gradient; expected tensors, or tuples, lists and "
-                    "dictionaries of them; give use_reentrant=False, or make the class known with "
-                    "torch.utils._pytree.register_dataclass"
+                    "whose tensors would get no gradient; give use_reentrant=False"
                 )
         trees.append(tree)
         return tuple(leaves)
 
     outputs = checkpoint(run_flat, *tensors, use_reentrant=True, **options)
     return tree_unflatten(outputs, trees[0])
+
+
+def modules_of(*values: object) -> list[Module]:
+    """Return modules that these functions and arguments are or hold, as far as visible."""
+    modules: list[Module] = []
+    visited: dict[int, object] = {}
+    to_visit = list(values)
+    while to_visit:
+        value = to_visit.pop()
+        if id(value) in visited:
+            continue
+        visited[id(value)] = value
+        if isinstance(value, Module):
+            modules.append(value)
+        else:
+            to_visit += _parts(value)
+    return modules
+
+
+def _parts(value: object) -> Iterable[object]:
+    match value:
+        case MethodType():
+            return value.__self__, value.__func__
+        case partial():
+            return value.func, *value.args, *value.keywords.values()
+        case FunctionType():
+            names = map(value.__globals__.get, value.__code__.co_names)
+            modules = [named for named in names if isinstance(named, Module)]
+            return *(value.__closure__ or ()), *(value.__defaults__ or ()), *modules
+        case CellType():
+            return [value.cell_contents] if value != CellType() else ()  # else not assigned yet
+        case dict():
+            return list(value.values())
+        case list() | tuple() if len(value) <= 1000:  # a longer one holds data
+            return value
+    return ()
 
 
 def _is_cache(value: object) -> bool:

@@ -213,8 +213,7 @@ class _Recomputation(TorchDispatchMode):
         if number == len(calls):
             raise RuntimeError(
                 f"a checkpoint calls {op} more often in the recomputation than in the forward, "
-                f"where it was called {len(calls)} times; expected the same calls; see that the "
-                "function computes the same twice, and give torch.autocast cache_enabled=False"
+                f"where it was called {len(calls)} times; expected the same calls"
             )
         self._num_asked[op] += 1
         return calls[number]

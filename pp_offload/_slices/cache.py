@@ -64,9 +64,7 @@ class SliceCache:
         if not self._lock.acquire(blocking=False):
             raise OffloadError(
                 f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy "
-                f"of it, in whose forward thread {self._owner.name!r} is; expected one at a time, "
-                "for the layers' parameters are exchanged meanwhile; take a lock around both, or a "
-                "model for each"
+                f"of it, in whose forward thread {self._owner.name!r} is; expected one at a time"
             )
         try:
             self._owner = threading.current_thread()

@@ -97,8 +97,7 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
             reach, furthest = end, name
     if tied:
         raise ValueError(
-            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
-            "under several names, as in head.weight = embedding.weight"
+            f"parameters {tied} share memory; expected one nn.Parameter under several names"
         )
 
 
@@ -132,8 +131,7 @@ def waiting_parameters(
     if not waiting:
         frozen = " frozen" if frozen_only else ""
         raise ValueError(
-            f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
-            "could wait on the host; name another list of layers, freeze the base with "
-            "requires_grad_(False) first, or pass frozen_only=False"
+            f"layers {list(layers)} have no{frozen} parameters of their own that could wait on "
+            "the host; name other layers, freeze the base first, or pass frozen_only=False"
         )
     return waiting

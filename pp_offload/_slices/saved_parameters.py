@@ -102,8 +102,7 @@ class OnDevice:
         if self._versions != [tensor._version for tensor in self._loaded]:
             raise OffloadError(
                 f"{self._slice.label} changed one of its parameters in place in its forward, which "
-                "would be lost: it computes with a copy; expected parameters to be changed outside "
-                "of forward; make it a buffer"
+                "would be lost: it computes with a copy; make it a buffer"
             )
         self._loaded, self._tensors = (), None
         if is_needed and self._slice.parameters:

@@ -24,8 +24,7 @@ from torch.nn import Module
 
 from pp_offload._core.statistics import moved_text
 from pp_offload.config import OffloadConfig
-from pp_offload.integrations.figures import Figures
-from pp_offload.integrations.forwards import offload_of
+from pp_offload.integrations.forwards import Figures, offload_of
 from pp_offload.modules import Patterns
 
 

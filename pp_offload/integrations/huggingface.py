@@ -26,7 +26,7 @@ from pp_offload._activations.output_head import get_lora_act_offloading_ctx_mana
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
-from pp_offload.integrations.figures import Figures
+from pp_offload.integrations.forwards import Figures
 from pp_offload.integrations.trainers import OfModel
 
 ONLY = "hidden_states"
@@ -105,7 +105,7 @@ class ActivationOffloadingMixin:
         """Log as the trainer does; with the training loss also log figures of this process.
 
         ``offload/bytes_offloaded`` and others, since the loss before: see
-        :mod:`pp_offload.integrations.figures`. Evaluation and summaries are logged as they are.
+        :mod:`pp_offload.integrations.forwards`. Evaluation and summaries are logged as they are.
         """
         if "loss" in logs and self._offloading.made is not None:
             logs.update(self._offloading.made[1].since_last())

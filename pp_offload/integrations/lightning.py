@@ -16,8 +16,7 @@ from typing import Any
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.config import OffloadConfig
-from pp_offload.integrations.figures import Figures
-from pp_offload.integrations.forwards import ForwardOffload, check_choice, offload_of
+from pp_offload.integrations.forwards import Figures, ForwardOffload, check_choice, offload_of
 from pp_offload.modules import Patterns
 
 try:
@@ -42,7 +41,7 @@ class ActivationOffload(Callback):
             :func:`pp_offload.offload_modules`; None for all activations but the output head's.
         config: Options of the engine; those of the current manager, or the defaults, when None.
         log: Whether ``offload/bytes_offloaded`` and the like are logged for each step of the
-            optimizer; see :mod:`pp_offload.integrations.figures`.
+            optimizer; see :mod:`pp_offload.integrations.forwards`.
         options: Without groups, those of
             :func:`pp_offload.get_lora_act_offloading_ctx_manager`, such as ``head``.
 

@@ -315,8 +315,7 @@ class _Offloaded:
         if is_changed and not allow_cache_entry_mutation:
             raise SavedTensorModifiedError(
                 f"an output of shape {tuple(tensor.shape)}, which a selective checkpoint was to "
-                "offload, was changed in place after the checkpoint; expected it unchanged until "
-                "backward; use an operator that makes a new tensor, or PREFER_RECOMPUTE"
+                "offload, was changed in place after the checkpoint; use PREFER_RECOMPUTE"
             )
         with same_version_counter():  # an alias: autograd will tie it to the graph
             return tensor.detach()

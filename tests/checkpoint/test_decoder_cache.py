@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 from helpers.tiny_llama import make_data, make_llama
 from transformers import DynamicCache
 
-MESSAGE = r"LlamaDecoderLayer .* DynamicCache .* model\.config\.use_cache = False"
+MESSAGE = r"LlamaDecoderLayer .* DynamicCache,.* model\.config\.use_cache = False"
 
 
 def llama(use_cache: bool, **options: Any) -> Any:

@@ -33,7 +33,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import fine_grained_offloading_group_start as group_start
-from pp_offload._activations.met_modules import _seeing
+from pp_offload._activations.context import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
 from pp_offload._hooks.regions import all_packs
