@@ -28,7 +28,6 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (
-    OffloadModulesHandle,
     Patterns,
     check_patterns,
     mark_modules,
@@ -91,7 +90,6 @@ class AttachedSchedule:
         self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
         self._stages = _stages(schedule)
-        self._modules: OffloadModulesHandle | None = None
         _check_free(self._stages)
         self._order = _order_of(schedule, self._stages)
         self._split: SplitBackward | None = None
@@ -136,18 +134,6 @@ class AttachedSchedule:
         manager.offloader.follow_parts(None)
         manager.release_idle_memory()
 
-    def _remove_groups(self) -> None:
-        if self._modules is not None:
-            self._modules.remove()
-
-    def __repr__(self) -> str:
-        state = f"{len(self._stages)} stages" if self._is_attached else "detached"
-        groups = "groups marked by the model"
-        if self._modules is not None and self._modules.modules:
-            groups = self._modules.described()
-        name = type(self._schedule).__name__
-        return f"<AttachedSchedule of {name}: {state}; {groups}>"
-
     def __enter__(self) -> AttachedSchedule:
         return self
 
@@ -157,10 +143,10 @@ class AttachedSchedule:
     def _mark_modules(self, groups: Patterns | None) -> None:
         self._keep_modules()
         models = {f" of stage {stage.stage_index}": stage.submod for stage in self._stages}
-        self._undo.add(self._remove_groups)
-        self._modules = mark_modules(models, groups or {})
+        handle = mark_modules(models, groups or {})
+        self._undo.add(handle.remove)
         for group, patterns in (groups or {}).items():
-            if not self._modules.modules[group]:
+            if not handle.modules[group]:
                 numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
                 near = no_match(self._stages[0].submod, listed(patterns))
                 raise ValueError(

@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1326,
     "_common": 1165,
     "_core": 4614,
-    "_groups": 3232,
+    "_groups": 3186,
     "_hooks": 419,
     "_megatron": 1246,
     "_memory": 1466,

@@ -80,14 +80,11 @@ class Chunk:
         """Open a group.
 
         Raises:
-            GroupStateError: The chunk belongs to another thread.
             TypeError: ``name`` is no ``str``.
             ValueError: ``name`` is empty.
         """
         if type(name) is not str or not name:  # checked here to spare a call for each group
             check_group_name("start", name)
-        if threading.get_ident() != self.thread.ident:
-            raise self._other_thread("start", name)
         offloader = self.offloader
         engine = offloader.engine
         with engine.mover.lock:
@@ -123,7 +120,7 @@ class Chunk:
             delay: Only note the commit, for :meth:`Offloader.commit_delayed`.
 
         Raises:
-            GroupStateError: No open group has this name, or the chunk belongs to another thread.
+            GroupStateError: No open group has this name.
             TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
             ValueError: ``name`` is empty.
         """
@@ -132,8 +129,6 @@ class Chunk:
         released = None  # nearly always
         if forced_released_tensors is not None:
             released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        if threading.get_ident() != self.thread.ident:
-            raise self._other_thread("commit", name)
         if self.open_groups and self.open_groups[-1].name == name:  # nearly always
             group = self.open_groups.pop()
         else:
@@ -213,13 +208,6 @@ class Chunk:
         if split is not None:
             with self.offloader.lock:
                 split.follow(group)
-
-    def _other_thread(self, action: str, name: str) -> GroupStateError:
-        return GroupStateError(
-            f"{action} of group '{name}' on thread {threading.get_ident()}, but its chunk belongs "
-            f"to thread {self.thread.ident}; call init_chunk_handler on the thread that runs the "
-            "forward"
-        )
 
     def _outer(self, name: str) -> Group:
         """Return the innermost open group of this name, if the innermost of all has another."""

@@ -48,9 +48,9 @@ from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.demand import Beside, Change, Demand, History, by_stage, fitting
+from pp_offload._groups.gain import DeviceFigures, Gain, StepTime
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay, groups_sum
-from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -272,11 +272,8 @@ class DeviceRoom:
             self._num_left = max(0, self._num_left - 1)
             self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
         limit_bytes = min(self._limits())
-        self._figures = DeviceFigures(
-            peak_bytes,
-            peak_bytes if self._figures is None else self._figures.first_peak_bytes,
-            limit_bytes,
-        )
+        first_bytes = peak_bytes if self._figures is None else self._figures.first_peak_bytes
+        self._figures = DeviceFigures(peak_bytes, first_bytes)
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART

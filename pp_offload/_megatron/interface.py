@@ -48,7 +48,7 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
         ``tensor`` itself.
 
     Raises:
-        GroupStateError: No chunk is current, or the chunk belongs to another thread.
+        GroupStateError: No chunk is current.
     """
     _start("group" if name is None or name == "" else name)
     return tensor

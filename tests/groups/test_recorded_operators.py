@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadActivations, OffloadConfig, checkpoint, offload_modules, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, checkpoint, use_backend
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend
 
@@ -38,17 +38,6 @@ def in_groups(x: Tensor) -> Tensor:
     return x
 
 
-def in_modules(x: Tensor) -> Tensor:
-    model = torch.nn.Sequential(Computes(), Computes())
-    with offload_modules(model, {"a": "0", "b": "1"}):
-        return model(x)
-
-
-class Computes(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return compute(x)
-
-
 def in_context(x: Tensor) -> Tensor:
     with CONTEXTS[0]:
         return plain(x)
@@ -65,7 +54,6 @@ def checkpointed(x: Tensor) -> Tensor:
 
 PRODUCTS = {
     "groups": in_groups,
-    "modules": in_modules,
     "context": in_context,
     "checkpoint": checkpointed,
 }

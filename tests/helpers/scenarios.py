@@ -97,15 +97,3 @@ def make_inputs(
     generator = torch.Generator().manual_seed(1000 * step + length)
     drawn = [torch.randn(length, width, generator=generator) for _ in range(num)]
     return [x.to(torch.device(str(device))) for x in drawn]
-
-
-def hook_depth() -> int:
-    """How many pairs of saved-tensor hooks are on this thread's stack."""
-    stack = torch._C._autograd
-    pairs = []
-    while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
-        pairs.append(top)
-        stack._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(pairs):
-        stack._push_saved_tensors_default_hooks(pack, unpack)
-    return len(pairs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,10 @@ MIB = 2**20
 
 
 @with_limit(40)
-def test_the_limit_is_filled_and_kept(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_is_filled_and_kept(training: Training) -> None:
     limit = training.limit_bytes
     first = training.sent_by_a_step()
-    with caplog.at_level(logging.DEBUG):
-        peaks = training.run(10)
-    stays = r"pp_offload: \d+ of 24 groups of a micro"
-    assert [line for line in caplog.messages if re.match(stays, line)]
+    peaks = training.run(10)
     sent = training.sent_by_a_step()
     assert 0 < sent < first * 0.75
     moving = 4 * SAVED_BYTES

@@ -15,12 +15,12 @@ import pytest
 import torch
 from conftest import make_backend
 from helpers.injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
-from helpers.scenarios import hook_depth
 from helpers.sliced import WIDTH, Inside, input_for, state
 from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
 
 from pp_offload import OffloadModel, offload_layers
+from pp_offload._hooks.regions import all_packs
 from pp_offload.backends import Backend
 
 PATHS = folders("_slices") | {str(ROOT / "offload_model.py")}
@@ -104,7 +104,7 @@ def test_an_interrupt_at_every_line(
             with interrupt_at(point.number, PATHS), pytest.raises(Injected):
                 model(inputs(backend, 1))
             assert all(map(is_, exchanged(model), before)), f"something else stands there: {point}"
-            assert hook_depth() == 0, f"hooks stay: {point}"
+            assert not all_packs(), f"hooks stay: {point}"
             for number in (1, 2):
                 assert same_bits(step(model, backend, number), expected[number]), point
     assert_no_hooks()
