@@ -25,7 +25,6 @@ from pp_offload import (
     ChunkOffloadHandler,
     CpuBackend,
     FullACParams,
-    GPUTensorPool,
     GroupStateError,
     OffloadActivations,
     OffloadConfig,
@@ -152,10 +151,6 @@ def handler() -> ChunkOffloadHandler:
     return ChunkOffloadHandler(1, None)
 
 
-def pool() -> GPUTensorPool:
-    return GPUTensorPool("cpu")
-
-
 context_of = get_act_offloading_ctx_manager
 
 ABSENT: list[tuple[Callable[[], object], str]] = [
@@ -173,11 +168,6 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: context_of(None), "model is None, expected an nn.Module"),
     (lambda: exclude(None), "module is None, expected an nn.Module"),
     (lambda: checkpointed(model=3), "model is 3, expected an nn.Module"),
-    (lambda: GPUTensorPool(None), "device is None, expected.*such as 'cpu'"),
-    (lambda: pool().allocate(3), "shape is 3, expected a tuple of integers"),
-    (lambda: pool().allocate((2.5,)), r"shape is the tuple \(2.5,\), expected a tuple of integers"),
-    (lambda: pool().allocate((2,), "float32"), "dtype is 'float32', expected.*torch.float32"),
-    (lambda: pool().free(None), "tensor is None, expected.*allocate"),
     (lambda: AcceleratorBackend("cuda"), r"device is 'cuda', expected.*torch.device\("),
 ]
 """Objects of another class, which are a TypeError."""
@@ -186,7 +176,6 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: offload_modules(Net(), {}), "groups is empty, expected.*leave it"),
     (lambda: context_of(Net(), head=""), "head is ''.*expected.*named_modules"),
     (lambda: FullACParams(offload_input=True), r"offload_input \(did you mean offload_inputs\?\)"),
-    (lambda: GPUTensorPool("gpu:x"), "'gpu:x'"),
     (lambda: SimulatedBackend("last"), "'last'; expected.*'late'"),
     (lambda: SimulatedBackend("random", seed=None), "seed is None, expected an integer"),
     *(
@@ -264,7 +253,6 @@ FLAGS: dict[str, Callable[[Any], object]] = {
     "preserve_rng_state": lambda flag: FullACParams(preserve_rng_state=flag),
     "early_stop": lambda flag: FullACParams(early_stop=flag),
     "missing_ok": lambda flag: offload_modules(Net(), {"a": "layers.0"}, missing_ok=flag),
-    "pin_memory": lambda flag: GPUTensorPool("cpu", flag),
     "activation_offloading": lambda flag: MyTrainer(activation_offloading=flag),
     "activation_offloading of the trainer's arguments": lambda flag: MyTrainer(flag),
 }

@@ -49,10 +49,8 @@ def test_the_package_is_imported_without_what_is_optional() -> None:
 def test_another_checksum_serves_without_xxhash() -> None:
     code = "from pp_offload._memory import checksum as c; import numpy, zlib\n"
     code += "assert c.checksum(numpy.arange(9)) == zlib.crc32(numpy.arange(9).data)\n"
-    code += "print(c.checksum_version())"
     process = run(code)
     assert process.returncode == 0, process.stderr
-    assert "zlib.crc32" in process.stdout
 
 
 @pytest.mark.parametrize("path", ["test_pipelining.py", "core/test_order.py"])

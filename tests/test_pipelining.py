@@ -13,6 +13,7 @@ SCHEDULES = [each for each in ALL if not (BEFORE_2_13 and each in V_SHAPED)]
 """Older versions of torch cannot run the others over gloo, without offload either."""
 
 
+@pytest.mark.field("F22")
 @pytest.mark.smoke
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("world", [2, 4])

@@ -37,13 +37,11 @@ class Geometry:
     @property
     def distinct_numel(self) -> int:
         """Number of elements in memory, a broadcast dimension counted once."""
-        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
+        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s)
 
     @property
     def span_numel(self) -> int:
         """Number of elements from the first to the last, both included."""
-        if 0 in self.size:
-            return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
     def compact_offset(self) -> int:

@@ -249,10 +249,9 @@ class Mover:
         for batch, indices in wanted:
             if batch.write is not None:
                 self.tier.check_capture("reading from")
-            hosts, there = batch.place.tensors, batch.back.device
-            if len(indices) < len(hosts):
-                indices = [index for index in indices if there[index] is None]
-                hosts = [hosts[index] for index in indices]
+            there = batch.back.device
+            indices = [index for index in indices if there[index] is None]
+            hosts = [batch.place.tensors[index] for index in indices]
             selected.append((batch, indices))
             begun.append(list(map(partial(torch.empty_like, device=device), hosts)))
         # All memory is allocated; a failure before this line has changed no payload.
@@ -261,14 +260,6 @@ class Mover:
         sources: list[Tensor] = []
         for (batch, indices), tensors in zip(selected, begun, strict=True):
             back, hosts = batch.back, batch.place.tensors
-            if len(indices) == len(hosts) == back.num_away:  # nearly always, and in C
-                back.reloads[:] = [reload] * len(tensors)  # first: see Arrived.put_away()
-                back.versions[:] = [-1] * len(tensors)
-                back.device[:] = tensors
-                back.num_away = 0
-                targets += tensors
-                sources += hosts
-                continue
             for index, target in zip(indices, tensors, strict=True):
                 if back.device[index] is None:  # else it was listed twice, by its borrower
                     back.put(index, target, reload)

@@ -122,14 +122,11 @@ def collect(by_storage: ByStorage) -> Payloads:
             payloads.add(tensor, members, None)
             payloads.parts.append(payloads.views[-1])
             continue
-        nbytes, num_bytes = tensor.nbytes, storage.nbytes()
-        is_whole = nbytes == num_bytes and tensor.is_contiguous()
+        num_bytes = storage.nbytes()
+        is_whole = tensor.nbytes == num_bytes and tensor.is_contiguous()
         is_alone = len(members) == 1 or all([saved.tensor is tensor for saved in members])
         if is_whole and is_alone and (1 not in tensor.shape or has_new_strides(tensor)):
-            payloads.tensors.append(tensor)  # usual, so without a call
-            payloads.members.append(members)
-            payloads.sizes.append(nbytes)
-            payloads.storages.append(storage)
+            payloads.add(tensor, members, storage)
         elif num_bytes:  # else its owner emptied it, and will fill it again, as FSDP does
             _add_views(payloads, members, storage)
     return payloads

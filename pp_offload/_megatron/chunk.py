@@ -74,7 +74,7 @@ class ChunkOffloadHandler(Chunk):
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as the state.
         """
-        if not self.offloader.engine.eligibility.can_move(src_tensor):
+        if not self.offloader.engine.eligibility.admits(src_tensor, 1):
             return Resident(src_tensor)
         return self.offloader.engine.offload(src_tensor)
 

@@ -37,15 +37,6 @@ def new_checksum() -> Any:
     return xxh3_64()
 
 
-def checksum_version() -> str:
-    """Return the version of xxhash, or what is used without it, for reports."""
-    try:
-        import xxhash
-    except ModuleNotFoundError:
-        return "not installed; checksums are zlib.crc32"
-    return str(xxhash.VERSION)
-
-
 def checksum(data: NDArray) -> int:
     """Return the checksum of a contiguous array: 64 bits, or 32 without xxhash."""
     total = new_checksum()

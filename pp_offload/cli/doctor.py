@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 from pp_offload import __version__
 from pp_offload._common.sizes import size_text
 from pp_offload._memory import budget
-from pp_offload._memory.checksum import checksum_version
 from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
 from pp_offload.cli.device_speed import DeviceSpeed
@@ -97,7 +97,7 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
             "torch": _torch,
             "Python": platform.python_version,
             "numpy": lambda: numpy.__version__,
-            "xxhash": checksum_version,
+            "xxhash": partial(version, "xxhash"),
             "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "device": {"engine's backend": lambda: default_backend().name} | _accelerators(),

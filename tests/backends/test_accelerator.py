@@ -13,7 +13,7 @@ import torch
 from helpers.processes import HANG_S
 from torch import nn
 
-from pp_offload import GPUTensorPool, OffloadModel, offload_layers
+from pp_offload import OffloadModel, offload_layers
 from pp_offload.backends import AcceleratorBackend, accelerator
 
 
@@ -174,7 +174,6 @@ def test_a_device_that_is_not_here_is_refused_by_each_product(device: str) -> No
         lambda: AcceleratorBackend(torch.device(device)),
         lambda: OffloadModel(nn.Sequential(nn.Linear(2, 2)), device, num_slices=1),
         lambda: offload_layers(nn.Sequential(nn.Linear(2, 2)), ["0"], device=device),
-        lambda: GPUTensorPool(device),
     ):
         with pytest.raises(ValueError, match=f"{device}.* finds no .*; pass device=.cpu"):
             make()

@@ -397,22 +397,6 @@ def test_no_byte_of_a_parameter_or_buffer_moves(
         assert_idle(manager)
 
 
-@on_two
-def test_marked_tensors_stay_with_their_views(kind: str) -> None:
-    with session(kind) as manager:
-        results = []
-        for is_on in (False, True):
-            begin_step()
-            x = drawn(ROWS, COLUMNS).requires_grad_()
-            h, other = x * 2, x * 3
-            off_interface.mark_not_offloadable(h)
-            y = group(h, lambda h, o=other: h.sin() + h.t().cos().t() + o.sin(), is_on)
-            assert manager.statistics().bytes_offloaded == is_on * other.nbytes
-            y.sum().backward()
-            results.append(gradients(x))
-        assert_same(*results)
-
-
 @pytest.mark.field("F42")
 @on_two
 def test_small_and_foreign_tensors_stay(kind: str) -> None:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 
-import pipeline_rank
 import pytest
 import torch
-from helpers.forks import statuses
 from helpers.kept import one_rank
 from helpers.nets import ROWS, WIDTH, Net, inputs, train
 from helpers.sessions import (
@@ -216,12 +212,6 @@ def test_a_group_in_a_group_of_the_same_name(kind: str) -> None:
 
 
 # By module names, and real pipelines
-
-
-@pytest.mark.field("F22")
-def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
-    """1F1B, interleaved and ZBV, with evaluations between steps, and the table over the ranks."""
-    assert statuses([partial(pipeline_rank.main, rank, 2, tmp_path) for rank in range(2)]) == [0, 0]
 
 
 @pytest.mark.field("F52")

@@ -145,25 +145,3 @@ def test_a_forked_process(kind: str) -> None:
         graphs.clear()
         assert_same(step(), expected)
         assert_idle(manager)
-
-
-@kinds
-def test_a_forward_that_failed_on_a_thread_that_lives_on_ends_no_step(kind: str) -> None:
-    """It raised between a group and its commit; the thread has begun another microbatch."""
-
-    def fails() -> None:
-        begin_microbatch()
-        with off_interface(True, inputs(1)[0].requires_grad_(), "part") as x:
-            x.sin()
-        raise ArithmeticError
-
-    with session(kind) as manager, ThreadPoolExecutor(1) as worker:
-        begin_step()
-        failed = worker.submit(fails)
-        assert isinstance(failed.exception(LIMIT_S), ArithmeticError)
-        net, (x,) = Net(), inputs(1)
-        leaf, loss = worker.submit(microbatch, net, x, True).result(LIMIT_S)
-        got = worker.submit(backward, net, leaf, loss).result(LIMIT_S)
-        off_interface.reset()
-        assert_same(got, backward(net, *microbatch(net, x, False)))
-        assert_idle(manager)

@@ -7,7 +7,6 @@ import pytest
 from pp_offload._core.bound import REFILL_BYTES, refill_below
 from pp_offload._groups.auto_bounds import (
     TimedBytes,
-    grown,
     in_flight_bytes,
     is_in_time,
     window_bytes,
@@ -53,10 +52,6 @@ def test_at_the_cap_nothing_waits_and_with_a_byte_less_it_does(
         assert waits_s(offloads, cap - 1, rate) > 0
 
 
-def test_where_nothing_was_offloaded_nothing_is_needed() -> None:
-    assert in_flight_bytes([], 1.0) == window_bytes([], 1.0) == 0
-
-
 @pytest.mark.parametrize("rate", [3 * MB, 7 * MB, 9 * MB, 50 * MB])
 @pytest.mark.parametrize("sizes", [[10] * 16, [1, 20, 3, 3, 3, 3, 9, 9, 2, 2, 2, 1], [5]])
 def test_a_window_is_in_time_and_little_less_is_not(sizes: list[int], rate: float) -> None:
@@ -73,13 +68,6 @@ def test_a_window_is_refilled_before_half_of_it_is_used_and_not_for_each_small_t
     assert refill_below(REFILL_BYTES) == REFILL_BYTES // 2
     for window in (2**23, 2**25, 2**30):
         assert window // 2 <= refill_below(window) <= window - REFILL_BYTES
-
-
-def test_what_shrinks_is_no_room_for_what_grows() -> None:
-    assert grown([100, 100], [50, 300], 1000) == [50, 300]
-    assert grown([100, 100], [50, 300], 20) == [50, 120]
-    assert grown([100, 100], [200, 400], 200) == [150, 250]
-    assert grown([100, 100], [200, 400], 0) == [100, 100]
 
 
 def test_bytes_that_several_share_take_room_until_the_last_of_them_is_used() -> None:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -317,24 +314,3 @@ def test_operators_of_each_layout_run_under_watch(layout: str, backend: Simulate
     expected = run()
     with backend.activate():
         assert all(map(torch.equal, run(), expected))
-
-
-def test_several_threads_may_train_on_one_device() -> None:
-    """Storages end on one thread while another looks whose memory a new one is in."""
-    backend = SimulatedBackend("eager")
-    detector, clock = backend._timeline.detector, backend._current.clock
-    interval = sys.getswitchinterval()
-
-    def look() -> None:
-        living = deque((backend.allocate_host(64) for _ in range(100)), maxlen=100)
-        for _ in range(300):
-            living.append(backend.allocate_host(64))
-            detector.see(torch.empty(16).untyped_storage(), clock, is_host=False)
-
-    try:
-        sys.setswitchinterval(1e-6)
-        with ThreadPoolExecutor() as threads:
-            for looking in [threads.submit(look) for _ in range(3)]:
-                looking.result()
-    finally:
-        sys.setswitchinterval(interval)
