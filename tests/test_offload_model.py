@@ -22,7 +22,6 @@ from helpers.sliced import (
     inputs_for,
     mlp,
     one_by_one,
-    pair,
     plain_and_offloaded,
     run_again,
     state,
@@ -38,17 +37,20 @@ from pp_offload.testing import SimulatedBackend
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("offload", [as_slices, run_again])
 @pytest.mark.parametrize("make", [sliced.mlp, sliced.named, sliced.images, sliced.frozen])
 @pytest.mark.parametrize("num", [2, 5])
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_microbatches(kind: str, num: int, make, again: bool) -> None:
+def test_microbatches(
+    kind: str, num: int, make: Callable[[], nn.Sequential], offload: Offload
+) -> None:
     """Of five the last is smaller, as ``torch.chunk`` cuts them."""
-    device = make_backend(kind).device
-    options = {"checkpoint_activation": again, "num_microbatches": num}
-    with pair(make, kind, **options) as (plain, model):
-        expected = train(plain, one_by_one, device, call=in_parts(plain, num))
-        assert same_bits(train(model, one_by_one, device), expected)
+    backend = make_backend(kind)
+    with backend.activate():
+        torch.manual_seed(1)
+        plain, model, _ = plain_and_offloaded(make(), offload, backend, num_microbatches=num)
+        expected = train(plain, one_by_one, backend.device, call=in_parts(plain, num))
+        assert same_bits(train(model, one_by_one, backend.device), expected)
 
 
 def in_parts(model: nn.Module, num: int) -> Callable[[Tensor], Tensor]:

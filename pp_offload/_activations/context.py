@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
 from pp_offload._common.torch_private import forward_pre_hooks, never_compiled
@@ -125,7 +124,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 warn_of_region(type(self).__name__)
             return
         if top_pack() is None:  # else it may begin inside an excluded module
-            forget_excluded()
+            _running.modules.clear()  # marks of interrupted forwards
         self.stash.begin()
         if not self._knows_model:
             forward.call_with_modules(self._keep_buffers)
@@ -186,6 +185,49 @@ def _meet(module: Module, _: object) -> None:
     if not torch.compiler.is_compiling():
         for see in list(_seeing.values()):  # a copy: other threads begin and end
             see(module)
+
+
+class _Running(threading.local):
+    """Ids of excluded modules whose forward runs on this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.modules: list[int] = []
+
+
+_running = _Running()
+
+
+def exclude(module: Module) -> None:
+    """Keep tensors that ``module`` saves in its forward on the device, from now on.
+
+    Its forward sets a mark, which the pack hook of a context reads. Saved-tensor hooks of its own
+    would take tensors away from a checkpoint around the module. Checkpoints and groups ignore the
+    mark. In a compiled region it has no effect.
+    """
+    check_kind("module", module, Module, "an nn.Module")
+    if _enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave, always_call=True)
+
+
+def is_excluded() -> bool:
+    """Whether the forward of an excluded module runs on this thread."""
+    return bool(_running.modules)
+
+
+def _enter(module: Module, _: object) -> None:
+    if not torch.compiler.is_compiling():
+        _running.modules.append(id(module))
+
+
+def _leave(module: Module, *_: object) -> None:
+    """Remove the mark, and marks of modules inside that never ended. There is no mark if another
+    hook raised before :func:`_enter` ran.
+    """
+    running = _running.modules
+    while not torch.compiler.is_compiling() and id(module) in running:
+        if running.pop() == id(module):
+            return
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from pp_offload._activations.context import NoOpManager, OffloadActivations
-from pp_offload._activations.exclusions import exclude
+from pp_offload._activations.context import NoOpManager, OffloadActivations, exclude
 from pp_offload._common.checks import brief, check_flag, check_kind
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig

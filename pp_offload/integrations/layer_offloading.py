@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from pp_offload._slices.offloaded_layers import OffloadedLayers
 from pp_offload.backends import default_backend
-from pp_offload.integrations.trainers import OfModel
+from pp_offload.integrations.huggingface import OfModel
 from pp_offload.layers import lists_of_layers, offload_layers
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pp_offload._activations.exclusions import is_excluded
+from pp_offload._activations.context import is_excluded
 from pp_offload._activations.output_head import (
     find_head,
     get_lora_act_offloading_ctx_manager,

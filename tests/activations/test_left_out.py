@@ -14,8 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from pp_offload._activations.context import OffloadActivations
-from pp_offload._activations.exclusions import exclude, is_excluded
+from pp_offload._activations.context import OffloadActivations, exclude, is_excluded
 from pp_offload.testing import SimulatedBackend
 
 WIDTH, ROWS = 8, 16

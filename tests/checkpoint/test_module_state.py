@@ -4,6 +4,7 @@ also where these were None or not registered yet.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -188,18 +189,34 @@ def test_buffers_that_were_not_there_change_once(
     assert names == expected_names
 
 
-def test_the_mode_of_the_forward_is_that_of_the_recomputation() -> None:
-    gradients = []
+def with_and_without(make: Callable[[], nn.Module], then: Any = None, **options: Any) -> bool:
+    """Whether two steps of a layer under a checkpoint have its bits; ``then`` precedes backward."""
+    results = []
     for is_on in (False, True):
         torch.manual_seed(0)
-        layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-        x = torch.randn(6, 4, requires_grad=True)
-        y = checkpoint(layer, x) if is_on else layer(x)
-        layer.eval()
-        y.square().sum().backward()
-        assert not any(part.training for part in layer.modules())
-        gradients.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
-    assert same_bits(*gradients)
+        layer = make()
+        for _ in range(2):
+            x = torch.randn(6, WIDTH, requires_grad=True)
+            y = checkpoint(layer, x, **options) if is_on else layer(x)
+            if then is not None:
+                then(layer)
+            y.square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
+    return same_bits(*results)
+
+
+def test_the_mode_of_the_forward_is_that_of_the_recomputation() -> None:
+    layers = nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+    evaluates = nn.Module.eval
+    assert with_and_without(lambda: nn.Sequential(*copy.deepcopy(layers)), then=evaluates)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_lazy_norm_is_initialized_and_counts_once(use_reentrant: bool) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(momentum=None))
+
+    assert with_and_without(make, use_reentrant=use_reentrant)
 
 
 class Masked(nn.Module):
@@ -241,20 +258,6 @@ def test_copies_of_buffers_share_memory_as_these_do_and_take_no_more() -> None:
         module.a += 5
         assert torch.equal(module.same, module.a) and torch.equal(module.view, module.a[1:3])
     assert torch.equal(module.a, torch.ones(4)) and torch.equal(module.row, torch.ones(4))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_lazy_norm_is_initialized_and_counts_once(use_reentrant: bool) -> None:
-    results = []
-    for is_on in (False, True):
-        torch.manual_seed(0)
-        layer = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(momentum=None))
-        for _ in range(2):
-            x = torch.randn(6, WIDTH, requires_grad=True)
-            y = checkpoint(layer, x, use_reentrant=use_reentrant) if is_on else layer(x)
-            y.square().sum().backward()
-        results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
-    assert same_bits(*results)
 
 
 class Layer(nn.Module):

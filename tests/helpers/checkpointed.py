@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -166,8 +165,3 @@ def results(
     tensors += [buffer.clone() for buffer in model.buffers()]
     model.zero_grad()
     return tensors
-
-
-def params(**values: Any) -> types.SimpleNamespace:
-    """Parameters as another library may have them."""
-    return types.SimpleNamespace(**values)

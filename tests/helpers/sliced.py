@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend, skip_on_emulated
 from torch import Tensor, nn
 
 from helpers.toy import moved, same_bits
@@ -205,25 +202,6 @@ def plain_and_offloaded(
     return plain, *offload(layers, backend, **options)
 
 
-@contextmanager
-def pair(
-    make: Callable[[], nn.Sequential],
-    kind: str,
-    dtype: torch.dtype = torch.float32,
-    offload: Offload = as_slices,
-    **options: Any,
-) -> Iterator[tuple[nn.Module, Any]]:
-    """The plain model on the device, and its equal on the host."""
-    backend: Backend = make_backend(kind)
-    if make is norms and dtype is torch.bfloat16:
-        skip_on_emulated(backend, "PyTorch's kernels of the CPU want other statistics in backward")
-    with backend.activate():
-        torch.manual_seed(1)
-        layers = make() if dtype is torch.float32 else make().to(dtype)
-        plain, model, _ = plain_and_offloaded(layers, offload, backend, **options)
-        yield plain, model
-
-
 def inputs_for(
     device: torch.device, num: int = 1, step: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
@@ -311,16 +289,14 @@ def train(
     device: torch.device,
     *,
     call: Call | None = None,
-    make_optimizer: Callable[[Any], OnHost] | None = None,
     steps: int = 3,
-    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Losses, gradients of inputs, and the state after a few steps, on the host."""
-    optimizer = (make_optimizer or sgd)(model.parameters())
+    optimizer = OnHost(model.parameters())
     results = []
     for step in range(steps):
         torch.manual_seed(step)
-        leaves = inputs_for(device, 3, step, dtype)
+        leaves = inputs_for(device, 3, step)
         results += order(call or model, leaves)
         results += [x.grad for x in leaves if x.grad is not None]
         optimizer.step()
@@ -335,36 +311,16 @@ def same_training(plain: nn.Module, model: nn.Module, backend: Backend, **option
     return same_bits(*results)
 
 
-def trained(model: nn.Module, backend: Backend, width: int) -> list[Tensor]:
-    """Losses of a few steps on batches of so many features, and the state behind them."""
-    optimizer = adamw(model.parameters())
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
-        loss = model(x.to(backend.device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return losses + state(model)
-
-
 class OnHost:
-    """An optimizer that steps on the host alone: a GPU rounds unlike a CPU.
+    """AdamW that steps on the host alone: a GPU rounds unlike a CPU.
 
     A parameter on a device has a copy on the host, which is stepped in its place.
-
-    Args:
-        parameters: Some may be on the host already.
-        make: Makes the optimizer.
     """
 
-    def __init__(
-        self, parameters: Iterable[Tensor], make: Callable[..., torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         wanted = [p for p in parameters if p.requires_grad]
         self._pairs = [(p, p if p.is_cpu else p.detach().cpu()) for p in wanted]
-        self._optimizer = make([host for _, host in self._pairs])
+        self._optimizer = torch.optim.AdamW([host for _, host in self._pairs], lr=0.01)
 
     def zero_grad(self) -> None:
         for p, _ in self._pairs:
@@ -378,11 +334,3 @@ class OnHost:
         self._optimizer.step()
         for p, host in copies:
             p.copy_(host)
-
-
-def sgd(parameters: Iterable[Tensor]) -> OnHost:
-    return OnHost(parameters, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-
-
-def adamw(parameters: Iterable[Tensor]) -> OnHost:
-    return OnHost(parameters, partial(torch.optim.AdamW, lr=0.01))
