@@ -48,7 +48,7 @@ def parts_for(device: str, out: Path, cases: list[str], most_s: int) -> list[Par
     doctor = ["-m", "pp_offload.cli", "doctor", "--json", "--measure", str(out / "hardware.json")]
     size = ["--measure-mib", "256" if device == "cuda" else "1"]
     return [
-        Part("doctor", [*doctor, *size, "--disk-mib", "0"], 30),
+        Part("doctor", [*doctor, *size], 30),
         *[
             Part(case, [*STEPS, case, *how, "--ways", "recompute", *LIMITS, *LEAVING], most_s)
             for case in cases

@@ -59,7 +59,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--limit": {"required": True, "help": "most bytes that a device may hold: 70GiB"},
     "--gib": {"type": AMOUNT, "help": "GiB in flight, each way; the engine chooses if unset"},
     "--host-gib": {"type": AMOUNT, "help": "GiB of host memory of a rank; all it needs if unset"},
-    "--tiers": {"default": "host", "help": "host, disk, or host,disk: disk when the host is full"},
     "--min-numel": {"type": number(int, 0), "default": 2**20, "help": "smaller tensors stay"},
     "--network-gb": {
         "type": number(float, 1e-3),
@@ -76,8 +75,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "files": {"type": Path, "nargs": "+", "metavar": "FILE...", "help": "out.rank*.json.gz"},
     "--rank": {"type": int, "action": "append", "help": "only this rank; may be given again"},
     "--step": {"type": int, "help": "step of the trace; the last if unset"},
-    "--disk-dir": {"type": Path, "help": "where the disk is tested; a temporary one if unset"},
-    "--disk-mib": {"type": number(int, 0), "default": 64, "help": "MiB to write and read there"},
     "--device": {"help": "device to measure, such as cuda:1; the accelerator in use if unset"},
     "--measure": {"type": Path, "help": "measure the device into a file, for --hardware"},
     "--measure-mib": {"type": COUNT, "default": 256, "help": "MiB of each timed copy"},
@@ -88,7 +85,7 @@ PIPELINE = (
     *("model", "--hf", "--schedule", "--ranks --pp", "--virtual-stages", "--microbatches"),
     *("--length", "--hardware --device", "--groups", "--optimizer", "--min-numel"),
 )
-ENGINE = (*PIPELINE, "--gib", "--host-gib", "--tiers", "--network-gb")
+ENGINE = (*PIPELINE, "--gib", "--host-gib", "--network-gb")
 
 
 class Command(NamedTuple):
@@ -143,11 +140,11 @@ COMMANDS = {
     ),
     "doctor": Command(
         "Describe this machine and its libraries, for a bug report.",
-        "Devices, versions, memory and its limits, the speed of the disk, environment variables. "
+        "Devices, versions, memory and its limits, the disk, environment variables. "
         "--measure adds rates of the device and its link, and the cost of launches and pinning: "
         "of the accelerator, or of the CPU without one, in less than a minute. The report names "
         "no user, host or path. A fact that cannot be read says why.",
-        ("--disk-dir", "--disk-mib", "--json", "--measure", "--measure-mib", "--device"),
+        ("--json", "--measure", "--measure-mib", "--device"),
     ),
 }
 

@@ -46,7 +46,7 @@ class DeviceSpeed:
         self._matrices = [self._random(self._width, self._width) for _ in range(2)]
 
     def hardware(self) -> Hardware:
-        """Measure all figures except those of disks."""
+        """Measure all figures."""
         begin_s = time.perf_counter()
         hosts = [self._backend.allocate_host(self._nbytes) for _ in range(2)]
         pin_s = time.perf_counter() - begin_s

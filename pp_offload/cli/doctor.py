@@ -9,7 +9,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,15 +41,12 @@ Ask = Callable[[], object]
 
 def doctor(given: Namespace) -> int:
     """Print facts of the machine; with ``--measure`` also measure the device, into a file."""
-    if given.disk_dir is not None and not given.disk_dir.is_dir():
-        raise wrong("--disk-dir", f"found {given.disk_dir}, expected a directory that is there")
     check_target("--measure", given.measure)
-    directory, disk_bytes = given.disk_dir or Path(tempfile.gettempdir()), given.disk_mib * MIB
     device = default_backend().device if given.device is None else _device(given.device)
     if given.measure is not None:
-        measured = _measured(device, given.measure_mib * MIB, directory, disk_bytes)
+        measured = _measured(device, given.measure_mib * MIB)
         given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    facts_by_topic = facts_of(directory, disk_bytes)
+    facts_by_topic = facts_of(Path(tempfile.gettempdir()))
     lines = []
     for topic, facts in facts_by_topic.items():
         width = max(map(len, facts))
@@ -68,29 +65,22 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _measured(
-    device: torch.device, nbytes: int, directory: Path, disk_bytes: int
-) -> dict[str, dict[str, Any]]:
+def _measured(device: torch.device, nbytes: int) -> dict[str, dict[str, Any]]:
     """Make the contents of a file for ``Hardware.from_file``."""
     hardware = DeviceSpeed(device, nbytes).hardware()
-    if disk_bytes:
-        write, read = disk_speed(directory, disk_bytes)
-        hardware = replace(hardware, disk_write_bytes_per_s=write, disk_read_bytes_per_s=read)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     machine = {**versions, "date": time.strftime("%Y-%m-%d")}
     return {"machine": machine, "hardware": asdict(hardware)}
 
 
-def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
+def facts_of(directory: Path, root: Path = Path("/")) -> dict[str, dict[str, str]]:
     """Collect facts by topic and name.
 
     Args:
-        directory: Directory whose disk is measured.
-        disk_bytes: Size of the file for that; 0 for no measurement.
+        directory: Directory whose disk is described.
         root: Directory of ``proc`` and ``sys``.
     """
     variables = {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
-    speed = f"speed, {disk_bytes // MIB} MiB" if disk_bytes else "speed"
     topics: dict[str, Mapping[str, Ask]] = {
         "versions": {
             "pp_offload": lambda: __version__,
@@ -113,7 +103,6 @@ def facts_of(directory: Path, disk_bytes: int, root: Path = Path("/")) -> dict[s
         "disk": {
             "file system": lambda: file_system_of(directory),
             "free": lambda: size_text(disk_usage(directory).free),
-            speed: lambda: _speed(directory, disk_bytes),
         },
         "environment": variables or {"of those that matter": lambda: "none is set"},
     }
@@ -166,32 +155,3 @@ def _pin() -> str:
         return "not tried: memory is pinned for an accelerator, and there is none"
     is_pinned = torch.empty(MIB, dtype=torch.uint8, device="cpu").pin_memory().is_pinned()
     return "works" if is_pinned else "gave memory that is not pinned"
-
-
-def _speed(directory: Path, nbytes: int) -> str:
-    if nbytes == 0:
-        return "not tried"
-    write, read = (rate / GB for rate in disk_speed(directory, nbytes))
-    return f"write {write:.2f} GB/s with fsync, read {read:.2f} GB/s"
-
-
-def disk_speed(directory: Path, nbytes: int) -> tuple[float, float]:
-    """Measure bytes a second of writes, until fsync has returned, and of reads.
-
-    The file has no name, so it disappears however this ends.
-    """
-    piece, num = os.urandom(MIB), max(1, nbytes // MIB)  # random bytes cannot be compressed
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        begin_s = time.perf_counter()
-        for _ in range(num):
-            file.write(piece)
-        os.fsync(file.fileno())
-        written_s = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # otherwise reads would come from memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        read_begin_s = time.perf_counter()
-        while file.read(MIB):
-            pass
-        read_s = time.perf_counter() - read_begin_s
-    return num * MIB / (written_s - begin_s), num * MIB / read_s

@@ -43,10 +43,9 @@ def predict(
         tapes: Work of each rank; see :func:`record`.
         hardware: Device of each rank. Times of operators are in the tapes.
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
-            ``prefetch_bytes``, ``host_budget_bytes``,
-            ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
-            ``split_backward`` are used, and ``tiers`` of host and disk; the tapes name the tensors
-            that may leave. A limit of ``"auto"`` counts as none. Each rank may take
+            ``prefetch_bytes``, ``host_budget_bytes``, ``activation_offload_fraction``,
+            ``delta_offload_bytes_across_pp_ranks`` and ``split_backward`` are used; the tapes name
+            the tensors that may leave. A limit of ``"auto"`` counts as none. Each rank may take
             ``host_budget_bytes`` of host memory, without a limit if that is None.
         peers: How messages pass from rank to rank; the default is a network.
         num_steps: Number of steps; the engine derives its plan and bounds from the first ones.
@@ -54,7 +53,7 @@ def predict(
     Raises:
         TypeError: An argument is of another kind.
         ValueError: A rank or stage has no tape, or the config has an integer
-            ``device_limit_bytes`` or a tier other than host and disk.
+            ``device_limit_bytes`` or a disk.
     """
     return predict_each(order, tapes, hardware, config, peers, num_steps)[-1]
 

@@ -43,8 +43,7 @@ def record(
         order: Stages of each rank, and number of microbatches.
         work: Work of the stages.
         hardware: Device whose numbers give operators their times.
-        config: Options of which tensors may leave, and whether a disk is among the tiers; give
-            :func:`choose` the same.
+        config: Options of which tensors may leave; give :func:`choose` the same.
 
     Raises:
         ValueError: :func:`predict` does not support the program: a view is copied without the rest
@@ -60,17 +59,13 @@ def record(
         launch_s=0.0,
     )
     config = without_plan(config or OffloadConfig())
-    in_memory: Any = {"host_budget_bytes": None, "tiers": ("host",), "disk_dir": None}
-    options = replace(config, **in_memory, verify=False)
+    options = replace(config, host_budget_bytes=None, verify=False)
     work.prepare(order, VirtualBackend(hardware))
 
     def tapes_of(rank: int, update: Repeated | None) -> RankTapes:
         backend = VirtualBackend(still, is_blocking=True)
         recorder = Recorder(backend)
         with running_rank(order, work, rank, backend, options) as (manager, rank_work):
-            if config.tiers != ("host",) and manager.offloader.engine.recipes is not None:
-                # With a disk recipes have no inputs that other groups save.
-                manager.offloader.engine.recipes.may_reach = False
             with use_manager(manager):
                 return _Recording(order, rank, manager, rank_work, recorder).tapes(update)
 

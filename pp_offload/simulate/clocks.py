@@ -31,7 +31,7 @@ class HostClock:
 
 
 class VirtualEvent:
-    """Point in a stream's order, or the end of work on a disk.
+    """Point in a stream's order.
 
     Attributes:
         time_s: End of all work before the event, which may be before it was recorded.
@@ -53,8 +53,6 @@ class VirtualEvent:
 
     def synchronize(self) -> None:
         self._host.wait_until(self.time_s)
-
-    done, result = query, synchronize  # names of the future of a disk's thread
 
 
 class VirtualStream:

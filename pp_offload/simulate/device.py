@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, OperatorSeconds, tensors_in
-from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.link import Link
@@ -56,7 +55,6 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         host: The host's clock.
         compute: The compute stream that is current unless another is entered.
         link: The link to the host, with counts of its bytes.
-        disk: The disk of the disk tier.
         memory: Device memory of the tensors seen.
     """
 
@@ -78,7 +76,6 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         self.hardware = hardware
         self.host = HostClock(hardware)
         self.link = Link(self.host)
-        self.disk = DiskClock(self.host)
         self.memory = DeviceMemory(hardware.workspace_bytes)
         self._streams: list[VirtualStream] = []
         self.compute = self._current = self.new_stream()
@@ -110,8 +107,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     def allocated(self) -> Allocated:
         return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
 
-    def open_disk(self, directory: object) -> VirtualFile:
-        return VirtualFile(self.disk)
+    def open_disk(self, directory: object) -> NoReturn:
+        raise ValueError('tiers name a disk, which a virtual device lacks, expected ("host",)')
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -21,7 +21,7 @@ from pp_offload._common.checks import brief, check_count, check_names
 GB = 10**9
 
 MAY_BE_ZERO = (
-    *("launch_s", "kernel_gap_s", "copy_latency_s", "disk_latency_s"),
+    *("launch_s", "kernel_gap_s", "copy_latency_s"),
     *("d2h_slowdown", "h2d_slowdown", "workspace_bytes"),
 )
 
@@ -62,15 +62,6 @@ class Hardware:
 
     num_devices_per_host: int = 1
     """Number of devices that share the host's memory."""
-
-    disk_write_bytes_per_s: float = 4 * GB
-    """Write rate of the disk that this device has alone; default: a server's NVMe drive."""
-
-    disk_read_bytes_per_s: float = 6.5 * GB
-    """Read rate of that disk."""
-
-    disk_latency_s: float = 100e-6
-    """Time of a write or a read, in addition to its bytes."""
 
     d2h_slowdown: float = 0.0
     """Part of compute's speed that is lost while copies to the host run."""

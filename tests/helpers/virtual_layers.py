@@ -52,7 +52,6 @@ def step_s(
     in_flight: int,
     window: int = 12,
     is_blocking: bool = False,
-    tiers: tuple[str, ...] = ("host",),
 ) -> tuple[float, int]:
     """Seconds of a step in the steady state of microbatches in turn, and the peak of bytes.
 
@@ -62,12 +61,11 @@ def step_s(
         in_flight: Forwards before the first backward.
         window: Layers that may be under way, in each direction.
         is_blocking: Whether the host waits for each operator.
-        tiers: Where saved tensors go.
     """
     backend = VirtualBackend(machine, is_blocking=is_blocking)
     nbytes = window * SAVED_BYTES
     config = OffloadConfig(
-        device_limit_bytes=None, max_in_flight_bytes=nbytes, prefetch_bytes=nbytes, tiers=tiers
+        device_limit_bytes=None, max_in_flight_bytes=nbytes, prefetch_bytes=nbytes
     )
     with use_backend(backend, config=config):
         model = Layers(NUM, WIDTH)

@@ -1,6 +1,6 @@
 """Random pipelines, run by the engine on virtual devices and predicted in numbers.
 
-ran(seed).differences()    # in words; or of ran_with_recomputed, ran_split, ran_with_disk
+ran(seed).differences()    # in words; or of ran_with_recomputed, ran_split
 """
 
 from __future__ import annotations
@@ -152,36 +152,8 @@ def ran_v_shaped(seed: int) -> Run:
     return ran_split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
-@contextmanager
-def drawn_of_any_kind(seed: int) -> Iterator[Drawn]:
-    """One of the four above in turn, inside which it is to be run."""
-    kind = seed % 4
-    schedules = {2: [ScheduleInterleavedZeroBubble], 3: [ScheduleZBVZeroBubble, ScheduleDualPipeV]}
-    drawn = draw_pipeline(seed, schedules=schedules.get(kind))
-    with ordered_parts(), some_recomputed(drawn, seed) if kind == 1 else nullcontext():
-        yield drawn
-
-
-def ran_with_disk(seed: int) -> Run:
-    """Behind host memory in every third one, and with little of that in most."""
-    draw = Random(seed)
-    with drawn_of_any_kind(seed) as drawn:
-        link = drawn.hardware.link_bytes_per_s
-        hardware = replace(
-            drawn.hardware,
-            disk_write_bytes_per_s=link * 10 ** draw.uniform(-2.5, 1),
-            disk_read_bytes_per_s=link * 10 ** draw.uniform(-2.5, 1),
-            disk_latency_s=draw.choice([0.0, 1e-6, 1e-4]),
-        )
-        tiers = draw.choice([("disk",), ("disk",), ("host", "disk")])
-        part = draw.choice([None, None, 0.1, 0.3, 0.6, 0.9])
-        budget = None if part is None else int(part * peak_on_host(drawn))
-        config = replace(drawn.config, tiers=tiers, host_budget_bytes=budget)
-        return run_and_recorded(replace(drawn, hardware=hardware, config=config))
-
-
 def peak_on_host(drawn: Drawn) -> int:
-    """Of the fullest rank, where there is neither a limit nor a disk."""
+    """Of the fullest rank, where there is no limit."""
     how = drawn.order, drawn.work, drawn.hardware
     tapes = record(*how, drawn.config)
     step = predict(drawn.order, tapes, drawn.hardware, **drawn.options)

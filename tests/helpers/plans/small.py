@@ -46,16 +46,6 @@ def with_host_memory(
     return replace(drawn, config=config), tapes
 
 
-def with_disk(drawn: Drawn, tapes: list[RankTapes]) -> tuple[Drawn, list[RankTapes]]:
-    """The same with half of the host memory that it would take, and the rest on a slow disk."""
-    drawn, tapes = with_host_memory(drawn, tapes, 0.5)
-    rate = drawn.hardware.link_bytes_per_s / 3
-    disk = {"disk_write_bytes_per_s": rate, "disk_read_bytes_per_s": rate, "disk_latency_s": 1e-5}
-    config = replace(drawn.config, tiers=("host", "disk"))
-    drawn = replace(drawn, config=config, hardware=replace(drawn.hardware, **disk))
-    return drawn, record(drawn.order, drawn.work, drawn.hardware, config)
-
-
 def limits(drawn: Drawn, tapes: list[RankTapes], num: int) -> list[int]:
     """From what is needed where all leaves to what is needed where nothing does."""
     how = drawn.order, tapes, drawn.hardware
