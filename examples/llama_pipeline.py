@@ -44,10 +44,6 @@ def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace
     options.groups = [name for name in options.groups.split(",") if name]
     if not options.groups or set(options.groups) - set(GROUPS):
         parser.error(f"--groups is {','.join(options.groups)!r}, expected attn, mlp or attn,mlp")
-    if min(options.ranks, options.microbatches, options.length) < 1:
-        parser.error("--ranks, --microbatches and --length must be at least 1")
-    if options.network_gb <= 0:
-        parser.error("--network-gb must be above 0")
     check_schedule(parser, options)
     if options.ranks * options.virtual_stages > SIZES[options.model].num_layers:
         parser.error(f"there are {SIZES[options.model].num_layers} layers, fewer than stages")

@@ -7,13 +7,12 @@ python examples/plan_llama.py --model 8b --ranks 4 --length 8192 --limit-gib 30
 
 The limit is for parameters, gradients and activations; what it leaves of the device is for the
 optimizer, and for what an allocator cannot use. No GPU is needed, and no time is measured: the
-engine's own rules are run on numbers. A progress bar says how many steps were predicted.
+engine's own rules are run on numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from llama_pipeline import (
@@ -48,20 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--picture", type=Path, help="draw it here: plan.png")
     options = parser.parse_args()
     check_arguments(parser, options)
-    if not 0 < options.limit_gib < float("inf"):
-        parser.error(f"--limit-gib is {options.limit_gib:g}, expected a number above 0")
-    for name in ("output", "picture"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name} is {path}, expected a file in a directory that is there")
     return options
-
-
-def say_progress(num: int) -> None:
-    """How far it is, where somebody looks."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{num} steps predicted")
-        sys.stderr.flush()
 
 
 def main() -> None:
@@ -75,13 +61,11 @@ def main() -> None:
         OffloadConfig(min_offloaded_tensor_size=min_numel_of(options)),
     )
     tapes = record(order, work, device, config)
-    chooser = Chooser(order, tapes, device, config=config, peers=peers, progress=say_progress)
+    chooser = Chooser(order, tapes, device, config=config, peers=peers)
     try:
         plan = chooser.plan(int(options.limit_gib * GIB), made_for=title_of(options))
     except InfeasibleError as refused:
         raise SystemExit(f"--limit-gib: {refused}") from refused
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
     none = chooser.without_offload()
     print(f"{title_of(options)}\n\n{table(plan, none)}")
     if options.output:

@@ -5,7 +5,6 @@ python examples/simulate_llama.py --groups attn,mlp --gib 3    # more leaves, fu
 python examples/simulate_llama.py --model 70b --ranks 8 --length 4096
 python examples/simulate_llama.py --schedule interleaved1f1b --virtual-stages 2
 python examples/simulate_llama.py --trace out.json.gz          # for https://ui.perfetto.dev
-python examples/simulate_llama.py --trace out.json.gz --picture out.png
 
 The engine runs as it is, once for each rank, on tensors without data and streams with clocks: no
 GPU and no memory is needed, and no time is measured. Of the device's memory, parameters, gradients
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +28,11 @@ from llama_pipeline import (
     peers_of,
     title_of,
 )
-from picture_flag import check_picture
 
 from pp_offload import OffloadConfig
 from pp_offload.simulate import DEVICES
 from pp_offload.simulate.compare import Comparison, compare
-from pp_offload.trace import Trace, read
-from pp_offload.trace.picture import draw
-
-BAR_WIDTH = 40
+from pp_offload.trace import Trace
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -53,18 +47,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--host-gib", type=float, help="host memory of a rank; default: as much as it needs")
     add("--json", type=Path, help="write the figures here")
     add("--trace", type=Path, help="write the steps with offload here, for Perfetto: out.json.gz")
-    add("--picture", type=Path, help="draw the last step that --trace wrote: out.png")
     options = parser.parse_args()
     check_arguments(parser, options)
-    if min(options.gib or 0, options.host_gib or 0) < 0:
-        parser.error("--gib and --host-gib must be at least 0")
-    for name in ("json", "trace", "picture"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name} is {path}, expected a file in a directory that is there")
-    check_picture(parser, options)
-    if not 0 <= options.fraction <= 1:
-        parser.error(f"--fraction is {options.fraction:g}, expected 0 to 1")
     return options
 
 
@@ -81,16 +65,6 @@ def config_of(options: argparse.Namespace) -> OffloadConfig:
     )
 
 
-def show(name: str, done: int, total: int) -> None:
-    """A progress bar."""
-    full = BAR_WIDTH * done // total
-    if done == total:
-        sys.stderr.write("\r" + " " * (BAR_WIDTH + 30) + "\r")
-    elif full != BAR_WIDTH * (done - 1) // total:
-        sys.stderr.write(f"\r{name:<16} [{'#' * full}{'.' * (BAR_WIDTH - full)}]")
-    sys.stderr.flush()
-
-
 def simulate(options: argparse.Namespace) -> Comparison:
     """A step without offload, and one with it."""
     return compare(
@@ -99,7 +73,6 @@ def simulate(options: argparse.Namespace) -> Comparison:
         DEVICES[options.device],
         peers=peers_of(options),
         config=config_of(options),
-        progress=show if sys.stderr.isatty() else None,
         trace=Trace(options.trace) if options.trace else None,
     )
 
@@ -110,8 +83,6 @@ def main() -> None:
     print(f"{title_of(options)}\n")
     both = simulate(options)
     print(both.table(DEVICES[options.device].memory_bytes))
-    if options.picture:
-        draw(read(options.trace), options.picture)
     if options.json:
         options.json.write_text(json.dumps(both.figures(), indent=2) + "\n")
 

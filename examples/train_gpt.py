@@ -7,7 +7,7 @@ python examples/train_gpt.py --schedule order.csv             # actions of your 
 python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
 python examples/train_gpt.py --stages 1 --device emulated     # one process, no GPU, real streams
 python examples/train_gpt.py --plan auto --device-budget-mib 60   # what must leave, and no more
-python examples/train_gpt.py --trace out.json.gz --picture out.png  # what happened when
+python examples/train_gpt.py --trace out.json.gz  # what happened when
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
 
@@ -33,7 +33,6 @@ import torch.distributed as dist
 from auto_plan import shared_plan
 from gpt import GPTConfig, Stage, loss_fn
 from live_bytes import LiveBytes
-from picture_flag import check_picture
 from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
 from tables import format_table
 from torch import Tensor
@@ -42,8 +41,7 @@ from torch.distributed.pipelining import PipelineStage
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload.pipelining import attach
 from pp_offload.plan import OffloadPlan
-from pp_offload.trace import Trace, merge_ranks, part_of, read
-from pp_offload.trace.picture import draw
+from pp_offload.trace import Trace, merge_ranks, part_of
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # of mallopt
@@ -86,7 +84,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--text", type=Path, help="train on this file instead of Python's documentation")
     add("--json", type=Path, help="write the figures here")
     add("--trace", type=Path, help="write two steps of all ranks here, for Perfetto: out.json.gz")
-    add("--picture", type=Path, help="draw the last step that --trace wrote: out.png")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="also train without")
     options = parser.parse_args()
     options.groups = [name for name in options.groups.split(",") if name]
@@ -110,7 +107,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--text {options.text} is not a file")
     if options.trace and not options.trace.parent.is_dir():
         parser.error(f"--trace is {options.trace}, expected a file in a directory that is there")
-    check_picture(parser, options)
     if min(options.stages, options.virtual_stages, options.microbatches, options.steps) < 1:
         parser.error("--stages, --virtual-stages, --microbatches and --steps must be at least 1")
     return options
@@ -396,8 +392,6 @@ def work(options: argparse.Namespace) -> int:
         )
         every = figures(without, train(options, data, offload=True, plan=plan), loss_rank)
         merge_traces(options)
-        if options.picture and dist.get_rank() == 0:
-            draw(read(options.trace), options.picture)
         if every is None:
             return 0
         print("\n" + format_figures(every), flush=True)

@@ -95,18 +95,8 @@ def test_runs_under_torchrun(tmp_path: Path) -> None:
     check(*train(tmp_path / "figures.json", launcher=launcher))
 
 
-@pytest.mark.slow
-def test_without_comparison_says_so(tmp_path: Path) -> None:
-    figures, output = train(tmp_path / "figures.json", "--no-compare", "--groups", "mlp")
-    assert figures["bitwise_equal"] is None
-    assert "loss_first_off" not in figures and "step_ms_off" not in figures
-    assert min(figures["offloaded_bytes_on"]) > 0
-    assert "not compared" in output
-
-
 WRONG = {
     "--groups moe": "unknown groups ['moe']",
-    "--virtual-stages 2": "1f1b takes --virtual-stages 1",
     "--schedule zbv --virtual-stages 3": "zbv takes --virtual-stages 2",
     "--schedule 2f2b": "none of gpipe, 1f1b, interleaved1f1b",
     "--text no/such/file": "is not a file",

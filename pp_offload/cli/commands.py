@@ -5,10 +5,8 @@ code = getattr(commands, given.command)(given)
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from pp_offload.cli.traces import compare as compare
 from pp_offload.cli.traces import trace as trace
 from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.config import OffloadConfig
-from pp_offload.plan import Chooser, InfeasibleError, RankTapes, front, record
+from pp_offload.plan import Chooser, RankTapes, front, record
 from pp_offload.plan import profile as profile_of
 from pp_offload.plan.table import front_table, num_recomputed, profile_table, table
 from pp_offload.simulate import PeerLink, PipelineStep
@@ -42,14 +40,13 @@ def simulate(given: Namespace) -> int:
         config = replace(config, activation_offload_fraction=given.fraction, plan=given.plan)
         if config.offload_plan is not None:
             config.offload_plan.rank(pipeline.order.num_ranks - 1)
-    with progress_line() as progress, errors_of(pipeline.option):
+    with errors_of(pipeline.option):
         both = run_both(
             pipeline.order,
             pipeline.work,
             pipeline.hardware,
             config=config,
             peers=PeerLink(bytes_per_s=given.network_gb * GB),
-            progress=progress,
             trace=None if given.trace is None else Trace(given.trace),
         )
     text = f"{pipeline.title}\n\n{both.table(pipeline.hardware.memory_bytes)}"
@@ -74,12 +71,9 @@ def plan(given: Namespace) -> int:
     check_target("--png", given.png, is_picture=True)
     limit_bytes = _bytes_of(given.limit)
     pipeline = pipeline_of(given)
-    with chooser_of(given, pipeline, config) as chooser:
-        try:
-            chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
-        except InfeasibleError as failure:
-            advice = "" if given.recompute else "; or leave out --no-recompute"
-            raise wrong("--limit", f"{failure}{advice}") from failure
+    chooser = chooser_of(given, pipeline, config)
+    with errors_of("--limit"):
+        chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
     without = chooser.without_offload()
     if given.output is not None:
         chosen.save(given.output)
@@ -98,7 +92,8 @@ def sweep(given: Namespace) -> int:
     config = config_of(given)
     check_target("--png", given.png, is_picture=True)
     pipeline = pipeline_of(given)
-    with chooser_of(given, pipeline, config) as chooser:
+    chooser = chooser_of(given, pipeline, config)
+    with errors_of("--schedule"):
         plans = front(chooser, num=given.limits, made_for=pipeline.title)
     figures = {
         "plans": [plan.to_dict() for plan in plans.plans],
@@ -116,30 +111,18 @@ def sweep(given: Namespace) -> int:
 def config_of(given: Namespace) -> OffloadConfig:
     """Return options of the engine beside a plan."""
     ahead: Any = "auto" if given.gib is None else int(given.gib * GIB)
-    with errors_of("--tiers"):
-        return OffloadConfig(
-            max_in_flight_bytes=ahead,
-            prefetch_bytes=ahead,
-            host_budget_bytes=None if given.host_gib is None else int(given.host_gib * GIB),
-            min_offloaded_tensor_size=given.min_numel,
-            tiers=tuple(part.strip() for part in given.tiers.split(",")),
-        )
+    return OffloadConfig(
+        max_in_flight_bytes=ahead,
+        prefetch_bytes=ahead,
+        host_budget_bytes=None if given.host_gib is None else int(given.host_gib * GIB),
+        min_offloaded_tensor_size=given.min_numel,
+    )
 
 
-@contextmanager
-def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> Iterator[Chooser]:
-    """Yield the planner of a pipeline, which shows its progress inside."""
-    with progress_line() as progress:
-        tapes = _tapes(given, pipeline, config)
-        with errors_of("--schedule"):
-            yield Chooser(
-                pipeline.order,
-                tapes,
-                pipeline.hardware,
-                config=config,
-                peers=PeerLink(bytes_per_s=given.network_gb * GB),
-                progress=None if progress is None else partial(progress, "steps predicted"),
-            )
+def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> Chooser:
+    """Make the planner of a pipeline."""
+    tapes, peers = _tapes(given, pipeline, config), PeerLink(bytes_per_s=given.network_gb * GB)
+    return Chooser(pipeline.order, tapes, pipeline.hardware, config=config, peers=peers)
 
 
 def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[RankTapes]:
@@ -147,24 +130,6 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
         pipeline.work.layers = None
     with errors_of(f"{pipeline.option} or --schedule"):
         return record(pipeline.order, pipeline.work, pipeline.hardware, config)
-
-
-@contextmanager
-def progress_line() -> Iterator[Callable[..., None] | None]:
-    """Yield a function that shows the progress of something; None without a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    try:
-        yield _show
-    finally:
-        sys.stderr.write("\r\033[K")
-
-
-def _show(name: str, done: int, total: int | None = None) -> None:
-    of_total = "" if total is None else f" of {total}"
-    sys.stderr.write(f"\r\033[K{name}: {done}{of_total}")
-    sys.stderr.flush()
 
 
 def _bytes_of(limit: str) -> int:
@@ -180,9 +145,7 @@ def _bytes_of(limit: str) -> int:
 def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
     """List the options that the engine needs to follow the plan."""
     beside = "".join(
-        f", {name}={tuple(value) if isinstance(value, list) else value!r}"
-        for name, value in plan.options.items()
-        if name in OPTIONS
+        f", {name}={value!r}" for name, value in plan.options.items() if name in OPTIONS
     )
     text = f'\nwritten to {path}; follow it with OffloadConfig(plan="{path}"{beside})'
     if num_recomputed(*plan.ranks):

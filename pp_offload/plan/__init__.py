@@ -13,13 +13,12 @@ A run of the whole program on :mod:`pp_offload.simulate` has the same result, an
 from __future__ import annotations
 
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload.plan.chooser import Chooser, InfeasibleError, choose
+from pp_offload.plan.chooser import Chooser, Front, InfeasibleError, choose, front
 from pp_offload.plan.pipeline import predict
 from pp_offload.plan.profile import ActionProfile, GroupProfile, Profile, StageProfile, profile
 from pp_offload.plan.record import record
 from pp_offload.plan.table import front_table, profile_table
 from pp_offload.plan.tape import RankTapes, Tape
-from pp_offload.plan.trade_off import Front, front
 
 __all__ = [
     "ActionProfile",

@@ -34,7 +34,7 @@ NOTE [ Which bounds ]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from operator import mul
@@ -151,7 +151,6 @@ class Chooser:
 
     Args:
         order, tapes, hardware, config, peers: As for :func:`choose`.
-        progress: Function called before each predicted step with the number of steps so far.
     """
 
     def __init__(
@@ -162,10 +161,9 @@ class Chooser:
         *,
         config: OffloadConfig | None = None,
         peers: PeerLink | None = None,
-        progress: Callable[[int], None] | None = None,
     ) -> None:
         config = config or OffloadConfig()
-        self._predictor = Predictor(order, tapes, hardware, config, peers, progress)
+        self._predictor = Predictor(order, tapes, hardware, config, peers)
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
         """Make a plan for a limit; see :func:`choose`."""
@@ -254,6 +252,58 @@ class Chooser:
             "in flight, or give a larger host_budget_bytes",
             least,
         )
+
+
+# Plans for several limits
+
+
+@dataclass(frozen=True)
+class Front:
+    """Plans by limit, and two steps without a plan."""
+
+    plans: tuple[OffloadPlan, ...]
+    """Least limit first. A larger limit is never slower."""
+
+    without_offload: PipelineStep
+    recomputed: PipelineStep | None
+    """Step with all layers recomputed and no group offloaded; None without layers."""
+
+
+def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
+    """Make plans for limits at equal distances, from the least limit to the most memory.
+
+    Args:
+        chooser: Planner of the pipeline.
+        num: Number of plans. The least limit can just be met; the last is the peak without
+            offload.
+        made_for: Model, schedule and device; see :func:`choose`.
+
+    Raises:
+        ValueError: ``num`` is below 2, or :func:`choose` raises.
+    """
+    check_count("num", num, least=2)
+    without = chooser.without_offload()
+    low, high = chooser.least_limit_bytes, peak_of(without)
+    if low >= high:
+        limits = [low]  # offload lowers no peak
+    else:
+        limits = [low + (high - low) * part // (num - 1) for part in range(num)]
+    plans = [chooser.plan(limit, made_for=made_for) for limit in limits]
+    return Front(tuple(_monotone(plans)), without, chooser.recomputed())
+
+
+def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
+    """Choose for each limit the fastest of all plans for this limit or a lower one."""
+    best: list[OffloadPlan] = []
+    for plan in plans:
+        is_slower = bool(best) and best[-1].seconds < plan.seconds
+        best.append(best[-1].with_limit(plan.limit_bytes) if is_slower else plan)
+    return best
+
+
+def peak_of(step: PipelineStep | OffloadPlan) -> int:
+    """Peak of the fullest rank, in bytes."""
+    return max(rank.peak_bytes for rank in step.ranks)
 
 
 class _Search:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pp_offload._common import pictures as art
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload.plan.trade_off import Front, peak_of
+from pp_offload.plan.chooser import Front, peak_of
 from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30

@@ -1,6 +1,6 @@
 """Predicted steps of the choices of a pipeline; each choice is predicted once.
 
-    predictor = Predictor(order, tapes, DEVICES["H100"], OffloadConfig(), None, None)
+    predictor = Predictor(order, tapes, DEVICES["H100"], OffloadConfig(), None)
     leaving = tuple(RankChoice(0, None, ()) for _ in tapes)
     predictor.short(leaving).peak_bytes
 
@@ -12,7 +12,7 @@ NOTE [ Short steps ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -99,7 +99,6 @@ class Predictor:
     hardware: Hardware
     config: OffloadConfig
     peers: PeerLink | None
-    progress: Callable[[int], None] | None
 
     def __post_init__(self) -> None:
         check_smallest(self.tapes, self.config)
@@ -157,8 +156,6 @@ class Predictor:
         ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
         key = order.num_microbatches, ranks, num, is_offloading
         if key not in self._played:
-            if self.progress is not None:
-                self.progress(len(self._played))
             plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self.plans_of(choice)))
             config = replace(without_plan(self.config), plan=plan) if is_offloading else None
             tapes = self.tapes_of(nums_of(choice))

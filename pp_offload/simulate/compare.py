@@ -7,9 +7,7 @@ json.dumps(both.figures())
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from pp_offload._common.sizes import size_cell, size_text
@@ -21,9 +19,6 @@ from pp_offload.simulate.pipeline import run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Work
-
-WORTH_A_WORD = 0.02
-"""Least relative increase of a step's time by offload that is reported."""
 
 HEAD = (
     *("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with"),
@@ -62,11 +57,6 @@ class Comparison:
             lines.append(f"* more than the {memory_bytes / 2**30:.0f} GiB that the device has")
         if self.limit_bytes is not None:
             lines.append(self._beside_the_limit(self.limit_bytes))
-        elif self.worse:
-            lines.append(
-                f"Offload costs more than it has to: {', '.join(self.worse)}. `pp-offload plan` "
-                "says what is to\nleave for a limit, and what better stays."
-            )
         return "\n".join(lines)
 
     @property
@@ -76,18 +66,6 @@ class Comparison:
         if limit is None:
             return {}
         return {number: peak - limit for number, peak in enumerate(peaks) if peak > limit}
-
-    @property
-    def worse(self) -> list[str]:
-        """Return sentences about a longer step and higher peaks with offload than without."""
-        longer = self.with_offload.seconds / self.without.seconds - 1
-        ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
-        higher = [
-            f"rank {number} has a higher peak"
-            for number, (none, offload) in enumerate(ranks)
-            if offload.peak_bytes > none.peak_bytes
-        ]
-        return ([f"a step is {longer:.0%} longer"] if longer > WORTH_A_WORD else []) + higher
 
     def _beside_the_limit(self, limit_bytes: int) -> str:
         above = [f"rank {n} by {size_text(nbytes)}" for n, nbytes in self.above_the_limit.items()]
@@ -120,7 +98,6 @@ def compare(
     *,
     config: OffloadConfig,
     peers: PeerLink | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
     trace: Any = None,
 ) -> Comparison:
     """Run a step without offload and a step with it.
@@ -128,19 +105,14 @@ def compare(
     Args:
         order, work, hardware, peers: See :func:`run_pipeline`.
         config: Options of the run with offload.
-        progress: Called after each action with the name of the run, and as by run_pipeline.
         trace: Records the run with offload.
     """
 
     # The engine derives its plan from a first step, which a run without offload does not need. But
     # the state of an optimizer exists from the end of the first step on.
     num_steps = 1 if work.optimizer is None else 2
-    names = "without offload", "with offload"
-    none, ours = (None if progress is None else partial(progress, name) for name in names)
-    without = run_pipeline(order, work, hardware, peers=peers, num_steps=num_steps, progress=none)
-    with_offload = run_pipeline(
-        order, work, hardware, peers=peers, config=config, progress=ours, trace=trace
-    )
+    without = run_pipeline(order, work, hardware, peers=peers, num_steps=num_steps)
+    with_offload = run_pipeline(order, work, hardware, peers=peers, config=config, trace=trace)
     plan = config.offload_plan
     return Comparison(without, with_offload, None if plan is None else plan.limit_bytes)
 

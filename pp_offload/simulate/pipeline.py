@@ -9,7 +9,7 @@ step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,6 @@ def run_pipeline(
     config: OffloadConfig | None = None,
     peers: PeerLink | None = None,
     num_steps: int = 2,
-    progress: Callable[[int, int], None] | None = None,
     trace: Any = None,
 ) -> PipelineStep:
     """Run some steps, and return the cost of the last one.
@@ -51,7 +50,6 @@ def run_pipeline(
             ``host_budget_bytes`` of host memory, or unlimited host memory if that is None.
         peers: The link between ranks; the default is a network.
         num_steps: Number of steps. The engine derives its plan from the first one.
-        progress: Called after each action with the number of finished actions and that of all.
         trace: A :class:`pp_offload.trace.Trace`, which records all ranks into one file.
 
     Raises:
@@ -79,15 +77,11 @@ def run_pipeline(
             ranks.append(VirtualRank(order, number, manager, backend, rank_work, messages))
         if trace is not None:
             stack.enter_context(trace.ranks([rank.manager for rank in ranks]))
-        total = num_steps * sum(map(len, order.actions))
-        num_done = 0
         for _ in range(num_steps):
             gc.collect()
             with collector_off():  # otherwise a peak would depend on its timing
                 for _ in run_step(ranks, lambda rank: use_manager(rank.manager)):
-                    num_done += 1
-                    if progress is not None:
-                        progress(num_done, total)
+                    continue
         return PipelineStep([rank.ended() for rank in ranks])
 
 
