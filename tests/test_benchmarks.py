@@ -14,17 +14,19 @@ from helpers.processes import run
 ROOT = Path(__file__).parent.parent
 
 
+def run_script(script: str, tmp_path: Path, *flags: str) -> str:
+    """What a script of this checkout prints."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(ROOT / script), *flags]
+    done = run(command, tmp_path, {**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_quick(name: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     """The figures of a short run."""
     out = tmp_path / "figures.json"
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = run(
-        [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json", str(out), *flags],
-        tmp_path,
-        {**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert run_script(f"benchmarks/{name}", tmp_path, "--quick", "--json", str(out), *flags)
     return json.loads(out.read_text())
 
 
@@ -36,21 +38,13 @@ slow = pytest.mark.slow
     [
         pytest.param("hook_overhead.py", "ratio_to_floor ratio_to_floor_lagging", marks=slow),
         pytest.param("host_memory.py", "footprint_ratio", marks=slow),
+        pytest.param("steps.py", "reset_ms_per_10000_groups", marks=slow),
         ("disk_tier.py", "throughput_ratio cached_ratio checksum_mib_per_s"),
     ],
 )
 def test_a_benchmark_writes_its_figures(name: str, positive: str, tmp_path: Path) -> None:
     figures = run_quick(name, tmp_path)
     assert all(figures[key] for key in positive.split())
-
-
-@slow
-def test_steps_writes_its_figures(tmp_path: Path) -> None:
-    figures = run_quick("steps.py", tmp_path)
-    times = figures["reset_ms_per_10000_groups"]
-    assert set(times) == {"100", "16"}
-    assert all(time["median"] >= time["min"] > 0 for time in times.values())
-    assert set(figures["attach_us_per_1000_parameters"]) == {"min", "median"}
 
 
 @slow
@@ -70,15 +64,9 @@ def test_frontier_writes_its_figures(tmp_path: Path) -> None:
 @slow
 def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
     ways = ["recompute", "ours", "activations"]
-    short = ["--rounds", "1", "--warmup", "1"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = run(
-        [sys.executable, str(ROOT / "benchmarks/on_card.py"), "tiny", *short, "--ways", *ways],
-        tmp_path,
-        {**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    link, *rows = [json.loads(line) for line in done.stdout.splitlines()]
+    flags = ["tiny", "--rounds", "1", "--warmup", "1", "--ways", *ways]
+    printed = run_script("benchmarks/on_card.py", tmp_path, *flags)
+    link, *rows = [json.loads(line) for line in printed.splitlines()]
     assert min(link["link_gb_per_s"]) > 0
     assert [row["way"] for row in rows] == ways
     assert all(row["same"] and row["ms"] > 0 for row in rows)
@@ -87,11 +75,8 @@ def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
 @slow
 def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     """All but the tests that need one."""
-    command = [sys.executable, str(ROOT / "tools/on_gpu.py"), "--out", str(tmp_path)]
-    command += ["--device", "cpu", "--cases", "tiny", "--parts", "doctor", "tiny", "peers"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = run(command, tmp_path, {**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 0, done.stdout
+    flags = ["--out", str(tmp_path), "--device", "cpu", "--cases", "tiny"]
+    run_script("tools/on_gpu.py", tmp_path, *flags, "--parts", "doctor", "tiny", "peers")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ways = [row["way"] for row in rows if "way" in row]
     assert {"default", "limit-0.7", "ours-copied", "recompute", "save_on_cpu"} <= set(ways)

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import shutil
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from helpers.cli import good
 from helpers.docs import DOCS, PAGES, PATHS, ROOT, script
-from helpers.sources import FILES, RANK
+from helpers.sources import RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,23 +27,6 @@ import pp_offload
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.simulate import DEVICES
-
-EXAMPLES = {
-    "README": 1,
-    "index": 1,
-    "patch": 1,
-    "pipelining": 2,
-    "activations": 2,
-    "checkpointing": 2,
-    "offload-layers": 2,
-    "offload-model": 1,
-    "integrations": 3,
-    "simulate": 2,
-    "trace": 2,
-    "planning": 4,
-    "megatron": 1,
-}
-"""How many blocks of Python a page has; each is run below, that of Megatron in tests/compat."""
 
 
 def blocks(page: str) -> list[str]:
@@ -94,10 +76,6 @@ def on_cpu(code: str, names: dict[str, Any]) -> int:
     with use_backend(CpuBackend()):
         exec(code, names)
         return PipelineOffloadManager.get_instance().statistics().bytes_offloaded
-
-
-def test_there_are_as_many_examples_as_tests() -> None:
-    assert {page: num for page in PAGES if (num := len(blocks(page)))} == EXAMPLES
 
 
 @pytest.mark.parametrize("page", ["README", "index"])
@@ -391,16 +369,6 @@ def test_the_profile_is_that_of_the_page(folder_of_my_model: None) -> None:
     assert shown.startswith("group") and f"\n{shown}\n" in output
 
 
-@pytest.mark.parametrize("name", ["step_of_a_rank", "step_of_four_ranks"])
-def test_pictures_are_small(name: str) -> None:
-    """They are drawn by docs/pictures.py; another version of a font would draw other bytes."""
-    path = DOCS / f"{name}.png"
-    assert path.stat().st_size < 150_000
-    assert path.name in PAGES["trace"] and f'"{path.name}"' in (DOCS / "pictures.py").read_text()
-    width, height = struct.unpack(">II", path.read_bytes()[16:24])
-    assert width == 1200 and height > 400
-
-
 def test_the_script_of_the_pictures_runs(tmp_path: Path) -> None:
     pictures = script("pictures")
     path = tmp_path / "out.png"
@@ -451,24 +419,6 @@ def test_the_table_of_layers_is_true() -> None:
     lines = section("architecture", "Folders").splitlines()
     heads = [re.findall(r"`([^`]+)`", line.split(":")[0]) for line in lines if line[:1] == "-"]
     assert [name for head in heads for name in head] == [name for name in RANK if name]
-
-
-def test_every_term_of_the_glossary_is_in_the_code() -> None:
-    text = "\n".join(path.read_text() for path in FILES.values())
-    words = re.sub(r"[\s_#-]+", " ", text).lower()
-    terms = re.findall(r"^\| ([\w ]+) \|", section("architecture", "Glossary"), flags=re.MULTILINE)
-    assert terms[0] == "term" and len(terms) > 10
-    assert terms[1:] == sorted(terms[1:])
-    missing = [term for term in terms[1:] if not re.search(rf"\b{term}s?\b", words)]
-    assert not missing
-
-
-def gradients(layer: nn.Module, y: Tensor, x: Tensor) -> list[Tensor]:
-    y.sum().backward()
-    gradients = [x.grad, *(p.grad for p in layer.parameters())]
-    x.grad = None
-    layer.zero_grad()
-    return [gradient for gradient in gradients if gradient is not None]
 
 
 def test_the_markers_run() -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import pytest
 from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
 from helpers.plans.every_choice import choices, each_number
 from helpers.plans.ordered_parts import ordered_parts
 from helpers.plans.random_pipelines import Drawn
-from helpers.plans.small import limits, planned, with_disk, with_host_memory
+from helpers.plans.small import limits, planned, with_host_memory
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from pp_offload.plan import InfeasibleError, RankTapes, choose, predict, record
@@ -50,24 +45,6 @@ def test_the_engine_does_so_with_little_host_memory(seed: int) -> None:
         assert plan is None or all(rank.host_peak_bytes <= most for rank in plan.ranks)
 
 
-@pytest.mark.parametrize("seed", [20, *slow(0, 7, 9, 51)])
-def test_the_engine_does_so_with_a_disk(seed: int) -> None:
-    drawn, tapes = with_disk(*planned(seed))
-    assert num_followed(drawn, tapes, 4) > 0
-
-
-@pytest.mark.parametrize("seed", [20, *slow(22, 35, 91, 160, 198)])
-@pytest.mark.parametrize("limited", [with_disk, lambda *both: with_host_memory(*both, 0.5)])
-def test_hardly_any_choice_of_groups_is_better(seed: int, limited: Callable[..., Any]) -> None:
-    drawn, tapes = limited(*planned(seed))
-    every = [choice.followed for choice in choices(drawn, tapes)]
-    assert len(every) > 7
-    for limit in limits(drawn, tapes, 4):
-        best = min(seconds for peak, seconds in every if peak <= limit)
-        plan = chosen(drawn, tapes, limit)
-        assert plan is not None and plan.seconds <= best * MOST_LONGER
-
-
 @pytest.mark.parametrize("seed", [22, *slow(9)])
 def test_the_least_limit_in_an_error_is_one(seed: int) -> None:
     drawn, tapes = planned(seed)
@@ -82,16 +59,8 @@ def test_the_least_limit_in_an_error_is_one(seed: int) -> None:
 def test_tapes_of_another_smallest_tensor_are_refused() -> None:
     """A run by the plan would have the option of its config, and other groups than the tapes."""
     drawn, tapes = planned(9)
-    smallest = drawn.config.min_offloaded_tensor_size
-    assert {rank.min_offloaded_tensor_size for rank in tapes} == {smallest}
-    message = (
-        f"recorded with min_offloaded_tensor_size {smallest}, and the config beside them has "
-        "1048576, expected the same; give record() and choose() one config"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="and the config beside them has 1048576, expected the"):
         choose(drawn.order, tapes, drawn.hardware, 2**40)
-    by_hand = [replace(rank, min_offloaded_tensor_size=None, variant=None) for rank in tapes]
-    assert choose(drawn.order, by_hand, drawn.hardware, 2**40).ranks
 
 
 def test_each_rank_sends_no_more_than_it_needs() -> None:

@@ -7,7 +7,7 @@ from helpers.plans.chosen import chooser_of, slow
 from helpers.plans.small import planned
 
 from pp_offload.plan import InfeasibleError, front
-from pp_offload.plan.trade_off import peak_of
+from pp_offload.plan.chooser import peak_of
 
 pytestmark = pytest.mark.usefixtures("small_floor")
 

@@ -75,7 +75,6 @@ LONGER, SHORTER = ROWS * 3 // 2, ROWS // 2
     "changes",
     [
         pytest.param([(evaluates, ROWS), (loads_a_checkpoint, ROWS)], id="pauses"),
-        pytest.param([(nothing, LONGER)], id="longer"),
         pytest.param([(nothing, SHORTER)], id="shorter"),
         pytest.param([(nothing, LONGER), (evaluates, ROWS)], id="back"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -211,26 +210,6 @@ def test_wrong_arguments_are_explained(
 ) -> None:
     with pytest.raises(kind, match=message):
         Trace(**{"path": tmp_path / "out.json"} | options)
-
-
-def test_without_a_trace_nothing_of_it_is_called() -> None:
-    """Nor is an event timed."""
-    called: Counter[str] = Counter()
-
-    def watch(frame: Any, event: str, argument: Any) -> None:
-        code = frame.f_code
-        is_ours = "/pp_offload/trace/" in code.co_filename or code.co_name == "timed_by_host"
-        if event == "call" and is_ours:
-            called[code.co_name] += 1
-
-    with use_backend(CpuBackend(), config=CONFIG):
-        train(1)
-        sys.setprofile(watch)
-        try:
-            train(2)
-        finally:
-            sys.setprofile(None)
-    assert not called
 
 
 def test_a_file_that_cannot_be_written_does_not_end_training(
