@@ -353,11 +353,11 @@ class _WatchedMemory(DeviceMemory):
         number: int = self._numbers[storage]
         return number
 
-    def see(self, storage: UntypedStorage) -> None:
+    def see(self, storage: UntypedStorage) -> Any:
         if storage not in self._numbers:
             number, nbytes = self._num, rounded(storage.nbytes())
             self._numbers[storage] = number
             self._num += 1
             weakref.finalize(storage, self._note, number, -nbytes).atexit = False
             self._note(number, nbytes)
-        super().see(storage)
+        return super().see(storage)

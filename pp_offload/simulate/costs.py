@@ -29,8 +29,11 @@ aten = torch.ops.aten
 MAX_CALLS = 10_000
 """Most calls in the cache, for programs whose sizes never repeat."""
 
-OperatorSeconds = Mapping[OpOverload[..., Any] | OpOverloadPacket[..., Any], float]
-"""Seconds by operator, such as ``torch.ops.aten.mm``."""
+Measured = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
+"""Given an overload, its arguments, its named arguments and its outputs; seconds, or None."""
+
+OperatorSeconds = Mapping[OpOverload[..., Any] | OpOverloadPacket[..., Any], float] | Measured
+"""Seconds by operator, such as ``torch.ops.aten.mm``, or a function."""
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -87,7 +90,11 @@ class OperatorCosts:
     def _seconds(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
     ) -> float:
-        measured = self._measured.get(func, self._measured.get(func._overloadpacket))
+        measured = (
+            self._measured(func, args, kwargs, outputs)
+            if callable(self._measured)
+            else self._measured.get(func, self._measured.get(func._overloadpacket))
+        )
         if measured is not None:
             check_number(f"operator_seconds of {func}", measured, may_be_zero=True)
             return self._gap_s + measured

@@ -58,16 +58,21 @@ class DeviceMemory:
         peak, self._peak_bytes = self._peak_bytes, self._live_bytes
         return peak
 
-    def see(self, storage: UntypedStorage) -> None:
+    def see(self, storage: UntypedStorage) -> Allocation:
         """Count a storage on the device, unless it is counted with the same size."""
         self._free_gone()
         key, nbytes = storage._cdata, rounded(storage.nbytes())
         allocation = self._alive.get(key)
         if allocation is None or allocation() is not storage:
-            allocation = self._alive[key] = Allocation(storage, self._gone.append)
+            allocation = self._alive[key] = Allocation(storage, self.dies)
             allocation.key, allocation.nbytes = key, 0
         self._add(nbytes - allocation.nbytes)  # it is new, or was resized
         allocation.nbytes = nbytes
+        return allocation
+
+    def dies(self, allocation: Allocation) -> None:
+        """Free the memory of a dead storage, when bytes are next read."""
+        self._gone.append(allocation)
 
     def _add(self, nbytes: int) -> None:
         self._live_bytes += nbytes
