@@ -2,7 +2,6 @@
 
 python examples/plan_llama.py                              # 70B on eight H100 of 80 GB
 python examples/plan_llama.py --limit-gib 60 -o plan.json  # and a file for OffloadConfig(plan=...)
-python examples/plan_llama.py --picture plan.png
 python examples/plan_llama.py --model 8b --ranks 4 --length 8192 --limit-gib 30
 
 The limit is for parameters, gradients and activations; what it leaves of the device is for the
@@ -28,7 +27,6 @@ from llama_pipeline import (
 
 from pp_offload import OffloadConfig
 from pp_offload.plan import Chooser, InfeasibleError, record
-from pp_offload.plan.plan_picture import draw_plan
 from pp_offload.plan.table import table
 from pp_offload.simulate import DEVICES
 
@@ -44,7 +42,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--limit-gib", type=float, default=70.0, help="of each device; default: 70")
     add("--recompute", action=argparse.BooleanOptionalAction, default=True, help="layers may be")
     add("-o", "--output", type=Path, help="write the plan here: plan.json")
-    add("--picture", type=Path, help="draw it here: plan.png")
     options = parser.parse_args()
     check_arguments(parser, options)
     return options
@@ -70,8 +67,6 @@ def main() -> None:
     print(f"{title_of(options)}\n\n{table(plan, none)}")
     if options.output:
         plan.save(options.output)
-    if options.picture:
-        draw_plan(plan, none, options.picture)
 
 
 if __name__ == "__main__":

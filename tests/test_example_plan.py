@@ -1,13 +1,12 @@
-"""The example of a plan: a table that says what each rank does, a file to follow, and a picture."""
+"""The example of a plan: a table that says what each rank does, and a file to follow."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.examples import EXAMPLES, outcomes, run_command, run_example
+from helpers.examples import outcomes, run_example
 
 from pp_offload.plan import OffloadPlan
 
@@ -16,12 +15,11 @@ QUICK = ["--quick", "--microbatches", "6"]
 
 
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
-    path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    done = run_example(SCRIPT, *QUICK, "--limit-gib", 0.04, "-o", path, "--picture", picture)
+    path = tmp_path / "plan.json"
+    done = run_example(SCRIPT, *QUICK, "--limit-gib", 0.04, "-o", path)
     plan = OffloadPlan.load(path)
     assert plan.limit_bytes == int(0.04 * 2**30)
     assert all(rank.peak_bytes <= plan.limit_bytes for rank in plan.ranks)
-    assert picture.read_bytes()[:4] == b"\x89PNG"
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [row[2] for row in rows] == [f"{rank.peak_bytes / 2**30:.2f}" for rank in plan.ranks]
 
@@ -47,12 +45,3 @@ def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
     rows = done.stdout.partition("at most 18 MiB by the plan")[2].splitlines()[4:]
     sent = [row.split()[3:] for row in rows if row]
     assert len(sent) == 2 and all(planned == measured for planned, measured in sent)
-
-
-@pytest.mark.slow
-def test_a_budget_that_cannot_be_met() -> None:
-    flags = "--plan auto --device-budget-mib 1".split()
-    done = run_command([sys.executable, str(EXAMPLES / "train_gpt.py"), *flags])
-    assert done.returncode != 0
-    assert done.stderr.count("--plan auto: limit_bytes is 1048576 (1.00 MiB), expected at") == 1
-    assert "without:" not in done.stderr, "nothing is trained before that"

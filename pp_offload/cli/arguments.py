@@ -118,7 +118,7 @@ COMMANDS = {
         "Choose what each rank keeps, offloads and recomputes.",
         "The shortest step found in which no device holds more than the limit. The file is for "
         f'OffloadConfig(plan="plan.json"). {COUNTED}',
-        (*ENGINE, "--limit", "--recompute", "--output -o", "--png"),
+        (*ENGINE, "--limit", "--recompute", "--output -o"),
     ),
     "sweep": Command(
         "Compare the time of a step over limits of memory.",

@@ -6,9 +6,7 @@ code = getattr(commands, given.command)(given)
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +66,6 @@ def plan(given: Namespace) -> int:
     """Make a plan for a limit."""
     config = config_of(given)
     check_target("--output", given.output)
-    check_target("--png", given.png, is_picture=True)
     limit_bytes = _bytes_of(given.limit)
     pipeline = pipeline_of(given)
     chooser = chooser_of(given, pipeline, config)
@@ -78,10 +75,6 @@ def plan(given: Namespace) -> int:
     if given.output is not None:
         chosen.save(given.output)
     say(f"{pipeline.title}\n\n{table(chosen, without)}")
-    if given.png is not None:
-        from pp_offload.plan.plan_picture import draw_plan
-
-        _draw(partial(draw_plan, chosen, without), given.png)
     if given.output is not None:
         say(_how_to_follow(chosen, given.output))
     return 0
@@ -104,7 +97,8 @@ def sweep(given: Namespace) -> int:
     if given.png is not None:
         from pp_offload.plan.plan_picture import draw_front
 
-        _draw(partial(draw_front, plans, title=pipeline.title), given.png, is_quiet=given.json)
+        with errors_of("--png", ImportError, OSError):
+            draw_front(plans, given.png, title=pipeline.title)
     return 0
 
 
@@ -154,13 +148,6 @@ def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
             "plan.rank(rank).recomputed[number])"
         )
     return text
-
-
-def _draw(draw: Callable[[Path], None], path: Path, *, is_quiet: bool = False) -> None:
-    with errors_of("--png", ImportError, OSError):
-        draw(path)
-    if not is_quiet:
-        say(f"\nthe picture is in {path}")
 
 
 def _figures(step: PipelineStep) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Pictures of a plan: peaks of each rank; and of plans: time against limits.
+"""Picture of plans: time against limits.
 
-    draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
     draw_front(front(chooser), "front.png", title="Llama 8B on 4 H100")
 
-The functions need matplotlib: the extra ``plots``.
+Needs matplotlib: the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -14,60 +13,11 @@ from itertools import compress
 from typing import Any
 
 from pp_offload._common import pictures as art
-from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload.plan.chooser import Front, peak_of
-from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
 HEIGHT_INCHES = 4.0
-BAR_WIDTH = 0.38
-WITHOUT = "device, without offload"
-
-
-def draw_plan(plan: OffloadPlan, without: PipelineStep, path: str | os.PathLike[str]) -> None:
-    """Draw the peaks of each rank of a plan.
-
-    Args:
-        plan: Plan of :func:`choose`.
-        without: Step without offload.
-        path: File, whose suffix names the format.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
-        OSError: The file cannot be written.
-        ValueError: The suffix names no format of pictures.
-    """
-    art.check_format(path)
-    figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
-    axes = figure.add_subplot()
-    _draw_peaks(axes, plan, without)
-    axes.grid(axis="y", color=art.FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.legend(**art.LEGEND_ABOVE)
-    axes.set_xticks(range(len(plan.ranks)))
-    axes.set_xlabel("pipeline rank")
-    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
-    times = f"{plan.seconds * 1e3:.1f} ms a step, {slower:.1%} more than without offload"
-    title = f"{plan.made_for}\n{times}".strip()
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
-    art.save(figure, path)
-
-
-def _draw_peaks(axes: Any, plan: OffloadPlan, without: PipelineStep) -> None:
-    ranks = range(len(plan.ranks))
-    limit = plan.limit_bytes / GIB
-    unplanned = [rank.peak_bytes / GIB for rank in without.ranks]
-    planned = [rank.peak_bytes / GIB for rank in plan.ranks]
-    host = [rank.host_peak_bytes / GIB for rank in plan.ranks]
-    empty: dict[str, Any] = {"facecolor": art.WHITE, "edgecolor": art.DEVICE}
-    bars = {"width": BAR_WIDTH, "align": "edge"}
-    axes.bar([rank - BAR_WIDTH for rank in ranks], unplanned, label=WITHOUT, **bars, **empty)
-    axes.bar(ranks, planned, color=art.DEVICE, label="device, by the plan", **bars)
-    axes.plot(ranks, host, "o", color=art.HOST, label="host memory", clip_on=False)
-    axes.axhline(limit, color=art.DEVICE, linestyle="--", linewidth=0.8, label="limit")
-    axes.set_ylim(top=1.05 * max(*unplanned, *planned, *host, limit))
-    axes.set_ylabel("peak, GiB")
 
 
 def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
@@ -78,7 +28,10 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
         path: File, whose suffix names the format.
         title: Model, schedule and device, in words.
 
-    Raises: see :func:`draw_plan`.
+    Raises:
+        ImportError: Matplotlib is not installed.
+        OSError: The file cannot be written.
+        ValueError: The suffix names no format of pictures.
     """
     art.check_format(path)
     without = front.without_offload

@@ -14,7 +14,6 @@ import os
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from pp_offload._common.checks import brief, check_count, check_names
 
@@ -56,12 +55,9 @@ class Hardware:
     """Sum of the rates in both directions at once. None if neither slows the other."""
 
     host_bytes_per_s: float | None = None
-    """Sum of the rates of all devices of a host, in both directions: the rate of host memory.
-    Each device has an equal share of it, whatever the others do. None for no bound.
+    """Sum of this device's rates in both directions that host memory allows: its equal share where
+    several devices share a host. None for no bound.
     """
-
-    num_devices_per_host: int = 1
-    """Number of devices that share the host's memory."""
 
     d2h_slowdown: float = 0.0
     """Part of compute's speed that is lost while copies to the host run."""
@@ -156,8 +152,7 @@ class Hardware:
 
     @property
     def _host_share(self) -> float:
-        rate = self.host_bytes_per_s
-        return inf if rate is None else rate / self.num_devices_per_host
+        return inf if self.host_bytes_per_s is None else self.host_bytes_per_s
 
 
 def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
@@ -185,8 +180,8 @@ GH200 = replace(
     h2d_bytes_per_s=411 * GB,  # NVLink-C2C has 450 GB/s each way; this is a published measurement
     host_bytes_per_s=512 * GB,  # of the data sheet of Grace's LPDDR5X
 )
-GRACE_OF_TWO: dict[str, Any] = {"host_bytes_per_s": 512 * GB, "num_devices_per_host": 2}
-"""Rate by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
+HALF_OF_GRACE = 256 * GB
+"""Of 512 GB/s by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
 
 
 DEVICES = {
@@ -197,8 +192,8 @@ DEVICES = {
         _row("H200", 990, 4800, 141, 50),
         GH200,
         _row("B200", 2250, 8000, 180, 50),
-        replace(_row("GB200", 2500, 8000, 186, 225), **GRACE_OF_TWO),
-        replace(_row("GB300", 2500, 8000, 288, 225), **GRACE_OF_TWO),
+        replace(_row("GB200", 2500, 8000, 186, 225), host_bytes_per_s=HALF_OF_GRACE),
+        replace(_row("GB300", 2500, 8000, 288, 225), host_bytes_per_s=HALF_OF_GRACE),
         _row("MI300X", 1307, 5300, 192, 50),
     )
 }

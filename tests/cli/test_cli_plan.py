@@ -21,9 +21,8 @@ def peaks(figures: str) -> list[int]:
 
 
 def test_a_plan_that_the_engine_follows(tmp_path: Path) -> None:
-    path, png = tmp_path / "plan.json", tmp_path / "plan.png"
-    output = good("plan", *SMALL, "--limit", "560kB", "-o", path, "--png", png)
-    assert png.read_bytes()[:4] == b"\x89PNG" and f"the picture is in {png}" in output
+    path = tmp_path / "plan.json"
+    output = good("plan", *SMALL, "--limit", "560kB", "-o", path)
     assert output.startswith("helpers.cli_models:good on 2 virtual H100, 1f1b")
     assert "Everything fits in 546.88 KiB" in output and "433.00KiB" in output
     how = f'follow it with OffloadConfig(plan="{path}", min_offloaded_tensor_size=1)\n'
@@ -70,7 +69,6 @@ def test_a_sweep_has_a_row_for_each_limit(tmp_path: Path) -> None:
     output = good("sweep", *DEEP, "--gib", 0.01, "--limits", 3, "--png", path)
     assert "plan 0" in output and "plan 2" in output and "plan 3" not in output
     assert "without offload" in output and "all recomputed" not in output
-    assert output.endswith(f"the picture is in {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
     figures = json.loads(good("sweep", *DEEP, "--gib", 0.01, "--limits", 3, "--json"))
     plans = [OffloadPlan.from_dict(plan) for plan in figures["plans"]]
@@ -99,7 +97,6 @@ WRONG = {
     f"{GOOD} --limit 1Gb": "found '1Gb', expected a number above 0 with a unit of B, kB",
     f"{GOOD} --limit 1B": "--limit: limit_bytes is 1, expected at least",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "--output: found /nowhere/plan.json, expected a",
-    f"{GOOD} --limit 1GiB --png plan.gif": "--png: plan.gif ends otherwise than pictures do",
     "plan helpers.cli_models:head_on_the_last --ranks 2 --limit 1GiB": "pattern 'head' matches no",
     "plan helpers.cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
     "sweep helpers.cli_models:good --png front.txt": "front.txt ends otherwise than pictures do",

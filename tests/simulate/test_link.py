@@ -55,7 +55,7 @@ class Copies:
             {"both_links_bytes_per_s": 1.0}, "out back out", [10, 20, 30], id="one at a time"
         ),
         pytest.param(
-            {"host_bytes_per_s": 3.0, "num_devices_per_host": 2},
+            {"host_bytes_per_s": 1.5},
             "out back",
             [10, 15],
             id="share of the host",
