@@ -48,47 +48,6 @@ def test_offload_changes_memory_and_no_bit(schedule: str, mark: str, tmp_path: P
             assert names[f"{group} (forward)"] == names[f"{group} (backward)"] == 2 * 4 * 4
 
 
-ORDER = """0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3
-1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
-"""
-
-SCHEDULES = "gpipe 1f1b interleaved1f1b loopedbfs interleavedzerobubble zbv dualpipev csv".split()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule: str, tmp_path: Path) -> None:
-    if schedule == "csv":
-        order = tmp_path / "order.csv"
-        order.write_text(ORDER)
-        schedule = str(order)
-    flags = f"--schedule {schedule} --layers 4 --steps 2 --microbatches 4".split()
-    figures, _ = train(tmp_path / "figures.json", *flags)
-    assert figures["bitwise_equal"] is True
-    assert figures["loss_first_on"] == figures["loss_first_off"] > 0
-    assert min(figures["offloaded_bytes_on"]) > 0
-
-
-@pytest.mark.parametrize(
-    "tier",
-    [
-        pytest.param("disk", marks=pytest.mark.exhaustive),
-        pytest.param("host+disk", marks=pytest.mark.slow),
-    ],
-)
-def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
-    flags = ["--tier", tier, "--disk-dir", str(tmp_path / "scratch")]
-    if tier == "host+disk":
-        flags += "--host-budget-mib 1 --layers 12 --context 64".split()
-    figures, output = train(tmp_path / "figures.json", *flags)
-    assert figures["bitwise_equal"] is True
-    assert min(figures["disk_peak_bytes_on"]) > 0
-    assert max(figures["host_peak_bytes_on"]) < 2**20
-    assert min(figures["resident_peak_bytes_on"] + figures["resident_peak_bytes_off"]) > 0
-    assert "resident memory at the peak" in output
-    assert list((tmp_path / "scratch").iterdir()) == []
-
-
 @pytest.mark.slow
 def test_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

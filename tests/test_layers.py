@@ -23,13 +23,13 @@ MOST_LINES = {
     "_memory": 1434,
     "_slices": 1511,
     "backends": 698,
-    "cli": 1159,
+    "cli": 1066,
     "compat": 112,
     "integrations": 1083,
-    "plan": 3001,
-    "simulate": 2539,
+    "plan": 2928,
+    "simulate": 2419,
     "testing": 967,
-    "trace": 1310,
+    "trace": 1308,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import fuzzer
 import pytest
 from conftest import make_backend
-from helpers.fuzz import campaign, run
-from helpers.fuzz.campaign import Failure, Totals, explore
+from helpers.fuzz import run
+from helpers.fuzz.campaign import Failure, explore
 from helpers.fuzz.programs import Do, Forward, Group, Program, Step, drawn, script
 from planted.faults import DEVICE
 
@@ -68,12 +68,3 @@ def test_the_script_and_the_command_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert fuzzer.main(["--programs", "5", "--seed", "3"]) == 0
     printed = capsys.readouterr().out
     assert "5 programs, 0 failures" in printed and "seed 3" in printed
-
-
-def test_the_command_prints_what_fails_and_its_status_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = Totals(Failure(SMALL, "it differs"))
-    monkeypatch.setattr(campaign, "in_processes", lambda *_: iter([failed]))
-    assert fuzzer.main(["--programs", "5"]) == 1
-    assert script(SMALL) in capsys.readouterr().out

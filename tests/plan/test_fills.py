@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
-
-from pp_offload.plan.fills import Candidate, Fill, spread_out
-from pp_offload.plan.tape import GroupTape, Payload, RankTapes, Tape
+from pp_offload.plan.fills import Candidate, Fill
 
 Peak = Callable[[Sequence[Candidate]], int]
 
@@ -63,23 +60,3 @@ def test_all_may_be_lower_than_some() -> None:
         return 100 + 1000 * (len(others) < len(stay)) + 50 * (0 < len(others) < 4)
 
     assert filled(groups(90, 10, 10, 10, 10), 110, peak)[0] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 21, 64])
-def test_however_many_stay_they_are_far_from_each_other(num: int) -> None:
-    tape = Tape(
-        groups=tuple(GroupTape("mlp", (index,)) for index in range(num)),
-        payloads=tuple(Payload(8, index, 1) for index in range(num)),
-        source_bytes=(8,) * num,
-        forward=(),
-        backward={},
-        reduce=(),
-        sent_bytes=0,
-        sent_back_bytes=0,
-    )
-    positions = [group.position for group in spread_out(RankTapes({0: tape}, 0))]
-    assert sorted(positions) == [*range(num)]
-    for some in range(2, num + 1):
-        edges = [-1, *sorted(positions[:some]), num]
-        gaps = [high - low for low, high in zip(edges, edges[1:], strict=False)]
-        assert max(gaps) <= 2 * num / some + 1

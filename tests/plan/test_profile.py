@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.virtual_models import KIND, Stage
+from helpers.virtual_models import Stage
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -74,29 +74,6 @@ def test_a_group_saves_what_hooks_see(llama: Stage, of_llama: Profile) -> None:
     for number, part in enumerate((layer.attn, layer.mlp)):
         assert of_llama.groups[2 + number].nbytes == saved_bytes(part, llama.microbatch())
     assert [each.nbytes / (WIDTH * LENGTH) for each in of_llama.groups] == [9, 32] * 6
-
-
-class Both(nn.Module):
-    """A part in the other one, which saves what that has saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-        self.outer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.exp()
-        return self.outer(y) + self.inner(y)
-
-
-def test_a_group_inside_another_one_has_its_own_time() -> None:
-    stages = [nn.Sequential(nn.Tanh(), Both()).to("meta", torch.bfloat16)]
-    example = torch.empty(64, 64, **KIND)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    both = profiled(stages, example, config, groups={"outer": "1", "inner": "1.inner"}).groups
-    (whole,) = profiled(stages, example, config, groups={"outer": "1"}).groups
-    assert [group.name for group in both] == ["outer", "inner"]
-    assert sum(group.forward_ms for group in both) == pytest.approx(whole.forward_ms, rel=1e-9)
 
 
 def test_the_tables(of_llama: Profile) -> None:

@@ -27,8 +27,3 @@ def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
     if len(plans) > 1:
         with pytest.raises(InfeasibleError, match="expected at least"):
             chooser.plan(plans[0].limit_bytes - 1)
-
-
-def test_a_front_has_two_ends() -> None:
-    with pytest.raises(ValueError, match="num is 1"):
-        front(chooser_of(*planned(3)), num=1)
