@@ -145,17 +145,15 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
     running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
     with ExitStack() as hooks:  # unmarks the others if a module takes no hooks
         _keep_gathered(models.values(), hooks)
-        marked = [_mark(place, hooks) for place in distinct]
+        marked = []
+        for place in distinct:
+            module, around = place.module, _GroupAround(place.group)
+            for previous in _groups_around(module):
+                previous.take_off(module)  # its handle was removed: a living one was refused before
+            hooks.callback(around.take_off, module)  # first, as a scripted module takes no hooks
+            around.put_on(module)
+            marked.append(around)
         return OffloadModulesHandle(hooks.pop_all(), marked, names, sorted(running))
-
-
-def _mark(place: _Place, hooks: ExitStack) -> _GroupAround:
-    module, around = place.module, _GroupAround(place.group)
-    for previous in _groups_around(module):
-        previous.take_off(module)  # its handle was removed: a living group was refused before
-    hooks.callback(around.take_off, module)  # first, because a scripted module takes no hooks
-    around.put_on(module)
-    return around
 
 
 class _Place(NamedTuple):
@@ -189,13 +187,9 @@ def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:
     ``fully_shard`` replaces the shards by these parameters in its own hook, which runs before.
     """
     for module in dict.fromkeys(module for model in models for module in model.modules()):
-        if _is_fully_sharded(module):
+        # By name: importing FSDP takes long, and few models use it.
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
             hooks.enter_context(module.register_forward_pre_hook(_keep_parameters))
-
-
-def _is_fully_sharded(module: Module) -> bool:
-    # By name: importing FSDP takes long, and few models use it.
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 @never_compiled

@@ -60,20 +60,14 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
     """
     manager = PipelineOffloadManager.get_instance()
     if local:
-        return _joined(
-            format_groups(manager.group_bytes), gain_table({"this rank": manager.gain()})
-        )
+        table = gain_table({"this rank": manager.gain()})
+        return f"{format_groups(manager.group_bytes)}\n\n{table}".rstrip()
     again = sum(each.again for each in manager.group_bytes.values())
     own = {"bytes": manager.offload_summary_bytes, "again": again, "gain": manager.gain()}
     rows = _gather(own, process_group)
-    table = format_summary(
-        [row.get("bytes", {}) for row in rows], [row.get("again", 0) for row in rows]
-    )
-    return _joined(table, gain_table({f"rank {n}": row.get("gain") for n, row in enumerate(rows)}))
-
-
-def _joined(*tables: str) -> str:
-    return "\n\n".join(filter(None, tables))
+    summary = format_summary([row["bytes"] for row in rows], [row["again"] for row in rows])
+    table = gain_table({f"rank {n}": row["gain"] for n, row in enumerate(rows)})
+    return f"{summary}\n\n{table}".rstrip()
 
 
 def format_groups(groups: Mapping[str, GroupBytes]) -> str:
@@ -102,7 +96,11 @@ def print_offload_summary_table(
     own = {"bytes": dict(total_offload_bytes), "more": dict(local_duplicate_summary or {})}
     rows = _gather(own, process_group)
     if _rank(process_group) == 0:
-        lines = format_duplicates([row["more"] for row in rows])
+        lines = [
+            f"rank {rank}, {name}: {num} copies of what was copied before, {size_text(nbytes)}"
+            for rank, row in enumerate(rows)
+            for name, (num, nbytes) in sorted(row["more"].items())
+        ]
         print("\n".join([format_summary([row["bytes"] for row in rows]), *lines]), flush=True)
 
 
@@ -125,15 +123,6 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
     title = "offloaded at the peak of a step, by pipeline rank and group"
     note = [] if any(sums) or any(again or ()) else [NOTHING_YET]
     return "\n".join([title, format_table(lines), *note])
-
-
-def format_duplicates(rows: Sequence[Mapping[str, tuple[int, int]]]) -> list[str]:
-    """Format a line for each rank and group that copied bytes more than once."""
-    return [
-        f"rank {rank}, {name}: {num} copies of what was copied before, {size_text(nbytes)}"
-        for rank, row in enumerate(rows)
-        for name, (num, nbytes) in sorted(row.items())
-    ]
 
 
 def _mib(nbytes: int) -> str:

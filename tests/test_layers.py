@@ -17,7 +17,7 @@ MOST_LINES = {
     "_checkpoint": 1326,
     "_common": 1165,
     "_core": 4581,
-    "_groups": 3186,
+    "_groups": 3176,
     "_hooks": 419,
     "_megatron": 1246,
     "_memory": 1434,

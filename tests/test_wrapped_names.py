@@ -82,15 +82,6 @@ def test_names_of_a_state_dict_match(outer: str) -> None:
     assert matching(model, f"{outer}.{MLPS}") == matching(model, MLPS) == inside
 
 
-def test_a_module_that_a_user_named_like_a_wrapper_is_one_too() -> None:
-    model = nn.Module()
-    model.module, model.inner = Block(), nn.Module()
-    model.inner.module = nn.Linear(4, 4)
-    assert matching(model, "module") == ["module"]
-    assert matching(model, "inner.module") == ["inner.module"]
-    assert matching(model, ["module.mlp"]) == matching(model, "mlp") == ["module.mlp"]
-
-
 def test_two_spellings_of_one_module_are_two_groups_which_is_refused() -> None:
     model = Model(checkpoint_wrapper)
     with pytest.raises(ValueError, match="is to be group 'b' and is group 'a' already"):

@@ -27,8 +27,7 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.gain import Gain, log_gain
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import make_plan
-from pp_offload._groups.plan_options import why_unplanned
+from pp_offload._groups.plan import make_plan, why_unplanned
 from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass

@@ -12,7 +12,7 @@ from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.sizes import UNITS, parse_size
-from pp_offload._groups.plan_options import OPTIONS
+from pp_offload._groups.plan import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
 from pp_offload.cli.traces import compare as compare

@@ -43,7 +43,7 @@ from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.sizes import bytes_text
-from pp_offload._groups.plan_options import options_of
+from pp_offload._groups.plan import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.fills import (
     Candidate,

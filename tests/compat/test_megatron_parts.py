@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from helpers.toy import same_bits
 from helpers.wrapped import KeepsSaved, Pair
-from main_face import chunk_of, face
 from main_layer import Model, batches, step
 from torch import Tensor
 
@@ -22,7 +22,15 @@ from pp_offload.compat.megatron import (
     print_offload_summary_table,
 )
 
-__all__ = ["face"]
+
+@pytest.fixture
+def face() -> Iterator[PipelineOffloadManager]:
+    """The manager as main sees it, with a chunk begun, for tensors of any size."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config):
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+        yield PipelineOffloadManager.get_instance()
+
 
 # Flags on tensors
 
@@ -97,7 +105,7 @@ def test_marking_none_does_nothing(face: PipelineOffloadManager) -> None:
     off_interface.mark_not_offload(None)
     marked = torch.ones(9)
     off_interface.mark_not_offload(marked)
-    assert not chunk_of(face).tensor_need_offloading_checker(marked[3:])
+    assert not face.cur_forward_chunk().tensor_need_offloading_checker(marked[3:])
     assert not hasattr(marked, "_do_not_offload")
 
 
@@ -105,7 +113,7 @@ def test_marking_none_does_nothing(face: PipelineOffloadManager) -> None:
 
 
 def test_groups_are_committed_by_name(face: PipelineOffloadManager) -> None:
-    chunk = chunk_of(face)
+    chunk = face.cur_forward_chunk()
     outer, inner = (chunk.on_group_start_forward(name) for name in ("outer", "inner"))
     assert chunk.offload_groups == [outer, inner]
     assert chunk.find_group_with_name(chunk.offload_groups, "inner") is inner

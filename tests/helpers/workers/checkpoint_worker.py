@@ -1,4 +1,4 @@
-"""One rank of models with checkpoints, sharded or in pipelines; for ``test_checkpoint_ranks``."""
+"""One rank of models with checkpoints, in FSDP1 or pipelines; for ``test_checkpoint_ranks``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from helpers.checkpointed import BY_OP, WAYS, apply
@@ -82,16 +81,6 @@ def fsdp1(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
     return train(model, 1), lambda: stash.statistics().bytes_offloaded
 
 
-def fsdp2(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
-    """Every checkpointed layer sharded over the ranks, then the rest."""
-    stage, moved = prepared(make_stage(1), way, backend)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in stage.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh)
-    fully_shard(stage, mesh=mesh)
-    return train(stage), moved
-
-
 def pipeline(backend: Backend | None, way: str, name: str) -> tuple[list[Tensor], Moved]:
     """One stage per rank, or two in a looped schedule."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -104,7 +93,6 @@ def pipeline(backend: Backend | None, way: str, name: str) -> tuple[list[Tensor]
 
 CASES: dict[str, Callable[..., tuple[list[Tensor], Moved]]] = {
     "fsdp1": fsdp1,
-    "fsdp2": fsdp2,
     "pipeline": pipeline,
 }
 
