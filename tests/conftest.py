@@ -167,14 +167,6 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
-def vectors_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small vectors leave as well, which stay since they may be statistics: to see how bytes of
-    any shape move.
-    """
-    monkeypatch.setattr("pp_offload._core.eligibility.MAX_STATISTICS", 0)
-
-
-@pytest.fixture
 def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models whose plans are tested are small, and the floor would leave nothing to choose."""
     monkeypatch.setattr("pp_offload._groups.auto_bounds.LEAST_IN_FLIGHT_BYTES", 1)

@@ -232,26 +232,16 @@ COUNTS: dict[str, Callable[[Any], object]] = {
         lambda n: OffloadActivations(min_offload_size=n)
     ),
     "num_slices is {}, expected an integer of at least 1": lambda n: offload_model(num_slices=n),
-    "num_microbatches is {}, expected an integer of at least 1": (
-        lambda n: offload_model(num_microbatches=n)
-    ),
     "ac_freq is {}, expected an integer": lambda n: SelectiveLayerACParams(ac_freq=n),
-    "min_offload_size is {}, expe": lambda n: FullACParams(min_offload_size=n),
     "recompute_every.*is {}, expected an integer of at least 1": (
         lambda n: op_params(recompute_every={"ops.aten.mm.default": n})
     ),
-    "inline_bytes is {}, expected an int": lambda n: CpuBackend(inline_bytes=n),
 }
 FLAGS: dict[str, Callable[[Any], object]] = {
     "use_pin_memory": lambda flag: OffloadActivations(use_pin_memory=flag),
-    "use_streams": lambda flag: OffloadActivations(use_streams=flag),
     "checkpoint_activation": lambda flag: offload_model(checkpoint_activation=flag),
     "enable_activation_offloading": lambda flag: context_of(Net(), flag),
-    "warn_if_no_head": lambda flag: context_of(Net(), warn_if_no_head=flag),
     "offload_inputs": lambda flag: FullACParams(offload_inputs=flag),
-    "use_reentrant": lambda flag: FullACParams(use_reentrant=flag),
-    "preserve_rng_state": lambda flag: FullACParams(preserve_rng_state=flag),
-    "early_stop": lambda flag: FullACParams(early_stop=flag),
     "missing_ok": lambda flag: offload_modules(Net(), {"a": "layers.0"}, missing_ok=flag),
     "activation_offloading": lambda flag: MyTrainer(activation_offloading=flag),
     "activation_offloading of the trainer's arguments": lambda flag: MyTrainer(flag),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -64,28 +63,11 @@ def by_parts(is_on: bool) -> list[Tensor]:
     return results
 
 
-def from_the_middle(is_on: bool) -> list[Tensor]:
-    """The first parts alone, then all of them."""
-    leaves, outputs = forward(is_on)
-    for y in outputs:
-        y.sum().backward(retain_graph=True)
-    return gradients(*leaves)
-
-
 def double(is_on: bool) -> list[Tensor]:
     leaves, outputs = forward(is_on)
     (first,) = torch.autograd.grad(outputs[-1].sum(), leaves[0], create_graph=True)
     first.square().sum().backward()
     return [first.detach(), *gradients(*leaves)]
-
-
-def penalty(is_on: bool) -> list[Tensor]:
-    """The gradient of the gradients is added to the loss."""
-    leaves, outputs = forward(is_on)
-    loss = outputs[-1].sum()
-    parts = torch.autograd.grad(loss, leaves[1:], create_graph=True)
-    (loss + sum(part.square().sum() for part in parts)).backward()
-    return gradients(*leaves)
 
 
 def inputs_then_weights(is_on: bool) -> list[Tensor]:
@@ -164,18 +146,6 @@ def marker_output_changed(is_on: bool) -> list[Tensor]:
     return gradients(x)
 
 
-def branches_in_any_order(is_on: bool) -> list[Tensor]:
-    results: list[Tensor] = []
-    for order in permutations(range(4)):
-        if is_on:
-            begin_microbatch()
-        x = drawn(4, 4).requires_grad_()
-        sums = [group(x * n, lambda h: h.sin().exp(), is_on, "abcd"[n]).sum() for n in range(4)]
-        for number in order:
-            results += torch.autograd.grad(sums[number], x)
-    return results
-
-
 def weights_two_microbatches_late(is_on: bool) -> list[Tensor]:
     results: list[Tensor] = []
     waiting = []
@@ -206,9 +176,7 @@ def input_without_grad(is_on: bool) -> list[Tensor]:
 WAYS = [
     retained,
     by_parts,
-    from_the_middle,
     double,
-    penalty,
     inputs_then_weights,
     reads_twice,
     gives_saved,
@@ -216,7 +184,6 @@ WAYS = [
     unused_branch,
     looked_at_outside,
     marker_output_changed,
-    branches_in_any_order,
     weights_two_microbatches_late,
     input_without_grad,
 ]

@@ -22,7 +22,6 @@ from helpers.sessions import (
     drawn,
     gradients,
     group,
-    make_backend,
     session,
     settle,
     side_stream,
@@ -31,11 +30,9 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    OffloadConfig,
     PipelineOffloadManager,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_start,
-    use_backend,
 )
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
@@ -342,34 +339,6 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 
 
 # Split backward, several managers, shared copies, disk
-
-
-@simulated
-def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
-    """Two managers on one device, both with living graphs; then on devices of their own."""
-    for is_shared in (True, False):
-        backend = make_backend(kind)
-        config = OffloadConfig(min_offloaded_tensor_size=1)
-        graphs: list[tuple[Tensor, Tensor]] = []
-        managers = []
-        with ExitStack() as stack:
-            for number in range(3):
-                if not is_shared:
-                    backend = make_backend(kind)
-                managers.append(stack.enter_context(use_backend(backend, config=config)))
-                begin_step()
-                x = drawn(5, WIDTH, seed=number).requires_grad_()
-                graphs.append((x, group(x * 2, torch.sin)))
-                settle(managers[-1])
-            for number, (x, y) in enumerate(graphs):
-                y.sum().backward()
-                z = drawn(5, WIDTH, seed=number).requires_grad_()
-                (z * 2).sin().sum().backward()
-                assert_same(gradients(x), gradients(z))
-            graphs.clear()
-            del x, y
-            for manager in managers:
-                assert_idle(manager)
 
 
 def shared_by_groups(is_on: bool) -> list[Tensor]:

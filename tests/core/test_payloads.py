@@ -69,6 +69,8 @@ PAYLOADS: dict[str, Make] = {
     "eight bits": lambda h: [h.to(torch.float8_e4m3fn)],
     "any bits": lambda h: [(h.view(torch.int32) | 0x7F800001).view(torch.float32), -(h * 0)],
     "siblings": lambda h: [h, h.t(), h[1:], h.view(torch.int16), h[:1].expand(3, COLUMNS)],
+    "query, key and value": lambda h: h.split((1, 1, 2), 1),
+    "windows that overlap": lambda h: [h.view(-1).unfold(0, 8, 4)],
     "disjoint siblings": lambda h: [h[:2], h[4:], h[:, 3:]],
     "the same twice": lambda h: [h, h, h.detach()],
     "equal, not the same": lambda h: [h.clone(), h.clone()],

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pp_offload._memory.budget import HostBudget, as_another_process
 from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool
-from pp_offload.errors import NotWhileCapturingError
 
 MIB = 2**20
 LIMIT = 2**50
@@ -201,19 +200,6 @@ def test_pools_share_the_budget_and_a_slab_counts_while_an_owner_has_bytes_of_it
         owners.clear()
         gc.collect()
         assert budget.left_bytes == 4 * MIB
-
-
-def test_a_slab_that_could_not_be_made_is_not_counted() -> None:
-    """While somebody holds the error, whose traceback holds all variables."""
-
-    def refuse(nbytes: int) -> Tensor:
-        raise NotWhileCapturingError(f"no {nbytes} bytes")
-
-    with as_another_process():
-        budget = HostBudget(8 * MIB)
-        with pytest.raises(NotWhileCapturingError) as refusal:
-            Owner(HostPool(refuse, budget), [MIB])
-        assert budget.left_bytes == 8 * MIB and refusal.value
 
 
 def test_memory_that_can_be_pinned_only_in_smaller_pieces_comes_in_smaller_pieces(
