@@ -179,27 +179,27 @@ class Written(enum.Enum):
     SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
 
 
-VALUES: tuple[dict[str, Any], ...] = (
-    {},
-    {"ac_freq": 2},
-    {"save_ops_keys": list(ActivationCheckpointing.SAVE_DICT)},
+@pytest.mark.parametrize(
+    ("variant", "values", "num_layers"),
+    [
+        (Written.FULL_ACTIVATION_CHECKPOINTING, {}, 3),
+        (Written.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING, {"ac_freq": 2}, 1),
+        (
+            Written.SELECTIVE_OP_ACTIVATION_CHECKPOINTING,
+            {"save_ops_keys": list(ActivationCheckpointing.SAVE_DICT)},
+            3,
+        ),
+    ],
 )
-"""Of the parameters of each variant."""
-
-
-def checkpoint(variant: enum.Enum, params: object, num_layers: int) -> None:
+def test_checkpoints_as_modalities_asks_for_them(
+    variant: Any, values: dict[str, Any], num_layers: int
+) -> None:
     expected, model = step(Decoder()), Decoder()
     recompute = ActivationCheckpointing.apply_activation_checkpointing_(
-        ac_variant=variant,  # type: ignore[arg-type]
+        ac_variant=variant,
         layers_fqn="layers",
         model=model,
-        ac_fun_params=params,
+        ac_fun_params=types.SimpleNamespace(**values),
     )
     assert same_bits(step(model), expected)
     assert recompute.counts.recomputed_calls == num_layers
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_checkpoints_as_modalities_asks_for_them(number: int) -> None:
-    params = types.SimpleNamespace(**VALUES[number])
-    checkpoint(list(Written)[number], params, (3, 1, 3)[number])

@@ -1,13 +1,23 @@
-"""Layers are cut so that the largest slice is as small as it can be."""
+"""Slices are cut evenly; what is on the device is what is on the host now; copies stay alive."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+from typing import Any
 
 import pytest
+import torch
+from conftest import make_backend
+from torch.nn import Parameter
 
+from pp_offload import OffloadConfig
+from pp_offload._slices.cache import SliceCache
+from pp_offload._slices.places import Slice
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.slices import partition, slice_bytes
+from pp_offload.testing import SimulatedBackend
 
 
 def largest(layers, slices) -> int:
@@ -34,3 +44,116 @@ def test_no_way_to_cut_is_better(seed: int) -> None:
         assert len(slices) == num_slices and all(slices)
         assert [i for indices in slices for i in indices] == list(range(len(layers)))
         assert largest(layers, slices) == smallest_largest(layers, num_slices)
+
+
+class Run:
+    """A forward."""
+
+
+RUN = Run()
+
+
+def slices_of(num: int) -> list[Slice]:
+    return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),), ()) for i in range(num)]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_the_program_has_written_is_brought_again(is_replaced: bool) -> None:
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
+        (slice_,) = slices_of(1)
+        (parameter,) = slice_.parameters
+        cache.use(slice_, RUN)
+        for index in (None, 0):
+            with torch.no_grad():
+                if is_replaced:
+                    parameter.data = parameter + 1
+                else:
+                    parameter.add_(1)
+            (tensor,) = cache.use(slice_, RUN, index)
+            assert tensor.tolist() == parameter.tolist()
+
+
+def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
+    """Its memory returns to the stream that it belongs to, which does not wait for the other."""
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
+        (slice_,) = slices_of(1)
+        (first,) = cache.use(slice_, RUN)
+        with backend.stream(backend.new_stream("other")):
+            (second,) = cache.use(slice_, RUN)
+            assert second is not first and second.add(1).eq(1).all()
+        backend.check()
+
+
+SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
+
+
+def test_there_and_back(backend) -> None:
+    with backend.activate():
+        copies = PlainCopies(backend, OffloadConfig())
+        sources = [torch.randn(shape).to(backend.device) for shape in SHAPES]
+        sources[4] = sources[4].to(memory_format=torch.channels_last)
+        sources.append(torch.randn(3, 1).to(backend.device).expand(3, 4))
+        sources.append(torch.randn(3, dtype=torch.complex64).to(backend.device).conj())
+        sources.append(torch.arange(5, device=backend.device)[::2])
+        sent = copies.synchronize(copies.copy_to_host(sources, "gradients"))
+        assert all(tensor.device.type == "cpu" for tensor in sent)
+        brought = copies.synchronize(copies.copy_to_device(sent, "parameters"))
+        for tensor, host, source in zip(brought, sent, sources, strict=True):
+            assert tensor.device == backend.device and tensor.dtype == source.dtype
+            assert torch.equal(tensor, source) and torch.equal(host, source.cpu())
+        assert sent[4].stride() == sources[4].stride()
+        assert brought[4].stride() == sources[4].stride()
+        moved = sum(tensor.numel() * tensor.itemsize for tensor in sources)
+        statistics = copies.statistics()
+        assert statistics.bytes_offloaded == statistics.bytes_reloaded == moved
+        assert statistics.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
+def test_copies_that_are_still_queued_end_before_their_memory_is_freed(way: str) -> None:
+    """A model may be dropped while its next slice is on the way."""
+    backend = make_backend("late")
+    with backend.activate():
+        copies = PlainCopies(backend, OffloadConfig())
+        getattr(copies, way)([torch.ones(4)], "parameters")
+        assert backend.pending == 1
+        del copies
+        gc.collect()
+        assert backend.pending == 0
+        backend.synchronize()  # it raises if a copy uses what was freed
+        backend.check()
+
+
+@pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
+def test_memory_outlives_a_copy_that_was_cut_off(way: str, monkeypatch) -> None:
+    backend = make_backend("late")
+    with backend.activate():
+        copies = PlainCopies(backend, OffloadConfig())
+        copy = backend.copy
+
+        def and_interrupt(*args: Any) -> None:
+            copy(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(backend, "copy", and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(copies, way)([torch.ones(4)], "parameters")
+        copies.poll()
+        backend.synchronize()  # it raises if a copy uses what was freed
+        statistics = copies.statistics()
+        assert statistics.bytes_in_flight == statistics.host_bytes_in_use == 0
+        backend.check()
+
+
+def test_bytes_in_flight_are_bounded() -> None:
+    backend = make_backend("late")
+    with backend.activate():
+        copies = PlainCopies(backend, OffloadConfig(max_in_flight_bytes=64))
+        for _ in range(4):
+            copies.copy_to_host([torch.ones(10)], "gradients")
+            assert copies.statistics().bytes_in_flight <= 64
+        assert backend.pending == 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
-from helpers.sliced import WIDTH, input_for, same_training
-from helpers.toy import assert_no_hooks, moved
+from helpers.sliced import WIDTH, input_for, same_training, state
+from helpers.toy import assert_no_hooks, moved, same_bits
 from torch import Tensor, nn
 
 from pp_offload import (
@@ -240,3 +241,77 @@ def test_bad_arguments(build: Any, layers: Any, options: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         offload_layers(model, layers, **options)
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def compile_layers(model: Stack) -> None:
+    for layer in model.layers:
+        layer.compile(backend="eager")
+
+
+def compile_model(model: Stack) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.mark.quick("cpu")
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+@pytest.mark.parametrize("compiles", [compile_model, compile_layers])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_before_or_after(kind: str, compiles: Callable[[Stack], None], when: str) -> None:
+    torch.compiler.reset()
+    backend, model = make_backend(kind), stack(depth=3)
+    plain = copy.deepcopy(model)
+    if when == "before":
+        compiles(model)
+    with offload_layers(model, "layers", backend=backend) as offloaded, backend.activate():
+        if when == "after":
+            compiles(model)
+        for rows in (2, 3, 5):
+            outputs = [module(torch.ones(rows, WIDTH)) for module in (model, plain)]
+            for output in outputs:
+                output.sum().backward()
+            assert same_bits(outputs[:1], outputs[1:]) and same_bits(state(model), state(plain))
+        assert offloaded.statistics().bytes_reloaded > 0
+
+
+class Outer(nn.Module):
+    """Is interrupted behind the layers, or between them."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = stack(depth=depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        raise KeyboardInterrupt
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("is_between", [False, True])
+def test_an_interrupt_outside_of_layers_leaves_nothing_to_another_forward(
+    is_between: bool, depth: int
+) -> None:
+    """The next one looks as if it were inside of that which never ended, and weights were written
+    meanwhile in a way that leaves no trace.
+    """
+    backend = SimulatedBackend("late")
+    x = torch.randn(2, WIDTH).to(backend.device)
+    with backend.activate(), torch.no_grad():
+        model = Outer(depth)
+        plain = moved(copy.deepcopy(model), backend.device)
+        offload_layers(model, "inner.layers", backend=backend, num_resident=min(2, depth))
+        hook = model.inner.layers[0].register_forward_hook(interrupt) if is_between else None
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        if hook is not None:
+            hook.remove()
+        backend.synchronize()  # else the write and a copy that is under way are a race
+        for step in (2, 3):
+            for module in (model, plain):
+                for parameter in module.parameters():
+                    parameter.data.mul_(step)
+            assert same_bits([model.inner(x)], [plain.inner(x)])
+    backend.check()
