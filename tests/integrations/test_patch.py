@@ -64,6 +64,12 @@ def wrapped(layer: nn.Module, x: Tensor) -> Tensor:
     return offload_wrapper(checkpoint_wrapper(layer))(x)
 
 
+def selective(policy: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    y: Tensor = checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+    return y
+
+
 def by_policy(layer: nn.Module, x: Tensor) -> Tensor:
     policies = getattr(torch_checkpoint, "CheckpointPolicy")  # noqa: B009  newer than some stubs
 
@@ -71,8 +77,7 @@ def by_policy(layer: nn.Module, x: Tensor) -> Tensor:
         leaves = op is torch.ops.aten.addmm.default
         return policies.MUST_CPU_OFFLOAD if leaves else policies.PREFER_RECOMPUTE
 
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    return selective(policy, layer, x)
 
 
 needs_policies = pytest.mark.skipif(
@@ -187,8 +192,7 @@ def test_what_selective_checkpoints_may_meet(
     def run(policy: Any) -> list[Tensor]:
         torch.manual_seed(0)
         x = torch.randn(8, WIDTH).to(backend.device).requires_grad_()
-        contexts = partial(create_selective_checkpoint_contexts, policy)
-        y = checkpoint(compute, x, use_reentrant=False, context_fn=contexts)
+        y = selective(policy, compute, x)
         (gradient,) = torch.autograd.grad(y.sum(), x)
         return [y.detach(), gradient, torch.randn(4)]
 
@@ -208,9 +212,7 @@ def test_parameters_stay_when_a_policy_offloads_everything(
 ) -> None:
     """A linear layer computes with ``weight.t()``, which is an operator's output, too."""
     layer = nn.Linear(WIDTH, WIDTH).to(backend.device)
-    contexts = partial(create_selective_checkpoint_contexts, leaving)
-    x = torch.randn(8, WIDTH).to(backend.device)
-    checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    selective(leaving, layer, torch.randn(8, WIDTH).to(backend.device)).sum().backward()
     assert patched.statistics().bytes_offloaded == HIDDEN_BYTES
 
 
@@ -229,11 +231,9 @@ def test_an_exception_in_the_backward_of_a_selective_checkpoint_leaves_nothing(
     backend: Backend, patched: Patch
 ) -> None:
     layers = [nn.LayerNorm(WIDTH).to(backend.device) for _ in range(4)]
-    contexts = partial(create_selective_checkpoint_contexts, leaving)
     x = torch.randn(8, WIDTH).to(backend.device)
     for number, layer in enumerate(layers):
-        x = Fails.apply(x) if number == 2 else x
-        x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        x = selective(leaving, layer, Fails.apply(x) if number == 2 else x)
     with pytest.raises(ZeroDivisionError):
         x.sum().backward()
     del x
@@ -362,30 +362,30 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("is_module", [False, True])
-def test_a_script_runs_unchanged(tmp_path: Path, is_module: bool) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    what = ["-m", "train"] if is_module else ["train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pp_offload", *what, "--length", "8"],
-        cwd=tmp_path,
+def run_package(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pp_offload", *arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_runs_unchanged(tmp_path: Path, is_module: bool) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    what = ["-m", "train"] if is_module else ["train.py"]
+    done = run_package(tmp_path, *what, "--length", "8")
     assert done.returncode == 3, done.stderr
     assert "<pp_offload.patch: active, 4.0 MiB offloaded" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["simulate"]])
-def test_without_a_script_the_command_says_how(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pp_offload", *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize(("arguments", "what"), [([], "script"), (["simulate"], "file simulate")])
+def test_without_a_script_the_command_says_how(
+    arguments: list[str], what: str, tmp_path: Path
+) -> None:
+    done = run_package(tmp_path, *arguments)
     assert done.returncode == 1 and "python -m pp_offload train.py" in done.stderr
-    assert f"found no {'file simulate' if arguments else 'script'}; expected" in done.stderr
+    assert f"found no {what}; expected" in done.stderr
