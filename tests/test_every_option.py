@@ -20,17 +20,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from pp_offload import (
-    ActivationCheckpointing,
-    ActivationCheckpointingVariants,
     CpuBackend,
-    FullACParams,
     OffloadActivations,
     OffloadConfig,
     OffloadModel,
     attach,
+    checkpoint_function,
     use_backend,
 )
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
 READ: set[str] = set()
 """Options that the package has read, but for the record's own checks."""
@@ -56,21 +53,6 @@ GROUPS = STASH | {
     "plan",
     "device_limit_bytes",
 }
-
-
-def run_groups() -> None:
-    """Two steps, and the begin of a third, which has learned."""
-    model = make_model()
-    for _ in range(2):
-        off_interface.reset()
-        off_interface.init_chunk_handler(None, None, 1)
-        model(torch.ones(2, 8)).sum().backward()
-    off_interface.reset()
-
-
-def through_a_fresh_manager(config: OffloadConfig) -> None:
-    with use_backend(CpuBackend(), config=config):
-        run_groups()
 
 
 def through_a_schedule(config: OffloadConfig) -> None:
@@ -99,13 +81,10 @@ def through_offload_activations(config: OffloadConfig) -> None:
 
 
 def through_checkpoints(config: OffloadConfig) -> None:
-    params = FullACParams(offload_inputs=True, min_offload_size=1, config=config)
-    variant = ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING
-    model = nn.Sequential(make_model(groups=()))
-    ActivationCheckpointing.apply_activation_checkpointing_(
-        variant, "0", model, params, backend=CpuBackend()
+    run = checkpoint_function(
+        offload_inputs=True, min_offload_size=1, config=config, backend=CpuBackend()
     )
-    model(torch.ones(2, 8)).sum().backward()
+    run(make_model(groups=()), torch.ones(2, 8)).sum().backward()
 
 
 def through_offload_model(config: OffloadConfig) -> None:
@@ -120,7 +99,6 @@ def through_offload_model(config: OffloadConfig) -> None:
 
 
 PRODUCTS: dict[Callable[[OffloadConfig], None], set[str]] = {
-    through_a_fresh_manager: GROUPS,
     through_a_schedule: GROUPS | {"min_offloaded_tensor_size", "split_backward"},
     through_offload_activations: STASH,
     through_checkpoints: STASH,

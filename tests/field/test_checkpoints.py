@@ -481,72 +481,20 @@ def test_a_checkpoint_brings_no_layer_more_often(
 # F63: calls without end, of which the last of each forward saves only what stays
 
 
-def layer_and_scale() -> tuple[nn.Module, nn.Parameter]:
-    torch.manual_seed(1)
-    return nn.Linear(16, 16), nn.Parameter(torch.randn(1024))
-
-
-def steps_of_checkpoints(**options: Any) -> Iterator[Callable[[], None]]:
-    """The second call has a parameter as its input, which stays."""
-    layer, scale = layer_and_scale()
-    run = checkpoint_function(offload_inputs=True, backend=CpuBackend(), **options)
-
-    def step() -> None:
-        x = torch.randn(64, 16, requires_grad=True)
-        y = run(layer, x)
-        (y.sum() * run(torch.sin, scale).sum()).backward()
-
-    yield step
-
-
-def steps_of_wrapper() -> Iterator[Callable[[], None]]:
-    layer, scale = layer_and_scale()
+def calls_of(product: str, layer: nn.Module) -> tuple[Function, Function]:
+    """The two calls of a step, of which the second has a parameter as its input, which stays."""
     backend = CpuBackend()
-    first = checkpoint_wrapper(layer, offload_inputs=True, backend=backend)
-    last = checkpoint_wrapper(nn.Tanh(), offload_inputs=True, backend=backend)
-
-    def step() -> None:
-        y = first(torch.randn(64, 16, requires_grad=True))
-        (y.sum() * last(scale).sum()).backward()
-
-    yield step
-
-
-def steps_of_context() -> Iterator[Callable[[], None]]:
-    layer, scale = layer_and_scale()
-    context = OffloadActivations(backend=CpuBackend())
-
-    def step() -> None:
-        x = torch.randn(64, 16, requires_grad=True)
-        with context:
-            y = torch.tanh(layer(x)).sum()
-        with context:
-            y = y * torch.sin(scale).sum()
-        y.backward()
-
-    yield step
-
-
-def steps_of_groups() -> Iterator[Callable[[], None]]:
-    layer, scale = layer_and_scale()
-
-    def step() -> None:
-        begin()
-        y = group(torch.randn(64, 16, requires_grad=True), lambda x: torch.tanh(layer(x)))
-        (y.sum() * group(scale, torch.sin).sum()).backward()
-        manager.reset()
-
-    with manager_on(CpuBackend()) as manager:
-        yield step
-
-
-ENDLESS = {
-    "function": steps_of_checkpoints,
-    "function, reentrant": partial(steps_of_checkpoints, use_reentrant=True),
-    "wrapper": steps_of_wrapper,
-    "context": steps_of_context,
-    "groups": steps_of_groups,
-}
+    options = {"offload_inputs": True, "backend": backend}
+    if product == "wrapper":
+        return checkpoint_wrapper(layer, **options), checkpoint_wrapper(nn.Tanh(), **options)
+    if product == "context":
+        context = OffloadActivations(backend=backend)
+        run: Run = lambda function, x: context(function)(x)  # noqa: E731
+    elif product == "groups":
+        run = in_group
+    else:
+        run = checkpoint_function(use_reentrant=product == "function, reentrant", **options)
+    return partial(run, layer), partial(run, torch.sin)
 
 
 def count_objects() -> Counter[type]:
@@ -558,20 +506,29 @@ def count_objects() -> Counter[type]:
 
 
 @pytest.mark.field("F63")
-@pytest.mark.parametrize("product", ENDLESS)
+@pytest.mark.parametrize(
+    "product", ["function", "function, reentrant", "wrapper", "context", "groups"]
+)
 def test_nothing_grows_with_each_call(product: str) -> None:
     """After 500 calls, in steps of two, there are as many objects as after 100."""
-    steps = ENDLESS[product]()
-    step = next(steps)
-    for _ in range(50):
-        step()
-    count_objects()  # which itself fills caches of abc at first
-    before = count_objects()
-    for _ in range(200):
-        step()
-    grown = {kind: num for kind, num in (count_objects() - before).items() if num > 50}
-    steps.close()
-    assert not grown
+    torch.manual_seed(1)
+    scale = nn.Parameter(torch.randn(1024))
+    with manager_on(CpuBackend()) as manager:
+        first, last = calls_of(product, nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+
+        def steps(num: int) -> None:
+            for _ in range(num):
+                begin()
+                x = torch.randn(64, 16, requires_grad=True)
+                (first(x).sum() * last(scale).sum()).backward()
+                manager.reset()
+
+        steps(50)
+        count_objects()  # which itself fills caches of abc at first
+        before = count_objects()
+        steps(200)
+        grown = {kind: num for kind, num in (count_objects() - before).items() if num > 50}
+        assert not grown
 
 
 # F65: other tensors in the places of parameters, for a forward
