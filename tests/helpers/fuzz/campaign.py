@@ -8,22 +8,12 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import get_context
-
-import torch
 
 from helpers.fuzz.programs import Program, drawn, script, simpler
 from helpers.fuzz.run import Report, check
-
-CHUNK = 250
-"""Programs that one process runs before it says how it went."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +32,15 @@ class Failure:
 class Totals:
     """What was run: counts by what they are of, and programs that failed."""
 
-    def __init__(self, *failures: Failure) -> None:
+    def __init__(self) -> None:
         self.counts = Counter[str]()
-        self.failures = list(failures)
+        self.failures: list[Failure] = []
 
     def add(self, report: Report) -> None:
         self.counts["operations"] += report.num_ops
         self.counts["offloaded"] += report.statistics.bytes_offloaded > 0
         self.counts["computed again"] += report.statistics.bytes_computed_again > 0
         self.counts["refused by autograd"] += report.is_refused
-
-    def merge(self, other: Totals) -> None:
-        self.counts += other.counts
-        self.failures += other.failures
 
     def __str__(self) -> str:
         counts = [f"{num} {name}" for name, num in self.counts.items() if name != "programs"]
@@ -108,38 +94,3 @@ def shrunk(failure: Failure, kind: type[Exception]) -> Failure:
             at, num_tried = at + 1, num_tried + 1
         else:
             at, num_tried = at + 1, num_tried + 1
-
-
-def long_run(
-    seed: int, programs: int, jobs: int, backend: str | None, say: Callable[[str], object]
-) -> Totals:
-    """Run programs in several processes; stops at the first failure.
-
-    Args:
-        seed: Each chunk of programs gets its own, made of it.
-        programs: How many.
-        jobs: Processes.
-        backend: See :func:`explore`.
-        say: Is told how far it is, and what it came to.
-    """
-    start, totals = time.perf_counter(), Totals()
-    for done in in_processes(seed, programs, jobs, backend):
-        totals.merge(done)
-        say(f"\r{totals}, {time.perf_counter() - start:.0f} s ")
-        if totals.failures:
-            break
-    say(f"\r{totals}; {time.perf_counter() - start:.0f} s, seed {seed}\n")
-    return totals
-
-
-def in_processes(seed: int, programs: int, jobs: int, backend: str | None) -> Iterator[Totals]:
-    """The totals of each chunk, in order."""
-    begins = range(0, programs, CHUNK)
-    seeds = [seed * 1_000_003 + number for number in range(len(begins))]
-    sizes = [min(CHUNK, programs - begin) for begin in begins]
-    context = get_context("spawn")  # a fork copies no threads, and torch has some
-    with ProcessPoolExecutor(jobs, context, initializer=partial(torch.set_num_threads, 1)) as pool:
-        try:
-            yield from pool.map(partial(explore, backend=backend), seeds, sizes)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
