@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.cli import good
-from helpers.docs import DOCS, PAGES, PATHS, ROOT, script
+from helpers.docs import PAGES, PATHS, ROOT, script
 from helpers.sources import RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -385,20 +385,6 @@ def test_every_link_leads_to_a_file(page: str) -> None:
     """On a code host, that is; Sphinx looks at the pages of docs alone."""
     for link in re.findall(r"\]\(([^)#]+)", PAGES[page]):
         assert "://" in link or (PATHS[page].parent / link).is_file(), link
-
-
-@pytest.mark.parametrize(
-    "page", [name for name, path in PATHS.items() if DOCS in path.parents and name != "index"]
-)
-def test_every_page_is_in_one_table_of_contents(page: str) -> None:
-    holders = [
-        name
-        for name, path in PATHS.items()
-        for listed in re.findall(r"```{toctree}\n(.*?)```", PAGES[name], flags=re.DOTALL)
-        for entry in listed.split()
-        if (path.parent / f"{entry}.md") == PATHS[page]
-    ]
-    assert len(holders) == 1, f"{page} is listed in {holders or 'no table'}"
 
 
 def test_the_options_are_what_their_docstrings_say() -> None:

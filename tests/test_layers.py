@@ -29,7 +29,7 @@ MOST_LINES = {
     "plan": 2928,
     "simulate": 2419,
     "testing": 967,
-    "trace": 1308,
+    "trace": 1297,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""
 

@@ -27,7 +27,6 @@ from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import Event
 from pp_offload.trace import timeline as tl
 from pp_offload.trace.timeline import Sample, Span, Timeline
-from pp_offload.trace.virtual import VirtualStreams
 
 logger = logger_of(__name__)
 
@@ -43,6 +42,56 @@ class Note:
     args: dict[str, Any] = field(default_factory=dict)
     counts: Counts | None = None
     """Counts of a group, whose bytes are final only when the recording ends."""
+
+
+class _VirtualStreams:
+    """Notes of operators and stalls, and the times of copies, of a virtual device's streams, which
+    call ``copied`` and ``computed`` with the times of their work. Events would be less exact: an
+    event between two works has the end of the first as its time, though the host may launch the
+    second later.
+
+    Args:
+        add: Adds a note of a track, a name, a begin and an end, and returns it.
+
+    Attributes:
+        waits: Waits of compute for copies since compute last worked, by name.
+    """
+
+    def __init__(self, add: Callable[[str, str, float, float], Any]) -> None:
+        self.waits: list[tuple[str, Lap]] = []
+        self._add = add
+        self._operators: Any = None
+        self._copies: list[tuple[float, float]] = []
+
+    def times_of_copies(self, begin: Any, end: Any) -> tuple[Any, Any]:
+        """Return begin and end of the copies since the last call, which events are around."""
+        copies, self._copies = self._copies, []
+        copies = [copy for copy in copies if copy[0] >= begin.time_s]  # not those of others
+        return (copies[0][0], copies[-1][1]) if copies else (begin, end)
+
+    def copied(self, ready_s: float, begin_s: float, end_s: float) -> None:
+        self._copies.append((begin_s, end_s))
+
+    def computed(self, ready_s: float, begin_s: float, end_s: float) -> None:
+        """Note work of compute, and its waits before."""
+        waits, self.waits = self.waits, []
+        for name, lap in waits:
+            begin: Any = lap.begin
+            end: Any = lap.end
+            wait_s, until_s = max(ready_s, begin.time_s), min(end.time_s, begin_s)
+            if wait_s < until_s:
+                self._stalled(tl.WAITS_FOR_OTHERS, ready_s, wait_s)
+                self._stalled(name, wait_s, until_s)
+                ready_s = until_s
+        self._stalled(tl.WAITS_FOR_OTHERS, ready_s, begin_s)
+        if self._operators is not None and self._operators.end == begin_s:
+            self._operators.end = end_s
+        elif begin_s < end_s:
+            self._operators = self._add(tl.OPERATORS, "operators", begin_s, end_s)
+
+    def _stalled(self, name: str, begin_s: float, end_s: float) -> None:
+        if begin_s < end_s:
+            self._add(tl.COMPUTE, name, begin_s, end_s)
 
 
 class Recorder(Observer):
@@ -77,7 +126,7 @@ class Recorder(Observer):
         self._notes: list[Note] = []
         self._readings: list[tuple[Any, dict[str, int]]] = []
         self._least_peak = self._num_on_demand = 0
-        self._virtual: VirtualStreams | None = None
+        self._virtual: _VirtualStreams | None = None
         self._sources: list[tuple[Any, Callable[..., None]]] = []  # to which it listens
         self._owners: dict[str, list[object]] = {}  # by kind of track
         self._open: dict[Group, Note] = {}
@@ -118,7 +167,7 @@ class Recorder(Observer):
             self._base_ns, self._host_zero_s = time.time_ns(), time.perf_counter()
         with self._offloader.lock:
             if is_virtual:
-                self._virtual = virtual = VirtualStreams(self._add)
+                self._virtual = virtual = _VirtualStreams(self._add)
                 self._listen(self._backend.current_stream(), virtual.computed)
                 for stream in (self._backend.d2h, self._backend.h2d):
                     self._listen(stream, virtual.copied)

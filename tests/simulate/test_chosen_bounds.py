@@ -99,26 +99,6 @@ def training() -> Iterator[Training]:
         yield Training(manager)
 
 
-def test_only_the_first_steps_are_timed(training: Training) -> None:
-    made = 0
-    timed_event = VirtualBackend.timed_event
-
-    def counted(backend: VirtualBackend, stream: Any) -> VirtualEvent:
-        nonlocal made
-        made += 1
-        return timed_event(backend, stream)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VirtualBackend, "timed_event", counted)
-        counts = []
-        for _ in range(5):
-            training.timed_step()
-            counts.append(made)
-    assert 0 < counts[0] < counts[1] and counts[2] == counts[4]
-    assert counts[2] == counts[1] + 1, "the end of the second step"
-    assert not training.manager.offloader.observers.reached
-
-
 def test_bounds_do_not_grow_beyond_the_device() -> None:
     """A step that fits is followed by steps that fit."""
     device = hardware(2.9)
