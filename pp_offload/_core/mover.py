@@ -45,6 +45,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from pp_offload._common.processes import check
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted
 from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import Arrived, ComputeStreams, InFlight
@@ -55,7 +56,7 @@ from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._memory.host_pool import HostBytes
 from pp_offload.backends import Backend, Event, Stream, captured, those_captured
-from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError, TierError
+from pp_offload.errors import OffloadError, SavedTensorModifiedError, TierError
 
 _spec = attrgetter("shape", "dtype")  # loops in C
 
@@ -328,13 +329,7 @@ class Mover:
             reload = back.reloads[index]
             is_there = reload is not None and reload.is_there and reload.stream == live
             if is_there and not batch.changed and not self.backend.is_capturing:
-                tensor = back.device[index]
-                if tensor is not None and back.uses_left[index] == 1 and back.versions[index] == -1:
-                    self.arrived.unused_bytes -= back.sizes[index]  # as _use(), without a call
-                    back.given[index], back.device[index] = weakref.ref(tensor), None
-                    back.uses_left[index], back.versions[index] = 0, tensor._version
-                else:
-                    tensor = self._use(batch, index)
+                tensor = self._use(batch, index)
         if tensor is None:
             tensor = self._bring(batch, index, self._captured(live))
         if self.verifier is not None and not self.backend.is_capturing:
@@ -533,18 +528,10 @@ _MOVERS: WeakSet[Mover] = WeakSet()
 
 def _after_fork() -> None:
     """Copies, threads and files do not follow a fork: graphs of the parent raise in the child."""
-    forked = partial(_raise_forked, os.getppid(), os.getpid())
+    forked: Any = partial(check, os.getppid(), "this saved tensor")
     for mover in _MOVERS:
         mover.lock = threading.RLock()  # a thread that does not exist here may hold the old one
         mover.current_stream = forked  # called first by every copy and every use
-
-
-def _raise_forked(parent: int, child: int) -> Stream:
-    raise ForkedError(
-        f"this saved tensor belongs to process {parent}, and this is process {child}, forked from "
-        "it: its copies do not follow; run forward and backward in the same process, and fork (or "
-        "start workers) when no graph is needed on the other side"
-    )
 
 
 os.register_at_fork(after_in_child=_after_fork)

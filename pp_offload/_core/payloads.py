@@ -115,25 +115,17 @@ def by_storage(refs: Iterable[weakref.ref[Saved]]) -> ByStorage:
 def collect(by_storage: ByStorage) -> Payloads:
     payloads = Payloads()
     for key, (storage, members) in by_storage.items():
-        tensor = members[0].tensor
-        assert tensor is not None
         if key < 0:  # a part, for a recipe
             payloads.views.append(len(payloads.sizes))
-            payloads.add(tensor, members, None)
+            payloads.add(members[0].here, members, None)
             payloads.parts.append(payloads.views[-1])
-            continue
-        num_bytes = storage.nbytes()
-        is_whole = tensor.nbytes == num_bytes and tensor.is_contiguous()
-        is_alone = len(members) == 1 or all([saved.tensor is tensor for saved in members])
-        if is_whole and is_alone and (1 not in tensor.shape or has_new_strides(tensor)):
-            payloads.add(tensor, members, storage)
-        elif num_bytes:  # else its owner emptied it, and will fill it again, as FSDP does
+        elif storage.nbytes():  # else its owner emptied it, and will fill it again, as FSDP does
             _add_views(payloads, members, storage)
     return payloads
 
 
 def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage) -> None:
-    """Add the payloads of one storage that is saved several times, or in part."""
+    """Add the payloads of one storage."""
     by_geometry: dict[Geometry, list[Saved]] = {}
     for member in members:
         assert member.tensor is not None

@@ -38,36 +38,27 @@ def test_the_kernel_says_what_is_available(tmp_path: Path) -> None:
     ("limit", "used", "stat", "expected"),
     [
         ("3000000", "1000000", "", 2000000),
-        ("3000000", "1000000", "anon 5\ninactive_file 500000\n", 2500000),
+        ("3000000", "1000000", "anon 5\n{}inactive_file 500000\n", 2500000),
         ("max", "1000000", "", 5000 * KIB),
+        ("9223372036854771712", "1000000", "", 5000 * KIB),  # what v1 writes for "max"
         ("1000", "5000", "", 0),
     ],
 )
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("group", ["slurm/job", "slurm"], ids=["its own", "above"])
-def test_cgroup_v2(
-    tmp_path: Path, limit: str, used: str, stat: str, expected: int, group: str
+@pytest.mark.parametrize("version", [1, 2])
+def test_cgroups(
+    tmp_path: Path, limit: str, used: str, stat: str, expected: int, group: str, version: int
 ) -> None:
+    names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    names = names if version == 1 else ("memory.max", "memory.current")
+    folder = f"sys/fs/cgroup/{'memory/' if version == 1 else ''}{group}"
     files = {
         "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/slurm/job\n",
-        f"sys/fs/cgroup/{group}/memory.max": limit,
-        f"sys/fs/cgroup/{group}/memory.current": used,
-        f"sys/fs/cgroup/{group}/memory.stat": stat,
-    }
-    assert available_bytes(system(tmp_path, files)) == expected
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("900000", 800000 + 1000), ("9223372036854771712", 5000 * KIB)]
-)
-def test_cgroup_v1(tmp_path: Path, limit: str, expected: int) -> None:
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "5:devices:/x\n4:memory:/job\n",
-        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": limit,
-        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "100000",
-        "sys/fs/cgroup/memory/job/memory.stat": "total_inactive_file 1000\n",
+        "proc/self/cgroup": f"5:devices:/x\n{'4:memory' if version == 1 else '0:'}:/slurm/job\n",
+        f"{folder}/{names[0]}": limit,
+        f"{folder}/{names[1]}": used,
+        f"{folder}/memory.stat": stat.format("total_" if version == 1 else ""),
     }
     assert available_bytes(system(tmp_path, files)) == expected
 
