@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 630,
     "_checkpoint": 1326,
     "_common": 1165,
-    "_core": 4556,
+    "_core": 4551,
     "_groups": 3176,
     "_hooks": 419,
     "_megatron": 1246,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "integrations": 1083,
     "plan": 2928,
     "simulate": 2419,
-    "testing": 967,
+    "testing": 960,
     "trace": 1297,
 }
 """What may never grow again. These are ceilings: whoever makes a folder smaller lowers them."""

@@ -20,12 +20,7 @@ from torch import Tensor
 from pp_offload._common.torch_private import NODES, assert_async, fused_rms_norm
 from pp_offload.errors import OffloadError
 
-
-class _Unknown:
-    """See :data:`UNKNOWN`."""
-
-
-UNKNOWN: Any = _Unknown()
+UNKNOWN: Any = object()
 """Stands for a term whose input was not saved: the tensor is copied."""
 
 

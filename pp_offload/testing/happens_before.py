@@ -206,12 +206,8 @@ class RaceDetector:
         on bytes of host memory is host memory, too.
         """
         key = storage._cdata
-        history = self._histories.get(key)
-        return self._begin(key, storage, owner, is_host) if history is None else history
-
-    def _begin(
-        self, key: int, storage: UntypedStorage, owner: StreamClock, is_host: bool
-    ) -> StorageHistory:
+        if (seen := self._histories.get(key)) is not None:
+            return seen
         extent = _bytes_of(storage)
         is_host = is_host or any(extent.start in host for host in list(self._host_bytes.values()))
         history = StorageHistory(owner, is_host)

@@ -142,7 +142,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         if self.is_capturing:
             raise no_memory_in_captures(nbytes)
         self.num_host_allocations += 1
-        with self._inside():
+        with unwatched():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(POISON)
         self._timeline.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
         return buffer
@@ -159,9 +159,6 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         """Run all copies, and have the host wait for all work."""
         self._timeline.forbid_in_capture("the device is synchronized")
         self._timeline.synchronize()
-
-    def _inside(self) -> AbstractContextManager[None]:
-        return unwatched()
 
     def _check_copy(
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool

@@ -14,6 +14,7 @@ from torch import Tensor
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.testing import SimulatedBackend
+from pp_offload.testing.copies import unwatched
 
 
 def models(manager: PipelineOffloadManager, **options: Any) -> tuple[Model, Model]:
@@ -174,7 +175,7 @@ def test_what_is_discarded_before_its_copy_is_an_error(
         storage.resize_(0)
         others = [torch.full((9,), 7.0) for _ in range(20)]
         if is_filled_again:
-            with simulated._inside():  # else the simulated device would report the race itself
+            with unwatched():  # else the simulated device would report the race itself
                 storage.resize_(nbytes)
                 if storage.data_ptr() == address:  # it is elsewhere while the old memory is there
                     storage.resize_(2 * nbytes)
