@@ -91,18 +91,17 @@ def test_the_printed_table_is_that_of_the_bytes_given(
 
 @pytest.mark.parametrize(("is_on", "rank"), [(False, 0), (True, 1), (True, 0)])
 def test_debug_speaks_on_its_rank_through_logging(
-    is_on: bool, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_on: bool,
+    rank: int,
+    one_rank: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(fine_grained_activation_offload, "DEBUG", is_on)
     monkeypatch.setattr(fine_grained_activation_offload, "DEBUG_RANK", rank)
     with caplog.at_level(logging.DEBUG):
-        debug_rank("step %s")
-    assert ("step %s" in caplog.text) is (is_on and rank == 0)
-
-
-def test_log_lines_name_the_rank(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
-    fine_grained_activation_offload.log_on_rank("100%", 0)
-    assert caplog.messages == ["pp_offload [rank 0]: 100%"]
+        debug_rank("100% %s")
+    assert caplog.messages == ["pp_offload [rank 0]: 100% %s"] * (is_on and rank == 0)
 
 
 def test_the_summary_is_that_of_the_current_manager(
