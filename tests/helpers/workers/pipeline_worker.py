@@ -19,7 +19,7 @@ from helpers.workers.steps import WIDTH, gradients, stage_indices
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload.pipelining import attach
 
-NUM_MICROBATCHES = 12
+NUM_MICROBATCHES = 8
 WINDOW_BYTES = 768
 """Twice what a group saves."""
 
