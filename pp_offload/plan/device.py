@@ -134,8 +134,6 @@ class NumberDevice(VirtualBackend):
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
         self.memory = Bytes()
-        # If True, copies share no rate, because each direction has one stream.
-        self._copies_are_alone = self.link.are_apart and not hardware.copies_slow_compute
 
     def current_stream(self) -> VirtualStream:
         """Return the compute stream, the only one of the device."""
@@ -154,12 +152,3 @@ class NumberDevice(VirtualBackend):
         """Copy a part of a tensor into memory of its own."""
         self.run([seconds])
         return self.memory.tensor(nbytes)
-
-    def copy(self, stream: Any, targets: Sequence[Any], sources: Sequence[Any], label: str) -> None:
-        """Launch copies one behind the other."""
-        to_host = stream is self.d2h
-        for target in targets:
-            if self._copies_are_alone:
-                stream.launch(self.link.seconds(target.nbytes, to_host=to_host))
-            else:
-                self.launch_copy(stream, target.nbytes, to_host=to_host)

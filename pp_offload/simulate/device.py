@@ -118,7 +118,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """Take the time of the copies, one after the other."""
         assert isinstance(stream, VirtualStream)
         for target in targets:
-            self.launch_copy(stream, target.nbytes, to_host=not target.is_meta)
+            self.launch_copy(stream, target.nbytes, to_host=stream is self.d2h)
 
     def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:
         """Launch a copy over the link."""
