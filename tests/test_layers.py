@@ -26,7 +26,7 @@ MOST_LINES = {
     "cli": 1066,
     "compat": 112,
     "integrations": 1083,
-    "plan": 2928,
+    "plan": 2917,
     "simulate": 2419,
     "testing": 960,
     "trace": 1297,

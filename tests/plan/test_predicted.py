@@ -61,7 +61,7 @@ def test_random_pipelines_cost_what_they_cost_the_engine(
 
 def test_without_offload() -> None:
     in_parts = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
-    for seed, schedules in [*product(range(3), [None]), *product(range(3), [in_parts])]:
+    for seed, schedules in [*product(range(2), [None]), *product(range(2), [in_parts])]:
         drawn = draw_pipeline(seed, schedules=schedules)
         how = drawn.order, drawn.work, drawn.hardware
         with ordered_parts():

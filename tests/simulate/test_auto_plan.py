@@ -124,8 +124,7 @@ class Feedforward(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("num_saved", [40, 160])
-@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize(("num_saved", "resets"), [(40, True), (160, False)])
 def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets: bool) -> None:
     weights = 2 * NUM_LAYERS * WIDTH**2 * 2
     limit = num_saved * SAVED_BYTES + 2 * weights
