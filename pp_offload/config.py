@@ -68,7 +68,7 @@ class OffloadConfig:
             ``"auto"`` begins with twice the largest group, at least 512 MiB. If the device has a
             clock and ``tiers`` is ``("host",)``, the engine then times steps, and chooses the
             fewest bytes, at least 512 MiB, with which compute never waits, as far as the link to
-            the host and the memory of the device permit. A log line says what was chosen.
+            the host and the memory of the device permit.
 
             The option also limits host bytes on the way to and from the disk.
         prefetch_bytes: In bytes, default ``"auto"``. Limit on device bytes that are reloaded before
