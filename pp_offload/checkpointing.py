@@ -189,6 +189,7 @@ def _follow(model: Module, recompute: Recompute) -> None:
 
 
 def _begin(recompute: Recompute, module: Module, inputs: Any) -> None:
+    recompute.check_idle()
     recompute.begin()
 
 

@@ -266,3 +266,15 @@ def test_a_checkpointed_model_can_be_pickled_and_is_not_to_be_checkpointed_again
         each(torch.ones(3, 2)).square().sum().backward()
         results.append([p.grad for p in each.parameters()])
     assert same_bits(*results)
+
+
+def test_one_warning_where_checkpoints_offload_nothing() -> None:
+    """Every tensor is smaller than the smallest that may leave."""
+    backend = make_backend("cpu")
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    params = FullACParams(offload_inputs=True, min_offload_size=1000)
+    apply_("full_activation_checkpointing", "0", model, params, backend=backend)
+    with pytest.warns(UserWarning, match="1 checkpoints offloaded nothing.*at least 1000 ") as told:
+        for _ in range(3):
+            model(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    assert len(told) == 1

@@ -38,6 +38,10 @@ from pp_offload.config import OffloadConfig, config_or_default
 
 logger = logger_of(__name__)
 
+
+MANY_TENSORS = 64
+"""More tensors than an operator saves, except a compiled model; compiled layers save fewer."""
+
 OPTIONS = OffloadConfig()
 """Options of plans in which only a limit keeps groups on the device."""
 
@@ -86,7 +90,7 @@ class ActivationStash:
         allocate = None if use_pin_memory else pageable
         self._make = partial(Offloader, self.backend, config, allocate=allocate)
         self._inherited: Offloader | None = None
-        self._has_warned = self._has_logged = False
+        self._has_warned = self._has_warned_of_many = self._has_logged = False
         self._start()
 
     def _start(self) -> None:
@@ -232,4 +236,19 @@ class ActivationStash:
         group, forward.open = forward.open, None
         # Another thread may have ended the step meanwhile, and a step drops open groups.
         if forward.chunk is not None and group in forward.chunk.open_groups:
+            self._warn_of_many(len(group.saved_refs))
             forward.chunk.commit(self.name)
+
+    def _warn_of_many(self, num_tensors: int) -> None:
+        """Warn once of a model that is compiled as a whole. Source: pytorch/pytorch#148222."""
+        if self.max_tensors is None or num_tensors < self.max_tensors + MANY_TENSORS:
+            return
+        if not self._has_warned_of_many:
+            self._has_warned_of_many = True
+            logger.warning(
+                "pp_offload: one operator saved about %d tensors at once, as a model does that is "
+                "compiled as a whole: none leaves before its forward is over, and its backward "
+                "needs all of them on the device; expected layers that are compiled one by one: "
+                "for layer in model.layers: layer.compile()",
+                num_tensors,
+            )

@@ -29,10 +29,13 @@ from pp_offload._activations.context import Forward, OffloadActivations
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
+from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload._core.saved import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
+
+logger = logger_of(__name__)
 
 
 class OffloadHiddenStates(OffloadActivations):
@@ -76,14 +79,25 @@ class OffloadHiddenStates(OffloadActivations):
         self.keep_module(model)
         self.pack_hook = partial(_pack_noted, self.stash)
         self._model = weakref.ref(model)
+        self._has_warned = False
 
     def _begin(self, forward: Forward) -> None:
         model = self._model()
         if model is not None:  # each time: a trainer enables checkpoints when it begins
-            for layer, name in _checkpointed(model):
+            layers = list(_checkpointed(model))
+            for layer, name in layers:
                 function = getattr(layer, name)
                 if not isinstance(function, _Noting):
                     setattr(layer, name, _Noting(function))
+            if not layers and torch.is_grad_enabled() and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "no layer of %s is checkpointed, so nothing leaves the device; call "
+                    "model.activation_checkpointing_enable() before the forward "
+                    "(gradient_checkpointing_enable before transformers 5.23), or take "
+                    "OffloadActivations, with which all activations leave",
+                    type(model).__name__,
+                )
         super()._begin(forward)
 
 

@@ -82,7 +82,7 @@ class Recompute:
         by_op = params if isinstance(params, SelectiveOpACParams) else None
         self._kept = by_op.kept_ops() if by_op else {}
         self._offloaded = by_op.offloaded_ops() if by_op else []
-        self._has_warned_of_cache = False
+        self._is_checked = self._has_warned_of_cache = False
         if params.offload_inputs or self._offloaded:
             smallest = params.min_offload_size
             self.stash = ActivationStash(
@@ -99,6 +99,21 @@ class Recompute:
     def begin(self) -> None:
         if self.stash is not None:
             self.stash.begin()
+
+    def check_idle(self) -> None:
+        """Warn, once, if the checkpoints so far should have offloaded tensors, but did not."""
+        stash, num_calls = self.stash, self.counts.forward_calls
+        if stash is None or self._is_checked or not num_calls:
+            return
+        self._is_checked = True
+        if stash.statistics().bytes_offloaded == 0:
+            ops = f", or of {sorted(map(str, self._offloaded))}" if self._offloaded else ""
+            warnings.warn(
+                f"{num_calls} checkpoints offloaded nothing: there was no input{ops} of at least "
+                f"{stash.min_offload_size} bytes on the device that no operator wrote into; lower "
+                "min_offload_size, or name operators that the layers call",
+                stacklevel=2,
+            )
 
     @never_compiled
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

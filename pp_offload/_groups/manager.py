@@ -6,7 +6,7 @@
 
 A step runs from one :meth:`Manager.reset` to the next. A step is complete if backward reached every
 chunk that has groups. The plan is made from a complete step, and made again when a later one
-differs.
+differs; one line in the log says so.
 """
 
 from __future__ import annotations
@@ -370,6 +370,15 @@ class Manager:
         """Make the plan, and the step's summary, from a complete step."""
         old = self.offloader.plan
         self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
+        has_same_room = (plan.stay, plan.lean) == (old.stay, old.lean)
+        if not self.step.is_warmup and plan != old and has_same_room:
+            logger.info(
+                "the step changed from %d chunks with %d groups to %d with %d; the new plan keeps "
+                "%d groups on the device",
+                *(len(old.names), sum(map(len, old.names.values()))),
+                *(len(plan.names), sum(map(len, plan.names.values()))),
+                len(plan.kept),
+            )
         smallest = self.step.smallest_numel
         if plan.num_unplanned and plan != old:
             logger.warning(

@@ -20,6 +20,7 @@ NOTE [ Footprint ]
 
 from __future__ import annotations
 
+import logging
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,11 @@ SETTLED_FRACTION = 64
 
 SETTLED_GRANULES = 128
 """The smallest settled slab is about this part of the peak."""
+
+NOTED_S, SLOW_S = 0.1, 1.0
+"""A step whose allocations take this long logs the time, as information and as a warning. Ordinary
+memory is faster; a first step that is seconds slower than others looks like slow training.
+"""
 
 WASTE_ALLOWED = 1.03
 """Reserved bytes / peak bytes in use, above which settling is worth new allocations."""
@@ -151,6 +158,7 @@ class HostPool:
         self._lent: dict[int, tuple[weakref.ref[Any], HostBytes]] = {}  # by id of the reference
         self._returned: deque[weakref.ref[Any]] = deque()
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
+        self._new_bytes, self._new_s = 0, 0.0  # allocated since the last settle(), and how long
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
         """Return host memory that is free at the next call after ``owner`` is garbage.
@@ -194,7 +202,20 @@ class HostPool:
         return sum(len(host.sizes) for _, host in self._lent.values())
 
     def settle(self) -> None:
-        """Between steps, if no byte is in use and no copy runs: see NOTE [ Footprint ]."""
+        """Between steps: fit slabs to the peak, and log how long the step allocated."""
+        self._fit_slabs()
+        if self._new_s >= NOTED_S:
+            logger.log(
+                logging.WARNING if self._new_s >= SLOW_S else logging.INFO,
+                "the step pinned %.2f GiB of host memory, which took %.1f s; later "
+                "steps use this memory again",
+                self._new_bytes / 2**30,
+                self._new_s,
+            )
+        self._new_bytes, self._new_s = 0, 0.0
+
+    def _fit_slabs(self) -> None:
+        """Replace slabs if no byte is in use and no copy runs: see NOTE [ Footprint ]."""
         self._collect()
         peak = self._peak_bytes
         if self._lent or peak == self._settled_bytes:
@@ -352,12 +373,15 @@ class HostPool:
     def _add_slab(self, nbytes: int, *, force: bool = False) -> None:
         reserved = self._budget.reserve(nbytes, force=force)
         self.num_allocations += 1
+        begin_s = perf_counter()
         try:
             with outside_inference_mode():
                 data = self._allocate(nbytes)
         except MemoryError:
             del reserved  # or the traceback would keep it counted
             raise
+        self._new_s += perf_counter() - begin_s
+        self._new_bytes += nbytes
         self._slabs[self._end] = Slab(data, reserved)
         self._free.add(self._end, nbytes)
         self._end += nbytes + ALIGNMENT  # a gap, or ranges of two slabs would be merged

@@ -6,8 +6,9 @@ which satisfy the protocols of :mod:`pp_offload.backends.base` as they are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import methodcaller
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind
+from pp_offload._common.processes import logger_of
 from pp_offload._common.torch_private import (
     accelerator_device,
     accelerator_stats,
@@ -24,6 +26,8 @@ from pp_offload._common.torch_private import (
 )
 from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
 from pp_offload.backends.captures import no_memory_in_captures
+
+logger = logger_of(__name__)
 
 
 class AcceleratorBackend(Backend):
@@ -47,6 +51,8 @@ class AcceleratorBackend(Backend):
         if device is not None:
             check_kind("device", device, torch.device, "a torch.device", "write torch.device(...)")
         self.device = _with_number(device)
+        if self.device.type == "cuda" and torch.version.cuda is not None:  # ROCm has other names
+            _warn_of_one_queue()
         self.name = str(self.device)
         self.is_host = False
         # By index: a tenth of the time that asking by device takes.
@@ -164,6 +170,23 @@ class AcceleratorBackend(Backend):
         """Block until both copy streams are empty; in a capture nothing runs."""
         if not self.is_capturing:
             super().synchronize()
+
+
+@cache
+def _warn_of_one_queue() -> None:
+    """Warn, once, if all copies share a work queue, as where Megatron has one for kernels.
+
+    Source: CUDA programming guide, environment variables.
+    """
+    names = "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "CUDA_DEVICE_MAX_CONNECTIONS"
+    name = next((name for name in names if name in os.environ), "")
+    if os.environ.get(name) == "1":
+        logger.warning(
+            "%s=1 gives copies one work queue, where they can wait for each other "
+            "and for kernels that they do not need; start the process with "
+            "CUDA_DEVICE_MAX_COPY_CONNECTIONS=8, which leaves the queue of kernels as it is",
+            name,
+        )
 
 
 def _with_number(device: torch.device | None) -> torch.device:

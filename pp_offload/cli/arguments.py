@@ -65,6 +65,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "default": 50.0,
         "help": "GB/s from rank to rank",
     },
+    "--for": {
+        "choices": ["megatron"],
+        "dest": "engine",
+        "help": "print the flags with which Megatron-LM's own engine does nearly the same",
+    },
     "--recompute": {"action": BooleanOptionalAction, "default": True, "help": RECOMPUTE},
     "--limits": {"type": number(int, 2), "default": 8, "help": "number of limits to plan for"},
     "--output -o": {"type": Path, "help": "file for the plan: plan.json"},
@@ -118,7 +123,7 @@ COMMANDS = {
         "Choose what each rank keeps, offloads and recomputes.",
         "The shortest step found in which no device holds more than the limit. The file is for "
         f'OffloadConfig(plan="plan.json"). {COUNTED}',
-        (*ENGINE, "--limit", "--recompute", "--output -o"),
+        (*ENGINE, "--limit", "--recompute", "--for", "--output -o"),
     ),
     "sweep": Command(
         "Compare the time of a step over limits of memory.",

@@ -14,6 +14,7 @@ from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.sizes import UNITS, parse_size
 from pp_offload._groups.plan import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
+from pp_offload.cli.megatron import megatron_text
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
 from pp_offload.cli.traces import compare as compare
 from pp_offload.cli.traces import trace as trace
@@ -75,6 +76,9 @@ def plan(given: Namespace) -> int:
     if given.output is not None:
         chosen.save(given.output)
     say(f"{pipeline.title}\n\n{table(chosen, without)}")
+    if given.engine == "megatron":
+        in_flight = [rank.num_in_flight for rank in without.ranks]
+        say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")
     if given.output is not None:
         say(_how_to_follow(chosen, given.output))
     return 0

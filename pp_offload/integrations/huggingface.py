@@ -43,6 +43,22 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
 """Words of other trainers for ``activation_offloading``, and their meaning here."""
 
 
+class TrainerMixin:
+    """Base of mixins, which do nothing unless they are before the trainer among the bases."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = list(cls.__mro__)
+        others = [base for base in bases if not issubclass(base, TrainerMixin)]
+        trainer = next((base for base in others if hasattr(base, "training_step")), None)
+        if trainer and bases.index(trainer) < bases.index(TrainerMixin):
+            name = next(base.__name__ for base in bases if TrainerMixin in base.__bases__)
+            raise TypeError(
+                f"{cls.__name__} has {trainer.__name__} before {name}, which it never calls; "
+                f"expected class {cls.__name__}({name}, {trainer.__name__})"
+            )
+
+
 class OfModel(Generic[Made]):
     """Offload of a trainer's current model, as its user and its arguments choose.
 
@@ -105,7 +121,7 @@ class OfModel(Generic[Made]):
         return dict(chosen)
 
 
-class ActivationOffloadingMixin:
+class ActivationOffloadingMixin(TrainerMixin):
     """Mixin before a ``Trainer``, which offloads the tensors that each training forward saves.
 
     Args:
@@ -121,7 +137,7 @@ class ActivationOffloadingMixin:
         kwargs: Further arguments of the trainer.
 
     Raises:
-        TypeError: An option is unknown.
+        TypeError: An option is unknown; or a trainer is before this one among the bases of a class.
         ValueError: The value of an option is invalid; or the choice whether anything is offloaded
             is neither True nor False, nor one of :data:`MODES`.
 

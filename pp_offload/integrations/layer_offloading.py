@@ -20,11 +20,11 @@ from torch.nn import Module
 
 from pp_offload._slices.offloaded_layers import OffloadedLayers
 from pp_offload.backends import default_backend
-from pp_offload.integrations.huggingface import OfModel
+from pp_offload.integrations.huggingface import OfModel, TrainerMixin
 from pp_offload.layers import lists_of_layers, offload_layers
 
 
-class LayerOffloadingMixin:
+class LayerOffloadingMixin(TrainerMixin):
     """Mixin before a ``Trainer``, which keeps parameters of layers on the host.
 
     Args:
@@ -37,7 +37,7 @@ class LayerOffloadingMixin:
             kwargs: Further arguments of the trainer.
 
     Raises:
-        TypeError: An option is unknown.
+        TypeError: An option is unknown; or a trainer is before this one among the bases of a class.
         ValueError: The value of an option is invalid; or the choice whether anything is offloaded
             is neither True nor False.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -62,7 +63,7 @@ def with_offload(
             f"pipelining_fn of {spec.name} is None, so this model has no pipeline; set "
             "activation_checkpoint to OffloadAC.Config() instead"
         )
-    make_schedule = spec.pipelining_fn
+    make_schedule, parallelize = spec.pipelining_fn, spec.parallelize_fn
 
     @functools.wraps(make_schedule)
     def pipelining_fn(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +71,17 @@ def with_offload(
         attach(result[0], groups, config)
         return result
 
-    return dataclasses.replace(spec, pipelining_fn=pipelining_fn)
+    @functools.wraps(parallelize)
+    def parallelize_fn(model: Module, *, parallel_dims: Any, **kwargs: Any) -> Any:
+        if not parallel_dims.pp_enabled:
+            warnings.warn(
+                "with_offload offloads nothing, for pipeline_parallel_degree is 1; set "
+                "activation_checkpoint to OffloadAC.Config() instead",
+                stacklevel=2,
+            )
+        return parallelize(model, parallel_dims=parallel_dims, **kwargs)
+
+    return dataclasses.replace(spec, pipelining_fn=pipelining_fn, parallelize_fn=parallelize_fn)
 
 
 class OffloadAC(FullAC):

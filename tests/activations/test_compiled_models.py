@@ -111,6 +111,22 @@ def test_a_model_is_compiled_once(name: str) -> None:
     assert offloaded_bytes[0] == offloaded_bytes[1] or way in (function, in_place)
 
 
+@pytest.mark.parametrize("way", [whole, parts])
+def test_one_warning_of_a_model_that_is_compiled_as_a_whole(
+    way: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its backward takes all saved tensors at once; that of a layer those of the layer."""
+    model = nn.Sequential(*(Turned() for _ in range(24)))
+    compute = way(model, backend="aot_eager")
+    offload = OffloadActivations(min_offload_size=1, backend=make_backend("cpu"))
+    for _ in range(2):
+        with offload:
+            loss = compute(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+    warnings = [line for line in caplog.messages if "layer.compile()" in line]
+    assert len(warnings) == (way is whole)
+
+
 def test_a_group_in_a_model_that_is_compiled_as_a_whole_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

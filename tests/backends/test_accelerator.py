@@ -167,6 +167,42 @@ def test_memory_is_what_tensors_of_this_process_may_have(
     assert backend_without_a_device().memory_bytes() == expected * GIB
 
 
+@pytest.mark.parametrize(
+    ("connections", "warns"),
+    [
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, True),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "1"}, True),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"}, False),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("cuda", ["13.0", None], ids=["CUDA", "ROCm"])
+def test_one_work_queue_for_all_copies_is_warned_of_once(
+    connections: dict[str, str],
+    warns: bool,
+    cuda: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Megatron's users set 1 to overlap the communication of tensor parallelism."""
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in connections.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(accelerator, "_with_number", lambda device: device)  # it need not be here
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    accelerator._warn_of_one_queue.cache_clear()
+    for _ in range(2):
+        AcceleratorBackend(torch.device("cuda", 0))
+    if not warns or cuda is None:
+        assert not caplog.records
+        return
+    (line,) = caplog.records
+    assert "with CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in line.getMessage()
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_device_that_is_not_here_is_refused_by_each_product(device: str) -> None:

@@ -185,3 +185,24 @@ def test_checkpoints_of_this_package_are_left_alone() -> None:
     assert same_bits(step(model, backend.device, offload), expected)
     assert model.layers[0].recompute.counts.forward_calls == 2 * LAYERS
     assert offload.statistics().bytes_offloaded == 0
+
+
+def test_where_no_layer_is_checkpointed_one_warning_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(TypeError, match="model is 3, expected an nn.Module"):
+        OffloadHiddenStates(3)  # type: ignore[arg-type]
+    model, x, mask = Model(), torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    context = OffloadHiddenStates(model, min_offload_size=1, backend=CpuBackend())
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            with context:
+                loss = model(x, mask)
+            loss.backward()
+    assert context.statistics().bytes_offloaded == 0
+    assert caplog.text.count("no layer of Model is checkpointed") == 1
+    caplog.clear()
+    by_flag(model, use_reentrant=False)
+    with caplog.at_level("WARNING"), OffloadHiddenStates(model, backend=CpuBackend()):
+        model(x, mask).backward()
+    assert "is checkpointed" not in caplog.text

@@ -97,6 +97,7 @@ WRONG = {
     f"{GOOD} --limit 1Gb": "found '1Gb', expected a number above 0 with a unit of B, kB",
     f"{GOOD} --limit 1B": "--limit: limit_bytes is 1, expected at least",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "--output: found /nowhere/plan.json, expected a",
+    f"plan {' '.join(DEEP)} --gib 0.01 --limit 125MiB --for megatron": "expected names of Megatron",
     "plan helpers.cli_models:head_on_the_last --ranks 2 --limit 1GiB": "pattern 'head' matches no",
     "plan helpers.cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
     "sweep helpers.cli_models:good --png front.txt": "front.txt ends otherwise than pictures do",
@@ -107,3 +108,28 @@ WRONG = {
 @pytest.mark.parametrize("command", WRONG)
 def test_what_cannot_be_right_is_refused(command: str) -> None:
     check_refused(command, WRONG[command])
+
+
+MEGATRON = "plan helpers.cli_models:as_megatron --ranks 2 --length 1024 --microbatches 4".split()
+MEGATRON += "--min-numel 1 --for megatron --limit".split()
+
+
+def test_flags_of_megatrons_own_engine(tmp_path: Path) -> None:
+    """By them no stage keeps more groups than planned."""
+    path = tmp_path / "plan.json"
+    output = good(*MEGATRON, "125MiB", "--gib", 0.01, "--no-recompute", "-o", path)
+    flags = output.split("Flags of Megatron-LM:\n")[1].split("Its")[0].split()
+    assert " ".join(flags).startswith("--fine-grained-activation-offloading --offload-modules core")
+    options = dict(zip(flags[4::2], flags[5::2], strict=True))
+    assert options["--min-offloaded-tensor-size"] == "1"
+    fraction = float(options["--activation-offload-fraction"])
+    assert 0 < fraction < 1 and int(options["--delta-offload-bytes-across-pp-ranks"]) > 0
+    for rank in OffloadPlan.load(path).ranks:
+        for groups in rank.stages:
+            num_stay = sum(group.keeps for group in groups)
+            assert int(len(groups) * (1 - fraction)) <= num_stay
+
+
+def test_flags_of_recomputed_layers() -> None:
+    assert "Megatron-LM needs no flags: nothing is offloaded" in good(*MEGATRON, "1GiB")
+    assert "--recompute-granularity full --recompute-method block" in good(*MEGATRON, "125MiB")

@@ -208,9 +208,10 @@ def test_statistics_are_exact(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("counts", [(2, 6, 3, 8), (3, 4, 1)], ids=str)
 def test_every_microbatch_offloads_however_many_there_are(
-    kind: str, counts: tuple[int, ...]
+    kind: str, counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bytes scale with microbatches: nothing is silently left on the device."""
+    caplog.set_level("INFO")
     net = Net(("part",), layers=3)
     with session(kind) as manager:
         for step, num in enumerate(counts):
@@ -221,6 +222,8 @@ def test_every_microbatch_offloads_however_many_there_are(
             # A group saves two tensors or three; one group of each name may stay.
             assert moved >= num * 2 * 2 * PART
             assert_idle(manager)
+    changes = [line for line in caplog.messages if "the step changed from" in line]
+    assert len(changes) == len(counts) - 2, "a plan is made of the steps before the last"
 
 
 @pytest.mark.field("F14")

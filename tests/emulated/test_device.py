@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from types import ModuleType
 
 import pytest
@@ -83,6 +85,35 @@ def test_an_event_says_when_the_stream_was_there(emulated: ModuleType) -> None:
     assert start.elapsed_time(end) >= 20
 
 
+def test_the_pool_hands_out_its_streams_in_turn() -> None:
+    ids = [torch.Stream(device="emulated").stream_id for _ in range(65)]
+    assert len(set(ids)) == 32
+    assert ids[0] == ids[32] == ids[64]
+    assert 0 not in ids, "that is the default stream"
+
+
+def test_backward_runs_in_a_thread_of_autograd_on_the_stream_of_its_forward() -> None:
+    seen: list[tuple[int, torch.Stream]] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            seen.append((threading.get_ident(), compute()))
+            return grad
+
+    side = torch.Stream(device="emulated")
+    with side:
+        y = Look.apply(torch.ones(2, device="emulated", requires_grad=True))
+    y.sum().backward()
+    ((thread, stream),) = seen
+    assert thread != threading.get_ident()
+    assert stream == side
+
+
 # Memory
 
 
@@ -96,3 +127,48 @@ def test_memory_is_free_for_its_own_stream_at_once(emulated: ModuleType) -> None
         assert z.data_ptr() == address
     assert y.eq(2).all() and z.eq(5).all()
     assert torch.empty(N + 777, device="emulated").isnan().all(), "what is allocated holds poison"
+
+
+def test_memory_is_counted(emulated: ModuleType) -> None:
+    emulated.empty_cache()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    x = torch.empty(1024, device="emulated")
+    assert torch.accelerator.memory_allocated() - before == 4096
+    del x
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() - before == 4096
+    reserved = torch.accelerator.memory_reserved()
+    emulated.empty_cache()
+    assert reserved - torch.accelerator.memory_reserved() >= 4096
+
+
+def test_pinned_memory_is_used_again_when_its_copy_is_through(emulated: ModuleType) -> None:
+    torch.accelerator.empty_host_cache()
+    source, on_device = torch.empty(N, pin_memory=True), torch.ones(N, device="emulated")
+    address = source.data_ptr()
+    assert source.is_pinned() and not torch.empty(N).is_pinned()
+    with emulated.hold(compute()):
+        on_device.copy_(source, non_blocking=True)
+        del source
+        other = torch.empty(N, pin_memory=True)
+        assert other.data_ptr() != address
+    compute().synchronize()
+    assert torch.empty(N, pin_memory=True).data_ptr() == address
+
+
+def test_pageable_memory_is_read_before_the_copy_returns(emulated: ModuleType) -> None:
+    given = some(N)
+    source = given.clone()
+    with emulated.hold(compute()):
+        x = source.to("emulated", non_blocking=True)
+        source.fill_(7)
+    assert x.cpu().equal(given)
+
+
+def test_pinned_memory_that_went_back_is_poisoned() -> None:
+    host = torch.ones(N, pin_memory=True)
+    alias = torch.frombuffer((ctypes.c_float * N).from_address(host.data_ptr()), dtype=torch.float)
+    del host
+    torch.accelerator.empty_host_cache()
+    assert alias.isnan().all()

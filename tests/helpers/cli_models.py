@@ -82,3 +82,10 @@ def head_on_the_last(num_stages: int, length: int) -> Modules:
 
 def broken(num_stages: int, length: int) -> Modules:
     raise ValueError("what went wrong in my model")
+
+
+def as_megatron(num_stages: int, length: int) -> Modules:
+    """Groups named as Megatron's modules, in layers that may be recomputed."""
+    work = deep(num_stages, length)
+    work.layers, work.groups = "*", {"core_attn": "*.0", "attn_proj": "*.1"}
+    return work

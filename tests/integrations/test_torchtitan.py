@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,14 @@ def test_a_spec_attaches_its_schedule_and_stays_the_same_otherwise() -> None:
     assert spec.pipelining_fn.__doc__ == "Makes none."
     with pytest.raises(TypeError, match="schedule is None"):
         spec.pipelining_fn()
+
+
+def test_a_spec_warns_where_there_is_no_pipeline(recwarn: pytest.WarningsRecorder) -> None:
+    spec, model = with_offload(SPEC, GROUPS), nn.Linear(1, 1)
+    assert spec.parallelize_fn(model, parallel_dims=SimpleNamespace(pp_enabled=True)) is model
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="pipeline_parallel_degree is 1.*OffloadAC"):
+        spec.parallelize_fn(model, parallel_dims=SimpleNamespace(pp_enabled=False))
 
 
 def checkpointed(**options: Any) -> nn.Module:

@@ -13,7 +13,11 @@ import pytest
 import torch
 from helpers.toy import same_bits
 
-from pp_offload import OffloadConfig
+from pp_offload import (
+    ActivationOffloadingMixin,
+    LayerOffloadingMixin,
+    OffloadConfig,
+)
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -29,7 +33,7 @@ from helpers.tiny_llama import (
     plain,
     train,
 )
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 __all__ = ["imports_frozen"]
 
@@ -227,6 +231,13 @@ def test_a_word_that_nobody_knows_is_refused_at_once(place: str, tmp_path: Path)
     words = "'yes', expected True, False, 'off', 'disk', 'hidden_states', 'legacy' or a mapping"
     with pytest.raises(ValueError, match=f"activation_offloading.* is {words}"):
         trainer_of("yes", place, tmp_path)
+
+
+@pytest.mark.parametrize("mixin", [ActivationOffloadingMixin, LayerOffloadingMixin])
+def test_a_trainer_comes_behind_the_mixin(mixin: type) -> None:
+    name = mixin.__name__
+    with pytest.raises(TypeError, match=rf"Trainer before {name}.*class Behind\({name}, Trainer"):
+        type("Behind", (Trainer, mixin), {})
 
 
 def test_no_library_is_imported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pp_offload._memory import host_pool
 from pp_offload._memory.budget import HostBudget, as_another_process
 from pp_offload._memory.host_pool import ALIGNMENT, MIN_SLAB_BYTES, HostBytes, HostPool
 
@@ -217,6 +219,34 @@ def test_memory_that_can_be_pinned_only_in_smaller_pieces_comes_in_smaller_piece
     larger = Owner(pool, [4 * MIB])  # in ordinary memory
     assert "ulimit -l" in caplog.text and len(caplog.records) == 1
     assert pool.in_use_bytes == owner.host.nbytes + larger.host.nbytes == pool.reserved_bytes
+
+
+@pytest.mark.parametrize(("seconds", "levels"), [(0.001, []), (0.3, [logging.WARNING])])
+def test_a_step_says_how_long_it_pinned(
+    seconds: float,
+    levels: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With what settling pins; and no step does that pins nothing."""
+    now_s = 0.0
+
+    def slow(nbytes: int) -> Tensor:
+        nonlocal now_s
+        now_s += seconds
+        return plain(nbytes)
+
+    monkeypatch.setattr(host_pool, "perf_counter", lambda: now_s)
+    caplog.set_level(logging.INFO, logger="pp_offload")
+    pool = HostPool(slow, HostBudget(LIMIT))
+    for _ in range(3):
+        owner = Owner(pool, [MIB] * 17)
+        del owner
+        pool.settle()
+    assert [line.levelno for line in caplog.records] == levels
+    took = f"{18 / 1024 + pool.reserved_bytes / 2**30:.2f} GiB of host memory, which took"
+    for line in caplog.messages:
+        assert f"pinned {took} {pool.num_allocations * seconds:.1f} s;" in line
 
 
 # The footprint, at the sizes of real models
