@@ -32,7 +32,9 @@ from torch.nn import Module
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind
 from pp_offload._common.module_names import listed, matching
+from pp_offload._common.sizes import size_text
 from pp_offload._common.torch_private import never_compiled
+from pp_offload._groups.plan import groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
 
@@ -80,6 +82,20 @@ class OffloadModulesHandle:
         for group in self._groups:
             group.is_over = True  # also around copies of the model
         self._hooks.close()
+
+    def described(self) -> str:
+        """Return groups with numbers of modules, and GiB at the peak of the last step."""
+        named = ", ".join(f"{name} ({len(each)} modules)" for name, each in self.modules.items())
+        step = self.manager.group_bytes
+        total = groups_sum(step[name] for name in self.modules if name in step)
+        return (
+            f"groups {named}; at the peak of the last step {size_text(total.kept)} stay on the "
+            f"device, {size_text(total.copied)} copied, {size_text(total.again)} computed again"
+        )
+
+    def __repr__(self) -> str:
+        state = "removed; " if self._is_removed else ""
+        return f"<OffloadModulesHandle: {state}{self.described()}>"
 
     def __enter__(self) -> OffloadModulesHandle:
         return self

@@ -28,6 +28,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (
+    OffloadModulesHandle,
     Patterns,
     check_patterns,
     mark_modules,
@@ -35,6 +36,9 @@ from pp_offload.modules import (
 )
 
 _ATTACHED = "_pp_offload_handle"
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+"""Module of PyTorch's schedules."""
 
 
 def attach(
@@ -90,6 +94,7 @@ class AttachedSchedule:
         self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
         self._stages = _stages(schedule)
+        self._modules: OffloadModulesHandle | None = None
         _check_free(self._stages)
         self._order = _order_of(schedule, self._stages)
         self._split: SplitBackward | None = None
@@ -110,6 +115,8 @@ class AttachedSchedule:
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # last, because the old options are lost
+        facts = _facts_of(self._schedule, self._stages)
+        manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
         self._split = self._order.split_backward(manager.config)
         self._undo.add(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
@@ -134,6 +141,18 @@ class AttachedSchedule:
         manager.offloader.follow_parts(None)
         manager.release_idle_memory()
 
+    def _remove_groups(self) -> None:
+        if self._modules is not None:
+            self._modules.remove()
+
+    def __repr__(self) -> str:
+        state = f"{len(self._stages)} stages" if self._is_attached else "detached"
+        groups = "groups marked by the model"
+        if self._modules is not None and self._modules.modules:
+            groups = self._modules.described()
+        name = type(self._schedule).__name__
+        return f"<AttachedSchedule of {name}: {state}; {groups}>"
+
     def __enter__(self) -> AttachedSchedule:
         return self
 
@@ -143,10 +162,10 @@ class AttachedSchedule:
     def _mark_modules(self, groups: Patterns | None) -> None:
         self._keep_modules()
         models = {f" of stage {stage.stage_index}": stage.submod for stage in self._stages}
-        handle = mark_modules(models, groups or {})
-        self._undo.add(handle.remove)
+        self._undo.add(self._remove_groups)
+        self._modules = mark_modules(models, groups or {})
         for group, patterns in (groups or {}).items():
-            if not handle.modules[group]:
+            if not self._modules.modules[group]:
                 numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
                 near = no_match(self._stages[0].submod, listed(patterns))
                 raise ValueError(
@@ -225,6 +244,18 @@ def _rank_of(stages: list[Any]) -> int:
     return int(getattr(stages[0], "group_rank", 0))
 
 
+def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
+    """Collect the known facts of a schedule that a plan's options also record."""
+    kind = type(schedule)
+    facts = {
+        "num_microbatches": getattr(schedule, "_n_microbatches", None),
+        "num_ranks": getattr(stages[0], "group_size", None),
+    }
+    if kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_"):
+        facts["schedule"] = kind.__name__  # not for a list of actions, which is unnamed
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
     """Raise if the plan recomputes a layer that is not recomputed."""
     for vp_stage, stage in enumerate(stages):
@@ -247,6 +278,11 @@ def _check_free(stages: list[Any]) -> None:
 
 
 def _stages(schedule: Any) -> list[Any]:
+    if isinstance(schedule, type):
+        raise TypeError(
+            f"schedule is the class {schedule.__name__}, expected one of its objects, made with "
+            "the stages"
+        )
     if hasattr(schedule, "_stages"):
         return list(schedule._stages)
     if hasattr(schedule, "_stage"):

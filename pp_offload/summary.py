@@ -19,8 +19,8 @@ import torch.distributed as dist
 from pp_offload._common.sizes import size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
-from pp_offload._groups.gain import gain_table
 from pp_offload._groups.plan import GroupBytes, groups_sum
+from pp_offload._groups.step_line import gain_table
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
 

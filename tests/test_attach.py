@@ -27,6 +27,7 @@ from pp_offload import (
     recompute_layers,
 )
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._groups.plan import GroupBytes
 from pp_offload.pipelining import attach, detach
 
 ALL = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
@@ -181,6 +182,36 @@ def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> Non
         detach(schedule)
     detach(schedule)
     attach(other, None, options).detach()
+
+
+def test_a_plan_for_another_number_of_microbatches_is_told_of_once(
+    schedule: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made_with = {"num_microbatches": 8, "schedule": "Schedule1F1B", "split_backward": "keep"}
+    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),), made_with)
+    with caplog.at_level("WARNING"), attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan)):
+        (line,) = [record.getMessage() for record in caplog.records]
+        for _ in range(3):
+            step(schedule)
+        assert caplog.messages.count(line) == 1
+    assert "num_microbatches 8, here 4" in line and "schedule" not in line
+    assert "split_backward 'keep', here 'reload'" in line
+
+
+def test_a_handle_tells_what_it_did(schedule: Any) -> None:
+    with attach(schedule, {"layer": "*"}, ALL) as handle:
+        step(schedule)
+        handle.manager.reset()
+        handle.manager.step.summary = {"layer": GroupBytes(kept=2**30, copied=2**31)}
+        did = "1.00 GiB stay on the device, 2.00 GiB copied, 0 B computed again"
+        assert repr(handle) == (
+            "<AttachedSchedule of Schedule1F1B: 1 stages; groups layer (3 modules); "
+            f"at the peak of the last step {did}>"
+        )
+    assert "detached" in repr(handle)
+    with offload_modules(schedule._stage.submod, {"layer": "0"}) as modules:
+        assert f"groups layer (1 modules); at the peak of the last step {did}" in repr(modules)
+    assert "removed" in repr(modules)
 
 
 def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:

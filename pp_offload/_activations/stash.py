@@ -26,11 +26,11 @@ from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.gain import log_gain
 from pp_offload._groups.manager import MANY_CHUNKS
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
+from pp_offload._groups.step_line import log_gain
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default

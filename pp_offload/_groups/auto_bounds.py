@@ -35,9 +35,9 @@ from pp_offload._core.observer import Lap
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps, seconds
-from pp_offload._groups.gain import StepTime
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
+from pp_offload._groups.step_line import StepTime
 from pp_offload.backends import Backend, TimedEvent
 from pp_offload.config import AUTO, OffloadConfig
 

@@ -24,14 +24,15 @@ from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.gain import Gain, log_gain
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import make_plan, why_unplanned
+from pp_offload._groups.plan import make_plan
+from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
+from pp_offload._groups.step_line import Gain, log_gain
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
@@ -80,6 +81,7 @@ class Manager:
 
     def _follow(self, config: OffloadConfig, step: StepRecord, offloader: Offloader) -> None:
         self.config, self.step, self.offloader = config, step, offloader
+        self.plan_check = PlanCheck()
         self._room = DeviceRoom(offloader, step.in_flight)
         self.bounds = AutoBounds(offloader, config, self._room.unused_bytes)
         self.forward = Forward()  # new for all threads, or one would go on in the old step
@@ -152,10 +154,12 @@ class Manager:
             make: Function that makes the chunk; :attr:`make_chunk` when None.
 
         Raises:
-            ValueError: ``vp_stage`` is outside ``vp_size``, or another number is negative.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or no integer.
         """
         size, stage = _virtual_stage(vp_size, vp_stage)
         check_count("min_offloaded_tensor_size", min_offloaded_tensor_size, unit="elements")
+        if microbatch is not None:
+            check_count("microbatch", microbatch, unit="None counts them")
         if is_recomputing():
             return  # a checkpoint runs a model again that begins its own chunks
         self.offloader.renew_if_torn()
@@ -380,6 +384,7 @@ class Manager:
                 len(plan.kept),
             )
         smallest = self.step.smallest_numel
+        self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)
         if plan.num_unplanned and plan != old:
             logger.warning(
                 "%d groups of a microbatch do not match the plan of OffloadConfig (unknown, or of "
@@ -415,13 +420,14 @@ def differences(there: OffloadConfig, here: OffloadConfig) -> str:
     )
 
 
-def _virtual_stage(vp_size: int | None, vp_stage: int | None) -> tuple[int, int]:
+def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:
     """Check and return number and index of a virtual stage; None for both is a single stage."""
     size = 1 if vp_size is None else vp_size
     stage = 0 if vp_stage is None else vp_stage
-    if 0 <= stage < size:
+    if type(size) is int and type(stage) is int and 0 <= stage < size:
         return size, stage
     raise ValueError(
-        f"vp_stage is {vp_stage} and vp_size {vp_size}; expected a vp_stage from 0 to vp_size - 1; "
-        "give None for both without virtual stages"
+        f"vp_stage is {brief(vp_stage)} and vp_size {brief(vp_size)}; expected an integer vp_size "
+        "of at least 1 and an integer vp_stage from 0 to vp_size - 1; give None for both without "
+        "virtual stages"
     )

@@ -48,9 +48,9 @@ from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.demand import Beside, Change, Demand, History, by_stage, fitting
-from pp_offload._groups.gain import DeviceFigures, Gain, StepTime
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay, groups_sum
+from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -65,6 +65,7 @@ refilled when it grew by 1/32.
 """
 
 MIB = 2**20
+GIB = 2**30
 
 
 def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:
@@ -85,9 +86,11 @@ class StepMemory(Observer):
 
     Attributes:
         begin_bytes: Bytes allocated at the begin, without copies in flight.
-        reported_bytes: Peak that the device has reported since the first group opened.
+        outside_bytes: Peak that the device had reported when the first group opened.
+        reported_bytes: Peak that the device has reported since.
         peak_bytes: Peak of the step: the highest reading, or the device's peak where that rose.
         has_risen: Whether the device's own peak rose in the step.
+        is_of_loss: Whether it rose after the last group of a forward, and before its backward.
         had_retries: Whether the allocator gave memory back in the step.
         allocated_bytes: Most allocated bytes when a backward went on to another chunk.
         chunks_in_flight: Chunks in flight, each time that another forward began.
@@ -106,15 +109,16 @@ class StepMemory(Observer):
         self._offloader, self._begin, self._in_flight = offloader, begin, in_flight
         self._has_room, self._reads_always = has_room, reads_always
         self.begin_bytes = at_rest_bytes(offloader, begin)
-        self.reported_bytes = begin.peak_bytes
+        self.outside_bytes = self.reported_bytes = begin.peak_bytes
         self.peak_bytes = self.allocated_bytes = 0
-        self.has_risen = self.had_retries = False
+        self.has_risen = self.is_of_loss = self.had_retries = False
         self.chunks_in_flight: set[ChunksInFlight] = set()
         self.beside: dict[Place, Beside] = {}
         self._num_retries = begin.num_retries
         self._besides_copies = Counter[ChunksInFlight]()
         self._begun: set[ChunkKey] = set()
         self._in_backward: ChunkKey | None = None
+        self._is_behind_forward = False
 
     def now(self) -> Allocated:
         return self._offloader.backend.allocated() or self._begin
@@ -124,6 +128,7 @@ class StepMemory(Observer):
         if group.key is not None and group.key.chunk not in self._begun:
             if not self._begun:  # a peak that rose before belongs to no step
                 now = self.now()
+                self.outside_bytes = max(self.outside_bytes, now.peak_bytes)
                 self.reported_bytes, self._num_retries = now.peak_bytes, now.num_retries
             self._begun.add(group.key.chunk)
             in_flight = self._in_flight()
@@ -132,10 +137,12 @@ class StepMemory(Observer):
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
         self._read()
+        self._is_behind_forward = False
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """Note bytes beside the payloads: a group that stays holds storages whole."""
         self._read()
+        self._is_behind_forward = True
         if group.key is not None and payloads is not None:
             again_bytes, place = group.counts.recipe_bytes, group.key.place
             now = payloads.beside_bytes - again_bytes, again_bytes
@@ -147,8 +154,8 @@ class StepMemory(Observer):
             self._read()
             return
         now, chunks = self.now(), self._in_flight()
-        self._note(now)
-        self._in_backward = group.key.chunk
+        self._note(now, is_of_loss=self._is_behind_forward)
+        self._in_backward, self._is_behind_forward = group.key.chunk, False
         self.allocated_bytes = max(self.allocated_bytes, now.nbytes)
         nbytes = at_rest_bytes(self._offloader, now)
         self._besides_copies[chunks] = max(self._besides_copies[chunks], nbytes)
@@ -157,10 +164,10 @@ class StepMemory(Observer):
         if self._reads_always:
             self._note(self.now())
 
-    def _note(self, now: Allocated) -> None:
+    def _note(self, now: Allocated, *, is_of_loss: bool = False) -> None:
         if now.peak_bytes > self.reported_bytes:
             self.reported_bytes = self.peak_bytes = now.peak_bytes
-            self.has_risen = True
+            self.has_risen, self.is_of_loss = True, is_of_loss
         self.peak_bytes = max(self.peak_bytes, now.nbytes)
         self.had_retries = now.num_retries > self._num_retries
 
@@ -190,7 +197,10 @@ class DeviceRoom:
         self._spare_bytes = 0  # reserved, because steps took more than foreseen
         self._room_bytes = -1  # room at the last fill
         self._foreseen_bytes: int | None = None
+        self._reported_bytes = 0  # peak that the device reported after the last step
+        self._outside_bytes = 0  # peak that the device reported, if it rose between two steps
         self._risen_bytes = 0  # peak of the last step in which the reported peak rose
+        self._is_of_loss = False  # whether that peak was after the last group of a forward
         self._figures: DeviceFigures | None = None
         self._seen: StepMemory | None = None
         self._has_warned = False
@@ -260,6 +270,9 @@ class DeviceRoom:
             return
         self._offloader.observers.remove(seen)  # first: after an interrupt, it is removed again
         self._seen = None
+        if seen.outside_bytes > self._reported_bytes:
+            self._outside_bytes = seen.outside_bytes
+        self._reported_bytes = seen.reported_bytes
         if not chunks:
             return
         step = Demand.of(chunks, seen.beside, seen.chunks_in_flight)
@@ -272,8 +285,13 @@ class DeviceRoom:
             self._num_left = max(0, self._num_left - 1)
             self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
         limit_bytes = min(self._limits())
-        first_bytes = peak_bytes if self._figures is None else self._figures.first_peak_bytes
-        self._figures = DeviceFigures(peak_bytes, first_bytes)
+        self._figures = DeviceFigures(
+            peak_bytes,
+            peak_bytes if self._figures is None else self._figures.first_peak_bytes,
+            limit_bytes,
+            self._elsewhere(peak_bytes),
+            is_given=self._limit != AUTO,
+        )
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART
@@ -307,7 +325,7 @@ class DeviceRoom:
     def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
         """Return the peak of a measured step; also note the bytes needed if all groups leave."""
         if seen.has_risen:
-            self._risen_bytes = seen.peak_bytes
+            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
         peak_bytes = max(seen.peak_bytes, self._risen_bytes)
         if not self._risen_bytes:  # see NOTE [ Peaks of the device ]
             peak_bytes += max(self._history.demand.sizes.values(), default=0)
@@ -315,6 +333,17 @@ class DeviceRoom:
         needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin_bytes
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return peak_bytes
+
+    def _elsewhere(self, peak_bytes: int) -> str:
+        """Return the cause of the device's peak as text; empty if the peak is in a group."""
+        if self._outside_bytes > peak_bytes:
+            return (
+                f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
+                "an optimizer, an evaluation, or loading"
+            )
+        if self._is_of_loss:
+            return "that is behind the last group's forward: the model's head, or its loss"
+        return ""
 
     def _fill(self, needed_bytes: int, limit_bytes: int, hidden_bytes: int) -> None:
         """Choose the groups that stay beside ``needed_bytes``, once bounds are chosen, and again
@@ -334,6 +363,13 @@ class DeviceRoom:
             self._room_bytes = room_bytes
             self._stay = fitting(demand, room_bytes, moving_bytes, hidden_bytes)
             stay_bytes = demand.nbytes(self._stay)
+            logger.debug(
+                "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
+                "needs %.1f MiB besides, and up to %.1f for copies in flight while groups leave; "
+                "the limit is %.1f MiB",
+                *(len(self._stay), len(demand.sizes)),
+                *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
+            )
         self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
 
     def _moving_bytes(self) -> int:

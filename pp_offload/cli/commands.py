@@ -12,7 +12,7 @@ from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.sizes import UNITS, parse_size
-from pp_offload._groups.plan import OPTIONS
+from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
 from pp_offload.cli.megatron import megatron_text
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
@@ -72,10 +72,11 @@ def plan(given: Namespace) -> int:
     chooser = chooser_of(given, pipeline, config)
     with errors_of("--limit"):
         chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
+        roomier = chooser.with_more_on_the_host(chosen)
     without = chooser.without_offload()
     if given.output is not None:
         chosen.save(given.output)
-    say(f"{pipeline.title}\n\n{table(chosen, without)}")
+    say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
     if given.engine == "megatron":
         in_flight = [rank.num_in_flight for rank in without.ranks]
         say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")

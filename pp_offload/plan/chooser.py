@@ -42,8 +42,8 @@ from operator import mul
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.sizes import bytes_text
-from pp_offload._groups.plan import options_of
+from pp_offload._common.sizes import bytes_text, size_text
+from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.fills import (
     Candidate,
@@ -211,6 +211,22 @@ class Chooser:
         with collector_off():
             return self._least.peak_bytes
 
+    def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
+        """Make a plan for the same limit with unlimited host memory, if its step is shorter.
+
+        If it is, ``host_budget_bytes`` is the limiting resource.
+        """
+        how, is_longer = self._predictor, _is_longer(plan.seconds, plan.least_seconds, WORTH_IT)
+        if how.config.host_budget_bytes is None or not is_longer:
+            return None
+        config = replace(how.config, host_budget_bytes=None)
+        roomier = Chooser(how.order, how.tapes, how.hardware, config=config, peers=how.peers)
+        try:
+            roomier_plan = roomier.plan(plan.limit_bytes, made_for=plan.made_for)
+        except InfeasibleError:  # reloaded groups need room, too
+            return None
+        return roomier_plan if _is_longer(plan.seconds, roomier_plan.seconds, SAME) else None
+
     def _best(self, limit_bytes: int) -> Tried | None:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
         best = _Search(self._predictor, limit_bytes).best()
@@ -245,11 +261,18 @@ class Chooser:
         """Make the error of a limit that cannot be met, with the least limit that can."""
         least = self._least.peak_bytes
         rank = [step.peak_bytes for step in self._least.step.ranks].index(least)
+        state_bytes = self._predictor.tapes[rank].state_bytes
+        of_that = f", {size_text(state_bytes)} of that for its optimizer's state"
+        advice = "take more ranks, shorter microbatches or fewer in flight"
+        if (host_bytes := self._predictor.config.host_budget_bytes) is not None:
+            advice += (
+                ", or, if groups stay for want of host memory, give a larger host_budget_bytes "
+                f"than {host_bytes}"
+            )
         return InfeasibleError(
             f"limit_bytes is {bytes_text(limit_bytes)}, expected at least "
-            f"{bytes_text(least, is_least=True)}, which rank {rank} needs even if all groups "
-            "leave; name more modules as groups, take more ranks, shorter microbatches or fewer "
-            "in flight, or give a larger host_budget_bytes",
+            f"{bytes_text(least, is_least=True)}, which rank {rank} needs even if all groups leave"
+            f"{of_that if state_bytes else ''}; name more modules as groups, {advice}",
             least,
         )
 

@@ -32,10 +32,6 @@ stands still for copies. recompute: layers that backward computes anew; only gro
 leave or stay. From the second step on, the last group of each name in the chunk whose backward is
 first stays, too: it could not be back in time."""
 
-LINK_NOTE = """
-Copies have too much to do: `pp-offload sweep` shows what a larger limit saves. Layers that may be
-recomputed, Modules(layers=...), leave copies more time."""
-
 FRONT_HEAD = ("", "limit GiB", "peak GiB", "step ms", "longer", "host GiB", "recompute")
 
 FRONT_NOTE = """\
@@ -69,18 +65,21 @@ Of the end of each step; the state is there from that of the first one on."""
 # Plans
 
 
-def table(plan: OffloadPlan, without: PipelineStep) -> str:
-    """Format a row for each rank, and below whether the link binds.
+def table(plan: OffloadPlan, without: PipelineStep, roomier: OffloadPlan | None = None) -> str:
+    """Format a row for each rank, and below whether host memory or the link binds.
 
     Args:
         plan: The plan.
         without: The step without offload.
+        roomier: Plan of :meth:`Chooser.with_more_on_the_host`.
     """
     both = zip(plan.ranks, without.ranks, strict=True)
     rows = [_rank(number, *pair) for number, pair in enumerate(both)]
     lines = [_headline(plan), "", format_table([HEAD, *rows]), NOTE, _of_the_optimizer(plan)]
+    if roomier is not None:
+        lines.append(_because_of_the_host(plan, roomier))
     if max((rank.stalled_s for rank in plan.ranks), default=0.0) > LONG * plan.seconds:
-        lines.append(LINK_NOTE)
+        lines.append(_because_of_the_link(plan))
     return "\n".join(lines)
 
 
@@ -90,9 +89,15 @@ def _headline(plan: OffloadPlan) -> str:
     groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
     if not num_recomputed(*plan.ranks) and all(each.keeps for each in groups if each.nbytes):
         return f"Everything fits in {limit}: no group needs to leave, and a step takes {ms}."
-    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
     least = f"the {plan.least_seconds * 1e3:.1f} without offload"
-    return f"at most {limit}: {ms} a step, {slower:.1%} more than {least}, which no plan is below"
+    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
+    beside = (
+        f"as long as {least}, and no plan is faster"
+        if slower < 1e-6
+        else f"{slower:.1%} more than {least}, which no plan is below; that none is between the "
+        "two is not proven"
+    )
+    return f"at most {limit}: {ms} a step, {beside}"
 
 
 def _of_the_optimizer(plan: OffloadPlan) -> str:
@@ -100,6 +105,23 @@ def _of_the_optimizer(plan: OffloadPlan) -> str:
     if not most:
         return "Peaks are without an optimizer's state."
     return f"Peaks are with the optimizer's state, at most {size_text(most)} on a rank."
+
+
+def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan) -> str:
+    host = max(rank.host_peak_bytes for rank in roomier.ranks)
+    return (
+        f"\nHost memory is what binds: with {size_text(host)} of it on a rank a step takes "
+        f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
+    )
+
+
+def _because_of_the_link(plan: OffloadPlan) -> str:
+    advice = "`pp-offload sweep` shows what a larger limit saves"
+    if not num_recomputed(*plan.ranks):
+        advice += ";\nlayers that may be recomputed, Modules(layers=...), leave copies more time"
+    if "disk" in plan.options.get("tiers", ()):
+        advice += ";\na disk is far slower than host memory, of which --host-gib is to have enough"
+    return f"\nCopies have too much to do: {advice}."
 
 
 def _rank(number: int, planned: RankPlan, without: RankStep) -> tuple[str, ...]:

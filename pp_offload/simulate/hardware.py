@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 
-from pp_offload._common.checks import brief, check_count, check_names
+from pp_offload._common.checks import brief, check_count, check_names, near
 
 GB = 10**9
 
@@ -184,8 +185,19 @@ HALF_OF_GRACE = 256 * GB
 """Of 512 GB/s by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
 
 
-DEVICES = {
-    device.name: device
+class _Devices(dict[str, Hardware]):
+    """Rows by name. Other spellings of a name, such as ``"H100-SXM"``, give its row, too."""
+
+    def __missing__(self, name: str) -> Hardware:
+        row = re.sub(r"[-_ ]?SXM\d?$", "", str(name).upper())
+        if row not in self:
+            names = list(self)
+            raise KeyError(f"found {name!r}{near(name, names)}, expected one of {', '.join(names)}")
+        return self[row]
+
+
+DEVICES: dict[str, Hardware] = _Devices(
+    (device.name, device)
     for device in (
         _row("A100", 312, 2039, 80, 25),
         _row("H100", 990, 3350, 80, 50),
@@ -196,6 +208,8 @@ DEVICES = {
         replace(_row("GB300", 2500, 8000, 288, 225), host_bytes_per_s=HALF_OF_GRACE),
         _row("MI300X", 1307, 5300, 192, 50),
     )
-}
-"""Devices by name. Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others.
+)
+"""Devices. ``"H100-SXM"`` and ``"h100"`` are other spellings of ``"H100"``; others likewise.
+
+Links are PCIe unless a row says otherwise: generation 4 for A100, 5 for others.
 """

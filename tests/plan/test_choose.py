@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.plans.chosen import MOST_LONGER, check_follows, chosen, slow
+from helpers.plans.chosen import MOST_LONGER, check_follows, chooser_of, chosen, slow
 from helpers.plans.every_choice import choices, each_number
 from helpers.plans.ordered_parts import ordered_parts
 from helpers.plans.random_pipelines import Drawn
@@ -61,6 +61,16 @@ def test_tapes_of_another_smallest_tensor_are_refused() -> None:
     drawn, tapes = planned(9)
     with pytest.raises(ValueError, match="and the config beside them has 1048576, expected the"):
         choose(drawn.order, tapes, drawn.hardware, 2**40)
+
+
+def test_a_limit_that_may_need_more_host_memory_says_so() -> None:
+    drawn, tapes = with_host_memory(*planned(9), 0.3)
+    budget_bytes = drawn.config.host_budget_bytes
+    with pytest.raises(InfeasibleError, match=f"larger host_budget_bytes than {budget_bytes}"):
+        chooser_of(drawn, tapes).plan(1)
+    with pytest.raises(InfeasibleError) as refused:
+        chooser_of(drawn, tapes, host_budget_bytes=None).plan(1)
+    assert "host_budget_bytes" not in str(refused.value)
 
 
 def test_each_rank_sends_no_more_than_it_needs() -> None:

@@ -1,30 +1,101 @@
-"""Groups that are not as planned are told of, with the option that is the cause."""
+"""Options that a plan was made with: what is kept of them, and who is told of others."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
-from helpers.toy import batches, make_model, run_step
+import torch
+from helpers.toy import make_model
 
 from pp_offload import CpuBackend, OffloadConfig, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload._groups.plan_options import PlanCheck, options_of
+
+MADE_FOR = {"num_microbatches": 8, "schedule": "Schedule1F1B"}
+
+
+def plan_of(*, host_peak_bytes: int = 0, **options: Any) -> OffloadPlan:
+    """Made with these options."""
+    made_with = options_of(OffloadConfig(**options), **MADE_FOR)
+    rank = RankPlan((), host_peak_bytes=host_peak_bytes)
+    return OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
+    """What a run by the plan with these options logs, though it asks twice."""
+    names = ("smallest_numel", "num_ranks", *MADE_FOR)
+    about = {name: run.pop(name) for name in names if name in run}
+    check = PlanCheck()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check.check(OffloadConfig(plan=plan, **run), 0, **about)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_of(tiers=("disk",), max_in_flight_bytes=2**20, min_offloaded_tensor_size=1)
+    (line,) = lines_of(caplog, plan, prefetch_bytes=7, num_microbatches=4)
+    for part in (
+        "tiers ['disk'], here ['host']",
+        "max_in_flight_bytes 1048576, here 'auto'",
+        "prefetch_bytes 'auto', here 7",
+        "min_offloaded_tensor_size 1, here 1048576",
+        "num_microbatches 8, here 4",
+        "give this run the same, or plan again",
+    ):
+        assert part in line
+    assert "schedule" not in line.lower() and "split_backward" not in line
+
+
+def test_another_schedule_and_too_little_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_of(host_peak_bytes=2**20)
+    (line,) = lines_of(caplog, plan, host_budget_bytes=2**20 - 1, schedule="ScheduleGPipe")
+    assert "host_budget_bytes None, here 1048575" in line
+    assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
+    assert line.startswith("pp_offload: pipeline rank 0: ")
+
+
+@pytest.mark.parametrize(
+    ("planned", "run"),
+    [
+        ({}, {}),
+        ({"tiers": ("disk",), "prefetch_bytes": 3}, {"tiers": ("disk",), "prefetch_bytes": 3}),
+        ({}, {"num_ranks": 1}),
+        ({}, {"num_microbatches": 8, "schedule": "Schedule1F1B", "verify": True}),
+        ({"min_offloaded_tensor_size": 1}, {"smallest_numel": 1}),
+        ({"host_peak_bytes": 2**20}, {"host_budget_bytes": 2**20}),
+    ],
+)
+def test_what_does_what_was_planned_is_not_told_of(
+    planned: Any, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lines_of(caplog, plan_of(**planned), **run) == []
+
+
+def steps(config: OffloadConfig) -> None:
+    """Three of two microbatches, from which a manager learns, of tensors of any size."""
+    with use_backend(CpuBackend(), config=config):
+        model = make_model()
+        for _ in range(3):
+            off_interface.reset()
+            for _ in range(2):
+                off_interface.init_chunk_handler(None, None, 1)
+                model(torch.ones(2, 8)).sum().backward()
+        off_interface.reset()
 
 
 def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The groups have other bytes for that reason, and the warning of these says so, too."""
     rank = RankPlan(((PlannedGroup("mlp", 1, True),),))
-    made_with = {"num_microbatches": 8, "min_offloaded_tensor_size": 16}
-    plan = OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)
-    with (
-        caplog.at_level(logging.WARNING),
-        use_backend(CpuBackend(), config=OffloadConfig(plan=plan)),
-    ):
-        for step in range(3):
-            run_step(make_model(), batches(2, step=step))
-        off_interface.reset()
-    (line,) = caplog.messages
-    assert "groups of a microbatch do not match the plan of OffloadConfig" in line
-    assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in line
+    made_with = MADE_FOR | {"min_offloaded_tensor_size": 16}
+    with caplog.at_level(logging.WARNING):
+        steps(OffloadConfig(plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)))
+    options, groups = (record.getMessage() for record in caplog.records)
+    assert "min_offloaded_tensor_size 16, here 1" in options
+    assert "groups of a microbatch do not match the plan of OffloadConfig" in groups
+    assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups

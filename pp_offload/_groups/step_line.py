@@ -1,4 +1,4 @@
-"""Time and memory of a step now, at first, and without offload: rows of a table, and in the log.
+"""Time and memory of a step now, at first, and without offload: a log line and table rows.
 
 gain = Gain(time, bounds.first, groups_sum(step.summary.values()), room.figures)
 log_gain(gain)
@@ -7,6 +7,7 @@ gain_table({"rank 0": gain})
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,6 +52,14 @@ class DeviceFigures(NamedTuple):
     first_peak_bytes: int = 0
     """Peak of the first step; 0 if not measured."""
 
+    limit_bytes: int | None = None
+
+    elsewhere: str = ""
+    """Cause of the device's peak, if that peak is not in a group; may be empty."""
+
+    is_given: bool = True
+    """Whether the limit is a number that the user gave."""
+
 
 class Gain(NamedTuple):
     """Cost and gain of offload in a step."""
@@ -81,6 +90,52 @@ class Gain(NamedTuple):
         return ("MiB", MIB) if is_small else ("GiB", GIB)
 
 
+def log_gain(gain: Gain) -> None:
+    """Log :func:`step_line`."""
+    level, line = step_line(gain)
+    logger.log(level, "%s", line)
+
+
+def step_line(gain: Gain) -> tuple[int, str]:
+    """Level and text of the log line, without the rank: a warning if copies cost time."""
+    now, groups, device = gain.now, gain.groups, gain.device
+    unit, size = gain.unit
+    staying, copied, again = (n / size for n in (groups.kept, groups.copied, groups.again))
+    line = (
+        f"at the peak, {staying:.2f} {unit} of saved tensors stay on the device, {copied:.2f} are "
+        f"on the host, and {again:.2f} are computed again"
+    )
+    if now.step_ms:
+        line += f"; a step takes {now.step_ms:.1f} ms"
+        if now.has_waits:
+            line += f", {now.step_ms - now.waiting_ms:.1f} without waiting for copies (estimated)"
+        if gain.first.step_ms:
+            line += f", and took {gain.first.step_ms:.1f} as the first"
+    if device is None:
+        spared = gain.spared_bytes / size
+        line += f"; without offload the peak is {spared:.2f} {unit} higher (estimated)"
+    else:
+        line += f"; the device's peak is about {device.peak_bytes / size:.2f} {unit}"
+        if device.limit_bytes is not None:
+            line += f" of at most {device.limit_bytes / size:.2f}"
+        if device.first_peak_bytes:
+            line += f", was {device.first_peak_bytes / size:.2f} in the first step"
+        without = (device.peak_bytes + gain.spared_bytes) / size
+        line += f", and {without:.2f} without offload (estimated)"
+        if device.elsewhere:
+            line += f"; {device.elsewhere}"
+    if not gain.copies_free:
+        line += f"; {FREES_NOTHING}"
+    if now.waiting_ms <= FREE_PART * now.step_ms:
+        return logging.INFO, line
+    limit = "a device_limit_bytes, "
+    if device is not None and device.limit_bytes is not None:
+        limit = "a larger device_limit_bytes, " if device.is_given else ""  # the device has no more
+    return logging.WARNING, (
+        f"{line}; {limit}fewer groups, or recomputed layers (pp-offload plan) would wait less"
+    )
+
+
 def gain_table(gains: Mapping[str, Gain | None]) -> str:
     """Format a row for each rank by its label; empty before a rank has measured a step."""
     ranks = {label: gain for label, gain in gains.items() if gain is not None}
@@ -92,20 +147,6 @@ def gain_table(gains: Mapping[str, Gain | None]) -> str:
     table = format_table([("", *columns, "kept", "copied", "again"), *rows])
     note = "" if all(gain.copies_free for gain in ranks.values()) else f"\n{FREES_NOTHING}"
     return f"{TABLE_TITLE}\n{table}{note}"
-
-
-def log_gain(gain: Gain) -> None:
-    """Log the table of this rank: a warning if copies cost time."""
-    table = gain_table({"this rank": gain})
-    if gain.now.waiting_ms <= FREE_PART * gain.now.step_ms:
-        logger.info("%s", table)
-        return
-    logger.warning(
-        "%s\ncompute waits %.1f ms of a step for copies; more device memory, fewer groups, or "
-        "recomputed layers (pp-offload plan) would wait less",
-        table,
-        gain.now.waiting_ms,
-    )
 
 
 def _cells(gain: Gain, size: int) -> list[str]:
