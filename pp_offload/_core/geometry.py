@@ -37,11 +37,13 @@ class Geometry:
     @property
     def distinct_numel(self) -> int:
         """Number of elements in memory, a broadcast dimension counted once."""
-        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s)
+        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
 
     @property
     def span_numel(self) -> int:
         """Number of elements from the first to the last, both included."""
+        if 0 in self.size:
+            return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
     def compact_offset(self) -> int:
@@ -117,5 +119,9 @@ def has_new_strides(tensor: Tensor) -> bool:
     """
     if 1 not in tensor.shape:
         return True
-    with disable_current_modes():
-        return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    stride = 1
+    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if given != stride:
+            return False
+        stride *= size
+    return True

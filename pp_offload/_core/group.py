@@ -93,8 +93,9 @@ class Group:
         if self.state is not GroupState.OPEN or not engine.is_enabled:
             return Resident(tensor)
         kind = type(tensor)
-        if kind is Tensor and tensor.numel() < self._min_numel:
-            engine.eligibility.note_small(self.name, tensor)
+        if kind is Tensor and tensor.numel() < self._min_numel:  # usual, so without a call
+            if engine.eligibility.largest_small is not None:
+                engine.eligibility.note_small(self.name, tensor)
             return Resident(tensor)
         if engine.eligibility.admits(tensor, self._min_numel):
             stream = engine.current_stream()

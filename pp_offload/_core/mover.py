@@ -250,9 +250,10 @@ class Mover:
         for batch, indices in wanted:
             if batch.write is not None:
                 self.tier.check_capture("reading from")
-            there = batch.back.device
-            indices = [index for index in indices if there[index] is None]
-            hosts = [batch.place.tensors[index] for index in indices]
+            hosts, there = batch.place.tensors, batch.back.device
+            if len(indices) < len(hosts):
+                indices = [index for index in indices if there[index] is None]
+                hosts = [hosts[index] for index in indices]
             selected.append((batch, indices))
             begun.append(list(map(partial(torch.empty_like, device=device), hosts)))
         # All memory is allocated; a failure before this line has changed no payload.
@@ -261,6 +262,14 @@ class Mover:
         sources: list[Tensor] = []
         for (batch, indices), tensors in zip(selected, begun, strict=True):
             back, hosts = batch.back, batch.place.tensors
+            if len(indices) == len(hosts) == back.num_away:  # nearly always, and in C
+                back.reloads[:] = [reload] * len(tensors)  # first: see Arrived.put_away()
+                back.versions[:] = [-1] * len(tensors)
+                back.device[:] = tensors
+                back.num_away = 0
+                targets += tensors
+                sources += hosts
+                continue
             for index, target in zip(indices, tensors, strict=True):
                 if back.device[index] is None:  # else it was listed twice, by its borrower
                     back.put(index, target, reload)
@@ -329,7 +338,13 @@ class Mover:
             reload = back.reloads[index]
             is_there = reload is not None and reload.is_there and reload.stream == live
             if is_there and not batch.changed and not self.backend.is_capturing:
-                tensor = self._use(batch, index)
+                tensor = back.device[index]
+                if tensor is not None and back.uses_left[index] == 1 and back.versions[index] == -1:
+                    self.arrived.unused_bytes -= back.sizes[index]  # as _use(), without a call
+                    back.given[index], back.device[index] = weakref.ref(tensor), None
+                    back.uses_left[index], back.versions[index] = 0, tensor._version
+                else:
+                    tensor = self._use(batch, index)
         if tensor is None:
             tensor = self._bring(batch, index, self._captured(live))
         if self.verifier is not None and not self.backend.is_capturing:

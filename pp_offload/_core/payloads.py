@@ -115,17 +115,28 @@ def by_storage(refs: Iterable[weakref.ref[Saved]]) -> ByStorage:
 def collect(by_storage: ByStorage) -> Payloads:
     payloads = Payloads()
     for key, (storage, members) in by_storage.items():
+        tensor = members[0].tensor
+        assert tensor is not None
         if key < 0:  # a part, for a recipe
             payloads.views.append(len(payloads.sizes))
-            payloads.add(members[0].here, members, None)
+            payloads.add(tensor, members, None)
             payloads.parts.append(payloads.views[-1])
-        elif storage.nbytes():  # else its owner emptied it, and will fill it again, as FSDP does
+            continue
+        nbytes, num_bytes = tensor.nbytes, storage.nbytes()
+        is_whole = nbytes == num_bytes and tensor.is_contiguous()
+        is_alone = len(members) == 1 or all([saved.tensor is tensor for saved in members])
+        if is_whole and is_alone and (1 not in tensor.shape or has_new_strides(tensor)):
+            payloads.tensors.append(tensor)  # usual, so without a call
+            payloads.members.append(members)
+            payloads.sizes.append(nbytes)
+            payloads.storages.append(storage)
+        elif num_bytes:  # else its owner emptied it, and will fill it again, as FSDP does
             _add_views(payloads, members, storage)
     return payloads
 
 
 def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage) -> None:
-    """Add the payloads of one storage."""
+    """Add the payloads of one storage that is saved several times, or in part."""
     by_geometry: dict[Geometry, list[Saved]] = {}
     for member in members:
         assert member.tensor is not None

@@ -132,6 +132,9 @@ class Window:
         nbytes, is_complete = 0, True
         visits: Iterable[Visit] = chain((group,), self._order.after(group))
         for visit in visits:
+            own = None if visit.batch is None else visit.batch()
+            if not visit.borrowed and (own is None or not own.back.num_away):
+                continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
                 if batch.mover is not mover:
                     continue  # a batch of a former epoch
@@ -199,6 +202,8 @@ class Window:
         """
         unused, sizes = self._mover.arrived.unused_bytes, batch.sizes
         room = self.bound.nbytes - unused
+        if sum(map(sizes.__getitem__, indices)) <= room:
+            return indices  # nearly always
         fitting: list[int] = []
         for index in reversed(indices):
             if sizes[index] > room and (fitting or unused):
