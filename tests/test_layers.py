@@ -16,7 +16,7 @@ MOST_LINES = {
     "_activations": 649,
     "_checkpoint": 1355,
     "_common": 1165,
-    "_core": 4588,
+    "_core": 4589,
     "_groups": 3346,
     "_hooks": 419,
     "_megatron": 1246,

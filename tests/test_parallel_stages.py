@@ -41,8 +41,8 @@ def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
 
 
 def test_layers_that_exchange_activations_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    """Context parallel by all-to-all, and expert parallel."""
-    cases = ["ulysses", "experts"]
+    """Context parallel by all-to-all and in a ring, and expert parallel."""
+    cases = ["ulysses", "ring", "experts"]
     for results in run_ranks(2, cases, tmp_path, WORKERS / "exchange_worker.py"):
         assert list(results) == cases
         for case, facts in results.items():

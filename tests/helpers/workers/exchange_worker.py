@@ -1,7 +1,8 @@
 """One rank of layers that exchange activations in their forward; for ``test_parallel_stages``.
 
-``ulysses`` is context parallel: a rank has a part of each sequence, and exchanges sequence for
-heads. ``experts`` is expert parallel: each token goes to the rank of its expert, and comes back.
+``ulysses`` and ``ring`` are context parallel: a rank has a part of each sequence. The first
+exchanges sequence for heads, the second passes keys and values on to the next rank. ``experts`` is
+expert parallel: each token goes to the rank of its expert, and comes back.
 """
 
 from __future__ import annotations
@@ -38,7 +39,28 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grads[0], *ctx.sizes), None, None
 
 
-class Ulysses(nn.Module):
+class Pass(torch.autograd.Function):
+    """Sends to the rank that is ``step`` further; backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: int) -> Tensor:
+        ctx.step, rank, world = step, dist.get_rank(), dist.get_world_size()
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x.contiguous(), (rank + step) % world),
+                dist.P2POp(dist.irecv, output, (rank - step) % world),
+            ]
+        ):
+            work.wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return Pass.apply(grads[0], -ctx.step), None
+
+
+class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -47,6 +69,8 @@ class Ulysses(nn.Module):
         q, k, v = self.qkv(x).view(LENGTH, 3, HEADS, -1).unbind(1)
         return x + self.out(self.attend(q, k, v).reshape(LENGTH, WIDTH))
 
+
+class Ulysses(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         world = dist.get_world_size()
         parts = HEADS // world  # heads of a rank, whose tokens are all there
@@ -58,6 +82,17 @@ class Ulysses(nn.Module):
         y = nn.functional.scaled_dot_product_attention(*map(to_heads, (q, k, v)))
         y = Exchange.apply(y.transpose(0, 1), [LENGTH] * world, [LENGTH] * world)
         return y.view(world, LENGTH, parts, -1).transpose(0, 1)
+
+
+class Ring(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        total, weights = torch.zeros_like(q), torch.zeros(LENGTH, HEADS, 1)
+        for _ in range(dist.get_world_size()):
+            scores = torch.einsum("qhd,khd->qhk", q, k).tanh().exp()
+            total = total + torch.einsum("qhk,khd->qhd", scores, v)
+            weights = weights + scores.sum(-1, keepdim=True)
+            k, v = Pass.apply(k, 1), Pass.apply(v, 1)
+        return total / weights
 
 
 class Experts(nn.Module):
@@ -82,7 +117,7 @@ class Experts(nn.Module):
         return x + torch.empty_like(x).index_copy(0, order, y) * chosen.values[:, None]
 
 
-KINDS = {"ulysses": Ulysses, "experts": Experts}
+KINDS = {"ulysses": Ulysses, "ring": Ring, "experts": Experts}
 
 
 def train(kind: str, product: str, backend: Backend) -> tuple[list[Tensor], int, int]:
