@@ -89,7 +89,7 @@ class OffloadConfig:
             as many groups as fit below the limit, with or without the tensors that
             ``rematerialize`` computes again. ``"auto"`` is the memory of the device, less what
             other programs use and the gaps of PyTorch's allocator. None means no limit: all groups
-            are offloaded, as on a CPU.
+            but the last of each name are offloaded, as on a CPU.
 
             A plan, an ``activation_offload_fraction`` below 1 and
             ``delta_offload_bytes_across_pp_ranks`` decide themselves which groups stay. With one of
@@ -296,7 +296,7 @@ def _converted(name: object, value: Any) -> Any:
 
 
 def without_plan(config: OffloadConfig) -> OffloadConfig:
-    """Copy the options without a plan, and without a limit, which the engine keeps by a plan."""
+    """Copy the options without a plan and without a limit."""
     return replace(config, plan=None, device_limit_bytes=None)
 
 

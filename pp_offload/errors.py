@@ -1,7 +1,8 @@
 """Errors of pp_offload: what was found, what was expected, what to do.
 
-Everything raised on purpose derives from :class:`OffloadError`, or is a plain ``ValueError`` for an
-argument that cannot be right. A bare device error never reaches the user.
+Everything raised on purpose derives from :class:`OffloadError`, or is a plain ``ValueError``,
+``TypeError`` or ``KeyError`` for an argument that cannot be right. A bare device error never
+reaches the user.
 
 NOTE [ Failures in the log ]
     A handler may keep what it is given: a queue, a test, a service for errors. An exception has the

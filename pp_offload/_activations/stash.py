@@ -223,8 +223,8 @@ class ActivationStash:
         return before != self._forward.number
 
     def send_if_full(self) -> None:
-        """Offload the gathered tensors if ``max_tensors`` are there. Operators that saved them must
-        have run.
+        """Offload the gathered tensors if there are ``max_tensors``. To be called after the
+        operators that saved them have run.
         """
         group = self._forward.open
         if group is not None and self.max_tensors is not None:

@@ -2,6 +2,7 @@
 
     InFlight  sources of copies to the host, until these have run
     Arrived   reloaded payloads, and memory dropped before the copy into it had run
+    ComputeStreams  streams whose memory copies wait for
 
 See NOTE [ Keep-alive ] of ``mover.py``.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._core.batch import Back, Leaving, Reload
-from pp_offload._core.bound import Bound
+from pp_offload._core.copy_bounds import Bound
 from pp_offload.backends import Backend, Event, Stream
 
 
@@ -126,7 +127,7 @@ class Arrived:
                 self.put_away(back, index)
 
     def let_go(self) -> None:
-        """Abandon payloads that came back and were never used, of batches that were freed."""
+        """Drop reloaded payloads of freed batches, which nothing will use."""
         while self.gone:
             back = self.gone.popleft()
             self.backs.discard(back)

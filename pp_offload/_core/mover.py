@@ -47,7 +47,7 @@ from torch import Tensor
 
 from pp_offload._common.processes import check
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted
-from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
+from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import Arrived, ComputeStreams, InFlight
 from pp_offload._core.observer import Moved, Observers
 from pp_offload._core.payloads import Payloads

@@ -70,7 +70,7 @@ class Payloads:
                     self.gathered.append(index)
 
     def stay_apart(self) -> None:
-        """Copy each part that recipes need, so that the saved tensor it is from can be freed."""
+        """Replace each view that recipes need by a copy, so that the larger tensor can be freed."""
         with torch.no_grad():
             for index in self.parts:
                 part = self.tensors[index].contiguous()

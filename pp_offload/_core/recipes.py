@@ -4,9 +4,9 @@
     x ----------------------> | -----> y ----> |
                                        y = gelu(x), computed again where backward asks for it
 
-An operator that is cheap beside a copy of its output may run again: see ``operators.py``. In a
-pack hook ``tensor.grad_fn`` is the node that made the tensor, and the node has what our pack hook
-returned for its inputs. A recipe holds its inputs as autograd holds saved tensors, by a
+An operator that is cheap beside a copy of its output may run again: see ``cheap_operators.py``.
+In a pack hook ``tensor.grad_fn`` is the node that made the tensor, and the node has what our pack
+hook returned for its inputs. A recipe holds its inputs as autograd holds saved tensors, by a
 :class:`Saved` of its own for each: they are copied once, reloaded when needed, and counted.
 
 NOTE [ Never another bit ]

@@ -33,7 +33,7 @@ from typing import Any
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.batch import Batch, Spec
-from pp_offload._core.bound import Bound
+from pp_offload._core.copy_bounds import Bound
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from pp_offload._core.batch import Batch, Wanted
-from pp_offload._core.bound import SMALL_BYTES, Bound, refill_below
+from pp_offload._core.copy_bounds import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
 
@@ -29,7 +29,7 @@ class Order(Protocol):
     """Order in which backward visits groups. Reloads ahead depend on it, but no tensor does."""
 
     def after(self, group: Group) -> Iterator[Visit]:
-        """Return the groups that backward visits behind ``group``, next one first."""
+        """Return the groups that backward visits after ``group``, the next first."""
         ...
 
     def begin(self, group: Group) -> None:

@@ -28,7 +28,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
+from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey
 from pp_offload._core.observer import Lap

@@ -218,6 +218,3 @@ def planned_groups(
             is_planned = planned is not None and planned.is_it(name, nbytes)
             groups.append((key, planned if is_planned else None))
     return groups
-
-
-# Options that a plan was made with

@@ -47,10 +47,10 @@ from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload._groups.demand import Beside, Change, Demand, History, by_stage, fitting
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay, groups_sum
 from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime
+from pp_offload._groups.which_stay import Beside, Change, Demand, History, by_stage, fitting
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
+from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.geometry import as_dense
 from pp_offload._core.in_flight import ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics

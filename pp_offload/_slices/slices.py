@@ -1,8 +1,8 @@
 """Slices of a stack of layers, cut so that the largest is as small as possible.
 
 Another layer adds to a slice only the bytes of parameters that the slice lacks, so a shared
-parameter counts once. A slice never has fewer bytes than a part of it; so, for a given limit,
-filling each slice up takes the fewest slices, and bisection finds the smallest limit.
+parameter counts once. Another layer never makes a slice smaller, so filling each slice up to a
+limit takes the fewest slices. Bisection finds the smallest limit.
 
     slices = partition([{id(p): p.nbytes for p in layer.parameters()} for layer in layers], 3)
     layers = SliceLayers("slice 0", [layers[i] for i in slices[0]])

@@ -79,7 +79,7 @@ def captured(backend: Backend, *streams: Stream) -> list[Any]:
 
 
 def those_captured(backend: Backend, streams: Iterable[Stream]) -> list[Any]:
-    """Return streams that are already part of the running capture."""
+    """Wrap those of ``streams`` that are already part of the running capture."""
     owner: Any = backend
     return captured(backend, *filter(owner.captures_on, streams))
 

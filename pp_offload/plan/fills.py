@@ -23,7 +23,7 @@ from functools import partial
 from itertools import accumulate, count
 from typing import NamedTuple
 
-from pp_offload._groups.demand import reversed_bits
+from pp_offload._groups.which_stay import reversed_bits
 from pp_offload.plan.tape import RankTapes
 
 Place = tuple[int, int]

@@ -119,8 +119,6 @@ def _because_of_the_link(plan: OffloadPlan) -> str:
     advice = "`pp-offload sweep` shows what a larger limit saves"
     if not num_recomputed(*plan.ranks):
         advice += ";\nlayers that may be recomputed, Modules(layers=...), leave copies more time"
-    if "disk" in plan.options.get("tiers", ()):
-        advice += ";\na disk is far slower than host memory, of which --host-gib is to have enough"
     return f"\nCopies have too much to do: {advice}."
 
 

@@ -49,7 +49,6 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self.name = f"simulated {order}"
         self.is_host = False
         self.device = torch.device("cpu")
-        self.num_host_allocations = 0
         self._timeline = Timeline(order, seed)
         self.d2h: Stream = self._timeline.add_stream("d2h", is_copy=True)
         self.h2d: Stream = self._timeline.add_stream("h2d", is_copy=True)
@@ -141,7 +140,6 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self._timeline.enter()
         if self.is_capturing:
             raise no_memory_in_captures(nbytes)
-        self.num_host_allocations += 1
         with unwatched():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(POISON)
         self._timeline.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pp_offload._core.bound import REFILL_BYTES, refill_below
+from pp_offload._core.copy_bounds import REFILL_BYTES, refill_below
 from pp_offload._groups.auto_bounds import (
     TimedBytes,
     in_flight_bytes,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload._core.keys import ChunkKey, Place
-from pp_offload._groups.demand import Beside, Change, Demand, History, fitting
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
+from pp_offload._groups.which_stay import Beside, Change, Demand, History, fitting
 
 places = st.builds(Place, st.integers(0, 1), st.integers(0, 3))
 moments = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(

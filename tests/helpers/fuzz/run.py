@@ -235,7 +235,7 @@ def fine_thresholds() -> Iterator[None]:
     """Tensors of a program are tiny; sizes that decide something become as small."""
     with (
         patch("pp_offload._core.window.SMALL_BYTES", 64),
-        patch("pp_offload._core.bound.SMALL_BYTES", 64),
+        patch("pp_offload._core.copy_bounds.SMALL_BYTES", 64),
         patch("pp_offload._core.geometry.MAX_PADDING_BYTES", 8),
         patch("pp_offload._memory.host_pool.HostPool.min_slab_bytes", 1024),
     ):

@@ -219,7 +219,7 @@ class Change(enum.Enum):
 
 
 class History:
-    """The most memory that steps need, until smaller steps repeat."""
+    """The largest demand of all steps. Once equal smaller steps repeat, it is forgotten."""
 
     def __init__(self) -> None:
         self.demand = Demand()
