@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from pp_offload._checkpoint.options import (
     SAVE_DICT,
@@ -39,12 +39,14 @@ from pp_offload._checkpoint.shared import (
     checkpoint_function,
     checkpoint_wrapper,
 )
-from pp_offload._common.checks import check_kind
+from pp_offload._common.checks import brief, check_kind
 from pp_offload._common.torch_private import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
 from pp_offload.backends import Backend
+
+CONTAINERS = (ModuleDict, ModuleList, Sequential)
 
 
 class ActivationCheckpointing:
@@ -81,10 +83,9 @@ class ActivationCheckpointing:
             offload, ``stash.statistics()``.
 
         Raises:
-            AttributeError: The model has no module ``layers_fqn``.
             ValueError: The variant, the parameters or the layers cannot be right, or the layers are
                 checkpointed already. The model is unchanged.
-            TypeError: ``model`` is no module, or ``backend`` no backend.
+            TypeError: ``model`` is no module, ``layers_fqn`` no name, or ``backend`` no backend.
         """
         params = params_for(ac_variant, ac_fun_params)
         layers = _container(model, layers_fqn)
@@ -137,6 +138,11 @@ def apply_activation_checkpointing_fsdp1_inplace(
             "use ActivationCheckpointing.apply_activation_checkpointing_"
         )
     names = activation_checkpointing_modules
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
+        raise ValueError(
+            f"activation_checkpointing_modules is {brief(names)}; expected a list of names of "
+            'classes, such as ["GPT2Block"]'
+        )
     if any(isinstance(module, CheckpointWrapper) for module in model.modules()):
         raise ValueError("the model has checkpoints already; expected to be applied once")
     classes = {type(module) for module in model.modules()}
@@ -173,7 +179,19 @@ def is_module_to_apply_activation_checkpointing(
 
 def _container(model: Module, layers_fqn: str) -> Module:
     check_kind("model", model, Module, "an nn.Module")
-    layers = model.get_submodule(layers_fqn)
+    check_kind("layers_fqn", layers_fqn, str, "the name of a container of layers in the model")
+    try:
+        layers = model.get_submodule(layers_fqn)
+    except AttributeError as error:
+        names = [name for name, module in model.named_modules() if isinstance(module, CONTAINERS)]
+        raise ValueError(
+            f"layers_fqn is {layers_fqn!r}, but {error}; containers of this model: {names}"
+        ) from error
+    if not isinstance(layers, CONTAINERS):
+        raise ValueError(
+            f"layers_fqn is {layers_fqn!r}, a {type(layers).__name__}; expected a ModuleDict, "
+            "ModuleList or Sequential of layers"
+        )
     if any(isinstance(layer, CheckpointWrapper) for layer in layers.children()):
         raise ValueError(
             f"layers of {layers_fqn!r} are checkpointed already; expected to be applied once"

@@ -20,9 +20,9 @@ import torch
 from torch.nn import Module, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
-from pp_offload._common.checks import check_count, check_flag, check_kind
+from pp_offload._common.checks import check_count, check_flag, check_kind, near
 from pp_offload._slices.cache import SliceCache
-from pp_offload._slices.checks import check_waiting, waiting_parameters
+from pp_offload._slices.checks import check_device, check_waiting, waiting_parameters
 from pp_offload._slices.offloaded_layers import OffloadedLayers, install, is_offloaded
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.backends import Backend, check_backend, default_backend
@@ -105,8 +105,8 @@ def lists_of_layers(model: Module) -> list[str]:
             names.append(name)
     if not names:
         raise ValueError(
-            f"a {type(model).__name__} has no ModuleList of several layers of one class; say where "
-            "its layers are: layers=..."
+            f"a {type(model).__name__} has no ModuleList of several layers of one class; expected "
+            "one; say where its layers are: layers=..."
         )
     return names
 
@@ -117,11 +117,12 @@ def _are_layers(modules: list[Module]) -> bool:
 
 
 def _backend(model: Module, device: torch.device | str | None, backend: Backend | None) -> Backend:
+    where = None if device is None else check_device("device", device, backend)
     if backend is not None:
         check_backend(backend)
         return backend
-    if device is not None:
-        return default_backend(torch.device(device))
+    if where is not None:
+        return default_backend(where)
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     if len(devices) > 1:
         raise ValueError(
@@ -133,19 +134,25 @@ def _backend(model: Module, device: torch.device | str | None, backend: Backend 
 
 def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Module]:
     """Return the lists of layers by name."""
+    expected = 'the name of a ModuleList, such as "model.layers", or several names'
+    check_kind("layers", layers, (str, Collection), expected)
     patterns = [layers] if isinstance(layers, str) else list(layers)
     lists = {
         name: module
         for name, module in model.named_modules()
         if name and isinstance(module, ModuleList | Sequential)
     }
+    if not patterns:
+        raise ValueError(f"layers is empty, expected {expected}; the model has {list(lists)}")
     containers: dict[str, Module] = {}
     for pattern in patterns:
+        check_kind("a name in layers", pattern, str, expected)
         names = [name for name in matching(model, pattern) if name in lists]
         if not names:
             raise ValueError(
-                f"the model has no ModuleList or Sequential {pattern!r}, whose children would be "
-                f"the layers; expected some of {list(lists)}"
+                f"the model has no module {pattern!r}{near(pattern, list(lists))} that is a "
+                "ModuleList or a Sequential, whose children are the layers; expected "
+                f"{expected}; it has {list(lists)}"
             )
         containers |= {name: lists[name] for name in names}
     return containers
@@ -159,6 +166,20 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
             while CHECKPOINTED in layer._modules:
                 layer = layer.get_submodule(CHECKPOINTED)
             layers.setdefault(f"{name}.{child}", layer)
+    if not layers:
+        raise ValueError(
+            f"the lists {list(containers)} are empty; expected at least one layer; name another"
+        )
+    inside = [
+        f"{name!r} is inside of {outer!r}"
+        for name, layer in layers.items()
+        for outer, around in layers.items()
+        if layer is not around and any(layer is module for module in around.modules())
+    ]
+    if inside:
+        raise ValueError(
+            f"{'; '.join(inside)}; expected layers beside one another; leave one of the lists out"
+        )
     return layers
 
 
@@ -166,10 +187,12 @@ def _check_model(model: Module, layers: dict[str, Module]) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
-            "is; call offload_layers() before it is wrapped"
+            "is; expected a plain module; call offload_layers() before it is wrapped, which works "
+            "where all parameters are on one device"
         )
     taken = [name for name, layer in layers.items() if is_offloaded(layer)]
     if taken:
         raise OffloadError(
-            f"layers {taken} wait on the host already; close() the handle that came first"
+            f"layers {taken} wait on the host already; expected each to be given once; close() the "
+            "handle that came first"
         )

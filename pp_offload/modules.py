@@ -195,6 +195,13 @@ def check_patterns(groups: object) -> None:
     check_kind("groups", groups, Mapping, f"a mapping of {expected}")
     if not groups:
         raise ValueError(f"groups is empty, expected {expected}; else leave it out")
+    assert isinstance(groups, Mapping)
+    for group, patterns in groups.items():
+        if not all(listed(patterns)) or not listed(patterns):
+            raise ValueError(
+                f"the patterns of group '{group}' are {patterns!r}, expected at least one, none of "
+                "them empty; leave the group out if it shall have no modules"
+            )
 
 
 def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:

@@ -23,18 +23,18 @@ from torch import nn
 
 from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._common.checks import brief, check_all, check_count, check_flag
+from pp_offload._common.checks import brief, check_all, check_count, check_flag, count_problem
 from pp_offload._common.torch_private import ActivationWrapper
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
-from pp_offload._slices.checks import check_waiting, sharded_problem
+from pp_offload._slices.checks import check_device, check_waiting, sharded_problem
 from pp_offload._slices.microbatches import join, split
 from pp_offload._slices.places import HOST
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import SliceLayers, partition
 from pp_offload._slices.to_host import move_buffers, move_to_host
-from pp_offload.backends import Backend, check_backend, default_backend
+from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
 
@@ -54,9 +54,8 @@ class OffloadModel(CacheFigures, nn.Module):
             so another tool may cut the model.
         device: Device that computes. Inputs must be on it.
         offload_device: Device of parameters and gradients: the host.
-        num_slices: Number of slices that the layers are cut into, if there are as many layers;
-            about two of them are on the device at a time. A list has as many slices as modules, and
-            ignores this.
+        num_slices: Number of slices that the layers are cut into; about two of them are on the
+            device at a time. A list has as many slices as modules, and ignores this.
         checkpoint_activation: Run each slice again in backward, instead of keeping the tensors
             that it saves; its inputs wait on the host.
         num_microbatches: Parts of the batch that go through a slice one after another, while the
@@ -87,15 +86,15 @@ class OffloadModel(CacheFigures, nn.Module):
         super().__init__()
         layers = _container(model)
         _check_layers(layers)
-        check_count("num_slices", num_slices, least=1)
-        check_count("num_microbatches", num_microbatches, least=1)
+        _check_numbers(layers, num_slices, num_microbatches)
         check_flag("checkpoint_activation", checkpoint_activation)
         config = config_or_default(config)
-        if torch.device(offload_device).type != "cpu":
-            raise ValueError(f"offload_device is {offload_device}; expected the host, {HOST}")
-        if backend is None:
-            backend = default_backend(torch.device(device))
-        check_backend(backend)
+        where = check_device("device", device, backend)
+        if check_device("offload_device", offload_device).type != "cpu":
+            raise ValueError(
+                f"offload_device is {offload_device}; expected the host, torch.device('cpu')"
+            )
+        backend = default_backend(where) if backend is None else backend
         for name, layer in layers._modules.items():
             self.add_module(name, layer)
         self.training = layers.training
@@ -165,7 +164,8 @@ class OffloadModel(CacheFigures, nn.Module):
         if len(layers) != (num := self._slices[-1].stop):
             raise OffloadError(
                 f"the OffloadModel has {len(layers)} layers, {list(self._modules)}; expected the "
-                f"{num} that were cut into slices; make a new OffloadModel of the layers"
+                f"{num} that it was made of: these were cut into slices; put one in the place "
+                "of another, or make a new OffloadModel of the layers"
             )
         return [
             SliceLayers(f"slice {number}", [layers[i] for i in indices])
@@ -188,8 +188,9 @@ def _container(model: object) -> nn.Sequential | nn.ModuleList:
         if isinstance(model, kind) and type(model).forward is kind.forward:
             return model
     raise ValueError(
-        f"the model is {brief(model)}; expected an nn.Sequential with its own forward, or a list "
-        "of modules, each of which is a slice"
+        f"the model is {brief(model)}; expected an nn.Sequential with its own forward, which says "
+        "what each layer computes with, or a list of modules, each of which is a slice; write the "
+        "model as one, or cut it with torch.fx"
     )
 
 
@@ -200,14 +201,32 @@ def _check_layers(model: nn.Module) -> None:
     problems = [sharded_problem(model)]
     if own:
         problems.append(
-            f"the {kind} itself has {own}, which would not be used; expected these in its layers"
+            f"the {kind} itself has {own}, which would not be used; expected these in its layers "
+            "only; put them into a layer, or register hooks on the OffloadModel"
         )
     if any(isinstance(module, ActivationWrapper) for module in model.modules()):
         problems.append(
-            "a layer is, or has, a checkpoint wrapper; pass checkpoint_activation=True instead"
+            "a layer is, or has, a checkpoint wrapper; expected layers that keep what they save; "
+            "pass checkpoint_activation=True instead"
         )
     check_all(*problems)
     check_waiting(model, dict(model.named_children()), dict(model.named_parameters()))
+
+
+def _check_numbers(
+    layers: nn.Sequential | nn.ModuleList, num_slices: int, num_microbatches: int
+) -> None:
+    check_count("num_microbatches", num_microbatches, least=1)
+    num_layers = len(layers)
+    if not num_layers:
+        raise ValueError("the model has no layers; expected at least one module in it")
+    is_cut = isinstance(layers, nn.Sequential)
+    if is_cut and (count_problem("num_slices", num_slices, 1) or num_slices > num_layers):
+        most = f"1 to {num_layers}" if num_layers > 1 else "1"
+        raise ValueError(
+            f"num_slices is {brief(num_slices)}; expected {most}, the number of layers, as an "
+            "integer: each slice has at least one"
+        )
 
 
 def _compute_all(slice_: OnDevice, layers: SliceLayers, *inputs: Any) -> Any:

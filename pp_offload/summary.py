@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pp_offload._common.processes import logger_of
 from pp_offload._common.sizes import size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload._common.torch_private import default_store
@@ -23,6 +24,11 @@ from pp_offload._groups.plan import GroupBytes, groups_sum
 from pp_offload._groups.step_line import gain_table
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
+
+logger = logger_of(__name__)
+
+WARN_S = 10
+"""Seconds after which a rank that waits for other ranks in vain logs a warning."""
 
 PATIENCE_S = 300
 """Seconds after which a waiting rank gives up, as stores do. Another rank may be saving."""
@@ -157,10 +163,13 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
     if num_here == len(ranks):
         store.set(f"{key}/all", "")
         return
-    if num_here > 0:
+    for wait_s in (WARN_S, PATIENCE_S - WARN_S) if num_here > 0 else ():
         with suppress(RuntimeError):  # the wait is over, and the key is not set
-            store.wait([f"{key}/all"], timedelta(seconds=PATIENCE_S))
+            store.wait([f"{key}/all"], timedelta(seconds=wait_s))
             return
+        if wait_s == WARN_S:
+            missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+            logger.warning("the summary of all ranks waits for ranks %s", missing)
     if num_here <= 0 or store.add(key, -GIVEN_UP) + GIVEN_UP != len(ranks):
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         cause = f"ranks {missing} did not ask for it within {PATIENCE_S} s"

@@ -231,7 +231,7 @@ COUNTS: dict[str, Callable[[Any], object]] = {
     r"min_offload_size is {}, expected an integer of at least 0 \(bytes\)": (
         lambda n: OffloadActivations(min_offload_size=n)
     ),
-    "num_slices is {}, expected an integer of at least 1": lambda n: offload_model(num_slices=n),
+    "num_slices is {}; expected 1": lambda n: offload_model(num_slices=n),
     "ac_freq is {}, expected an integer": lambda n: SelectiveLayerACParams(ac_freq=n),
     "recompute_every.*is {}, expected an integer of at least 1": (
         lambda n: op_params(recompute_every={"ops.aten.mm.default": n})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,13 +14,15 @@ from functools import partial
 import pytest
 import torch
 from conftest import BACKENDS, make_backend, on_two_backends
-from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, results
+from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, params, results
 from helpers.toy import assert_no_hooks, make_model, same_bits
 from torch import Tensor, nn
 
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.checkpointing import (
+    ActivationCheckpointedModelConfig,
     ActivationCheckpointing,
+    ActivationCheckpointingVariants,
     FullACParams,
     SelectiveLayerACParams,
     SelectiveOpACParams,
@@ -235,37 +239,112 @@ def test_outputs_that_are_written_into_are_recomputed(kind: str, where: str) -> 
     assert counts.written_outputs > 0 and (num_kept > 0) == (kind in ("GRU", "LSTMCell"))
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_variants_and_parameters_of_another_library_will_do(number: int) -> None:
+    given = [params(), params(ac_freq=2), params(save_ops_keys=[OP])][number]
+    ours = list(ActivationCheckpointingVariants)[number]
+    by_value = enum.Enum("ByValue", {"ANY": ours.value})
+    by_name = enum.Enum("ByName", [ours.name])  # with a number for its value
+    variants = [by_value.ANY, by_name[ours.name], ours.value]
+    for variant, options in zip(variants, (given, given, vars(given)), strict=True):
+        model = make_model(groups=())
+        recompute = apply_(variant, "", model, options)
+        model(torch.ones(5, 8)).sum().backward()
+        assert recompute.counts.recomputed_calls == (3, 1, 3)[number]
+    assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
+
+
 BAD = {
-    "unknown variant": ("all", FullACParams(), "'all' is not a valid ActivationCheckpointingVar"),
-    "unknown option": (FULL, {"offload": True}, r"'?offload'? \(did you mean offload_inputs\?\)"),
-    "too few layers": (EVERY_FEW, {"ac_freq": 3}, "ac_freq is 3, but '' has 2 layers; expected"),
-    "parameters of another": (FULL, SelectiveLayerACParams(ac_freq=1), "expected FullACParams"),
-    "unknown op": (BY_OP, {"save_ops_keys": ["mm"]}, "unknown operator 'mm'; .*max.default"),
-    "a view": (BY_OP, {"offload_ops_keys": ["ops.aten.view.default"]}, "memory of its arguments"),
-    "reentrant": (BY_OP, {"save_ops_keys": [OP], "use_reentrant": True}, "only non-reentrant"),
+    "no such layers": (FULL, "body", FullACParams(), r"'body', but .* of this model: \['', 'c'\]"),
+    "no container": (FULL, "a", FullACParams(), "a Linear; expected a ModuleDict, ModuleList or"),
+    "unknown variant": ("all", "", FullACParams(), "unknown variant 'all'; expected one of .*FULL"),
+    "another's variant": (
+        enum.Enum("Colour", ["RED"]).RED,
+        "",
+        FullACParams(),
+        r"unknown variant Colour\.RED; expected one of .*FULL_",
+    ),
+    "no parameters": (FULL, "", None, "ac_fun_params is None; expected FullACParams"),
+    "unknown option": (
+        FULL,
+        "",
+        {"offload": True},
+        r"unknown options 'offload' \(did you mean offload_inputs\?\); expected some of offload_",
+    ),
+    "too few layers": (
+        EVERY_FEW,
+        "",
+        {"ac_freq": 3},
+        "ac_freq is 3, but '' has 2 layers; expected",
+    ),
+    "parameters of another": (FULL, "", SelectiveLayerACParams(ac_freq=1), "expected FullACParams"),
+    "no frequency": (EVERY_FEW, "", params(), "without ac_freq; expected SelectiveLayerACParams"),
+    "empty": (BY_OP, "", params(save_ops_keys=[]), "save_ops_keys is empty; expected .*mm.default"),
+    "unknown op": (BY_OP, "", params(save_ops_keys=["mm"]), "unknown operator 'mm'; .*max.default"),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_leaves_the_model_as_it_was(bad: str) -> None:
-    variant, given, message = BAD[bad]
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    variant, layers, given, message = BAD[bad]
+    model = nn.Sequential()
+    model.add_module("a", nn.Linear(2, 2))
+    model.add_module("c", nn.ModuleList([nn.Linear(2, 2)]))
     before = str(model)
     with pytest.raises(ValueError, match=message):
-        apply_(variant, "", model, given)
+        apply_(variant, layers, model, given)
     assert str(model) == before
 
 
-def test_a_checkpointed_model_can_be_pickled_and_is_not_to_be_checkpointed_again() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_ops_keys": [OP], "offload_ops_keys": [OP]}, "expected in one"),
+        ({"offload_ops_keys": ["ops.aten.view.default"]}, "returns memory of its arguments"),
+        ({"save_ops_keys": [OP], "use_reentrant": True}, "only non-reentrant checkpoints"),
+        ({"save_ops_keys": [OP], "recompute_every": {OP: 0}}, "expected an integer of at least 1"),
+        ({"save_ops_keys": [OP], "determinism_check": "all"}, 'expected "default" or "none"'),
+        (
+            {"save_ops_keys": [OP], "min_offload_size": -1},
+            r"expected an integer of at least 0 \(bytes\)",
+        ),
+        ({"use_reentrant": True, "early_stop": False}, "expected one or the other"),
+    ],
+)
+def test_bad_options(options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelectiveOpACParams(**options)
+
+
+def test_a_checkpointed_model_is_not_to_be_checkpointed_again_or_pickled() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
+    apply_(FULL, "", model, FullACParams())
     with pytest.raises(ValueError, match="checkpointed already"):
         apply_(FULL, "", model, FullACParams())
-    results = []
-    for each in (pickle.loads(pickle.dumps(model)), model):
-        each(torch.ones(3, 2)).square().sum().backward()
-        results.append([p.grad for p in each.parameters()])
-    assert same_bits(*results)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*save model.state_dict\(\)"):
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload_inputs": True}, "no input of at least 1024 bytes"),
+        (
+            {"offload_ops_keys": [OP], "min_offload_size": 1},
+            r"no input, or of \['aten.mm.default'\]",
+        ),
+    ],
+)
+def test_offload_of_nothing_is_warned_of_once(options, message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))  # with a bias: no aten.mm
+    apply_(BY_OP if "offload_ops_keys" in options else FULL, "", model, options)
+    x = torch.ones(3, 2, requires_grad=True)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match=message):
+        model(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
 
 
 def test_one_warning_where_checkpoints_offload_nothing() -> None:

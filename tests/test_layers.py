@@ -13,23 +13,23 @@ import pytest
 from helpers.sources import FILES, RANK, ROOT, TREES, dotted
 
 MOST_LINES = {
-    "_activations": 650,
-    "_checkpoint": 1400,
-    "_common": 1200,
-    "_core": 4600,
-    "_groups": 3350,
+    "_activations": 700,
+    "_checkpoint": 1450,
+    "_common": 1250,
+    "_core": 4650,
+    "_groups": 3400,
     "_hooks": 450,
-    "_megatron": 1250,
+    "_megatron": 1300,
     "_memory": 1500,
-    "_slices": 1550,
+    "_slices": 1600,
     "backends": 750,
-    "cli": 1200,
+    "cli": 1250,
     "compat": 150,
     "integrations": 1150,
     "plan": 3000,
     "simulate": 2450,
     "testing": 1000,
-    "trace": 1300,
+    "trace": 1350,
 }
 """Ceilings, in steps of 50 lines. A change that needs a higher one says why."""
 

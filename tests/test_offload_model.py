@@ -207,7 +207,7 @@ def test_layers_may_not_become_more_or_fewer(num: int) -> None:
         model.add_module("6", nn.Linear(WIDTH, 2))
     else:
         del model._modules["5"]
-    with pytest.raises(OffloadError, match=rf"has {num} layers, .* expected the 6 that were cut"):
+    with pytest.raises(OffloadError, match=rf"has {num} layers, .* expected the 6 that it was"):
         model(torch.ones(2, WIDTH))
 
 
@@ -335,7 +335,7 @@ def test_parameters_stay_the_same_objects(backend) -> None:
         (
             lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))),
             {"num_slices": 1},
-            "a checkpoint wrapper; pass checkpoint_activation=True",
+            "a checkpoint wrapper.* pass checkpoint_activation=True",
         ),
         (
             tied_to_a_flat_one,

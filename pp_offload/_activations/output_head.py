@@ -135,6 +135,10 @@ def find_head(model: Module) -> Module | None:
 
 
 def _chosen(model: Module, head: Module | str) -> Module:
+    if head is model or head is unwrapped(model):
+        raise ValueError(
+            "head is the model itself, so nothing would be offloaded; expected a module inside it"
+        )
     if isinstance(head, Module):
         return head
     named = dict(unwrapped(model).named_modules()) | dict(model.named_modules())

@@ -17,6 +17,8 @@ from pp_offload._common.checks import (
     brief,
     check_all,
     check_count,
+    check_kind,
+    check_names,
     count_problem,
     flag_problem,
     takes_options_by_name,
@@ -58,7 +60,7 @@ class FullACParams:
     """How a layer is checkpointed. The options from ``use_reentrant`` on are PyTorch's.
 
     Raises:
-        ValueError: A value cannot be right.
+        ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
     """
 
     offload_inputs: bool = False
@@ -77,12 +79,10 @@ class FullACParams:
     """Draw the same random numbers again, for dropout. Modalities does not."""
 
     determinism_check: str = "default"
-    """Compare shapes, dtypes and devices of recomputed tensors; ``"none"`` compares nothing, as
-    reentrant checkpoints do.
-    """
+    """Compare shapes, dtypes and devices of recomputed tensors; ``"none"`` compares nothing."""
 
     early_stop: bool = True
-    """Stop recomputing when backward has all it needs; reentrant checkpoints never do."""
+    """Stop recomputing when backward has all it needs."""
 
     def __post_init__(self) -> None:
         flags = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
@@ -91,6 +91,23 @@ class FullACParams:
             count_problem("min_offload_size", self.min_offload_size, 0, "bytes"),
         )
         check_config(self.config)
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                f'determinism_check is {self.determinism_check!r}; expected "default" or "none"'
+            )
+        if self.use_reentrant and not (self.early_stop and self.determinism_check == "default"):
+            raise ValueError(
+                "use_reentrant is True, with early_stop or determinism_check; expected one or the "
+                "other: reentrant checkpoints run all again, and compare nothing"
+            )
+
+    def kept_ops(self) -> dict[OpOverload, int | None]:
+        """Return operators whose outputs are kept, with n where every n-th call is recomputed."""
+        return {}
+
+    def offloaded_ops(self) -> list[OpOverload]:
+        """Return the kept operators whose outputs go to the tiers."""
+        return []
 
 
 @takes_options_by_name
@@ -129,9 +146,25 @@ class SelectiveOpACParams(FullACParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("save_ops_keys", "offload_ops_keys"):
+            keys = getattr(self, name)
+            is_list = isinstance(keys, list | tuple | set | frozenset)
+            if not is_list or not all(isinstance(key, str) for key in keys):
+                raise ValueError(f"{name} is {brief(keys)}; expected a list of names")
+        check_kind("recompute_every", self.recompute_every, Mapping, "a mapping of names to counts")
+        if not self.save_ops_keys and not self.offload_ops_keys:
+            raise ValueError(
+                "save_ops_keys is empty; expected at least one operator here or in "
+                f"offload_ops_keys, such as {', '.join(USUAL_OPS)}; to "
+                "compute all again use FULL_ACTIVATION_CHECKPOINTING"
+            )
+        twice = sorted(set(self.save_ops_keys) & set(self.offload_ops_keys))
+        if twice:
+            raise ValueError(f"{twice} are in save_ops_keys and offload_ops_keys; expected in one")
         if self.use_reentrant:
             raise ValueError(
-                "use_reentrant is True, but only non-reentrant checkpoints keep operators' outputs"
+                "use_reentrant is True, but only non-reentrant checkpoints can keep outputs of "
+                "operators; leave it out"
             )
         for key, every in self.recompute_every.items():
             check_count(f"recompute_every[{key!r}]", every, least=1)
@@ -139,17 +172,16 @@ class SelectiveOpACParams(FullACParams):
         for op in self.offloaded_ops():
             if any(value.alias_info is not None for value in op._schema.returns):
                 raise ValueError(
-                    f"offload_ops_keys has ops.{op}, which returns memory of its arguments"
+                    f"offload_ops_keys has ops.{op}, which returns memory of its arguments; "
+                    "expected operators with outputs of their own"
                 )
 
     def kept_ops(self) -> dict[OpOverload, int | None]:
-        """Return operators whose outputs are kept, with n where every n-th call is recomputed."""
         every = {operator(key): number for key, number in self.recompute_every.items()}
         ops = map(operator, (*self.save_ops_keys, *self.offload_ops_keys))
         return {op: every.get(op) for op in ops if every.get(op) != 1}
 
     def offloaded_ops(self) -> list[OpOverload]:
-        """Return the kept operators whose outputs go to the tiers."""
         return list(map(operator, self.offload_ops_keys))
 
 
@@ -171,27 +203,48 @@ PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
-    """Return the parameters of a variant, of which another library's enum may have the value.
-    They may be ours, a mapping of options, or an object with such attributes.
+    """Return the parameters of a variant, of which another library's enum may have the value or
+    name. They may be ours, a mapping of options, or an object with such attributes.
 
     Raises:
         ValueError: No such variant exists, or the parameters are not for it.
     """
-    value = variant.value if isinstance(variant, enum.Enum) else variant
-    kind = PARAMS[ActivationCheckpointingVariants(value)]
+    kind = _params_type(variant)
     if type(given) is kind:
         return given
-    if isinstance(given, FullACParams):
-        raise ValueError(f"ac_fun_params is {brief(given)}; expected {kind.__name__} for {variant}")
-    if isinstance(given, Mapping):
-        return kind(**given)
+    if isinstance(given, FullACParams) or not (
+        isinstance(given, Mapping) or hasattr(given, "__dict__")
+    ):
+        raise ValueError(
+            f"ac_fun_params is {brief(given)}; expected {kind.__name__} for {variant}, or a "
+            "mapping or an object with such options"
+        )
     names = [option.name for option in fields(kind)]
-    return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+    if isinstance(given, Mapping):
+        check_names(given, names, "ac_fun_params")
+        values = dict(given)
+    else:
+        values = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    if kind is SelectiveLayerACParams and "ac_freq" not in values:
+        raise ValueError(
+            f"ac_fun_params is {brief(given)}, without ac_freq; expected {kind.__name__}"
+        )
+    return kind(**values)
+
+
+def _params_type(variant: object) -> type[FullACParams]:
+    spellings = (variant.value, variant.name) if isinstance(variant, enum.Enum) else (variant,)
+    for member, kind in PARAMS.items():
+        if {member.value, member.name}.intersection(map(str, spellings)):
+            return kind
+    names = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
+    raise ValueError(f"unknown variant {brief(variant)}; expected one of {names}")
 
 
 def operator(key: str) -> OpOverload:
     """Return the operator of this name; raise a ValueError if there is none."""
     value: Any = torch
+    check_kind("the name of an operator", key, str, f"a str, such as {MATMUL!r}")
     for part in key.split("."):
         value = getattr(value, part, None)
     if not isinstance(value, OpOverload):

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.module_state import ModuleState
-from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
+from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs
 from pp_offload._common.torch_private import (
     is_transformed,
@@ -79,9 +79,7 @@ class Recompute:
         self.counts = CheckpointCounts()
         self.stash: ActivationStash | None = None
         self.warns_of_groups = warns_of_groups
-        by_op = params if isinstance(params, SelectiveOpACParams) else None
-        self._kept = by_op.kept_ops() if by_op else {}
-        self._offloaded = by_op.offloaded_ops() if by_op else []
+        self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()
         self._is_checked = self._has_warned_of_cache = False
         if params.offload_inputs or self._offloaded:
             smallest = params.min_offload_size
@@ -93,7 +91,12 @@ class Recompute:
         return self  # copies of a model share what moves their tensors
 
     def __reduce__(self) -> Any:
-        return shared_for, (self.params,)  # streams and host memory belong to a process
+        if self in _of_default:
+            return shared_for, (self.params,)
+        raise TypeError(
+            "a model with checkpoints of pp_offload cannot be pickled: streams and host memory "
+            "belong to it; save model.state_dict(), whose names are those without checkpoints"
+        )
 
     @never_compiled
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._common.checks import check_kind
+from pp_offload._common.checks import brief, check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
 
 
@@ -56,14 +56,17 @@ def recompute_layers(
         A handle to undo it; also a context manager.
 
     Raises:
-        TypeError: ``model`` is no module.
-        AttributeError: A module does not exist.
-        ValueError: A module is a part of another one, or has checkpoints already. The model is
-            unchanged.
+        TypeError: ``model`` is no module, or ``names`` are no names.
+        ValueError: A module does not exist, is named twice, is a part of another one, or has
+            checkpoints already. The model is unchanged.
     """
     check_kind("model", model, Module, "an nn.Module")
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"names is {brief(names)}, expected a list of names of modules")
     for name in names:
         _check_layer(model, name, names)
+    if len(set(names)) != len(names):
+        raise ValueError(f"names is {list(names)}, expected each name once")
     params = FullACParams(preserve_rng_state=preserve_rng_state)
     recompute = Recompute(params, warns_of_groups=False)
     return RecomputedLayers(model, names, recompute)
@@ -87,9 +90,15 @@ def is_inside_recomputed(model: Module, name: str) -> bool:
 
 
 def _check_layer(model: Module, name: str, names: Collection[str]) -> None:
-    layer = model.get_submodule(name)
-    if outer := [prefix for prefix in names if name.startswith(f"{prefix}.")]:
-        raise ValueError(f"{name!r} is a part of {outer[0]!r}, expected none in another")
+    check_kind("a name of names", name, str, "the name of a module")
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"there is no module {name!r} in the model: {error}") from error
+    outer = [prefix for prefix in names if name.startswith(f"{prefix}.")]
+    if layer is model or outer:
+        where = f"is a part of {outer[0]!r}" if outer else "is the model itself"
+        raise ValueError(f"{name!r} {where}, expected modules of which none is in another")
     parts = name.split(".")
     around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
     if any(isinstance(module, CheckpointWrapper) for module in (*around, *layer.modules())):

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
 from pp_offload._checkpoint.recompute import Recompute, shared_for
-from pp_offload._common.checks import check_kind
+from pp_offload._common.checks import brief, check_flag, check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -24,6 +24,12 @@ from pp_offload.config import OffloadConfig
 OP_OPTIONS = {option.name for option in fields(SelectiveOpACParams)} - {
     option.name for option in fields(FullACParams)
 }
+
+INSTEAD = {
+    "context_fn": "name operators in checkpoint_function(offload_ops_keys=[...])",
+    "debug": "call torch.utils.checkpoint.checkpoint to look for the operator that differs",
+}
+"""Arguments of PyTorch's checkpoint that would reach the function, and what to do instead."""
 
 
 def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Recompute:
@@ -76,11 +82,15 @@ def checkpoint(
         The result of ``function``.
 
     Raises:
-        ValueError: A value cannot be right.
-        TypeError: ``config`` or ``backend`` is none.
+        ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
+        TypeError: ``function`` cannot be called, or ``config`` or ``backend`` is none.
 
     Source: PyTorch ``torch.utils.checkpoint.checkpoint``.
     """
+    if not callable(function):
+        raise TypeError(f"function is {brief(function)}, expected a module or another callable")
+    for name in INSTEAD.keys() & kwargs.keys():
+        raise ValueError(f"checkpoint has no {name}, expected none; {INSTEAD[name]}")
     run = checkpoint_function(
         use_reentrant=use_reentrant,
         preserve_rng_state=preserve_rng_state,
@@ -101,6 +111,11 @@ class CheckpointedModule(CheckpointWrapper):
     def recompute(self) -> Recompute:
         """Engine with ``params``, ``counts`` and, with offload, ``stash.statistics()``."""
         return cast(Recompute, cast(Any, self.checkpoint_fn).func)  # the function is a partial
+
+    def extra_repr(self) -> str:
+        params = self.recompute.params
+        names = [name for name in ("offload_inputs", "use_reentrant") if getattr(params, name)]
+        return ", ".join(f"{name}=True" for name in names)
 
 
 def checkpoint_wrapper(
@@ -125,12 +140,18 @@ def checkpoint_wrapper(
         The wrapper, to put in the place of ``module``.
 
     Raises:
-        ValueError: An option cannot be right or does not exist.
+        ValueError: ``module`` is wrapped already, or an option cannot be right or does not exist.
         TypeError: ``module`` is no module, or ``backend`` no backend.
 
     Source: fairscale ``checkpoint_wrapper``; PyTorch ``checkpoint_wrapper``.
     """
     check_kind("module", module, Module, "an nn.Module")
+    check_flag("offload_to_cpu", offload_to_cpu)
+    if isinstance(module, CheckpointWrapper):
+        raise ValueError(
+            f"module is a {type(module).__name__}, which is computed again already; expected a "
+            "module without: twice costs time and frees nothing"
+        )
     if offload_to_cpu:
         options = {"offload_inputs": True, **options}
     recompute = checkpoint_function(backend=backend, **options)

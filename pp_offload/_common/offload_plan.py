@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from math import isfinite
+from types import UnionType
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from pp_offload._common.checks import brief
 from pp_offload.errors import ConfigError
@@ -24,6 +26,18 @@ if TYPE_CHECKING:
 FORMAT = "pp_offload plan 1"
 
 HOW = "expected a plan as `pp-offload plan -o` writes it"
+
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
+    float: (
+        "seconds of at least 0",
+        lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
+    ),
+    Mapping[str, Any]: ("options by name", lambda value: isinstance(value, Mapping)),
+}
+"""Expected value in a file, in words and as a check, by the type of the field."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +180,8 @@ class OffloadPlan:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             actual = content.get("format") if isinstance(content, Mapping) else content
             raise ConfigError(f"the format is {brief(actual)}, expected {FORMAT!r}; {HOW}")
-        try:
-            values = {name: value for name, value in content.items() if name != "format"}
-            return cls(**{**values, "ranks": tuple([_rank(rank) for rank in values["ranks"]])})
-        except (TypeError, KeyError, AttributeError) as failure:
-            raise ConfigError(f"{failure}; {HOW}") from failure
+        plan: Self = _record(cls, content)
+        return plan
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -198,7 +209,29 @@ class OffloadPlan:
             file.write("\n")
 
 
-def _rank(content: Mapping[str, Any]) -> RankPlan:
-    stages = [tuple([PlannedGroup(**group) for group in stage]) for stage in content["stages"]]
-    recomputed = tuple(map(tuple, content.get("recomputed", ())))
-    return RankPlan(**{**content, "stages": tuple(stages), "recomputed": recomputed})
+def _record(kind: type, content: Any) -> Any:
+    """Make a record of its fields by name. Older files lack some, which have defaults."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"found {brief(content)} in place of values by name; {HOW}")
+    types, values = get_type_hints(kind), {}
+    for each in fields(kind):
+        value = content.get(each.name)
+        has_default = each.default is not MISSING or each.default_factory is not MISSING
+        if not (value is None and has_default):
+            values[each.name] = _value(types[each.name], each.name, value)
+    return kind(**values)
+
+
+def _value(kind: Any, name: str, value: Any) -> Any:
+    """Return a field's value, of this type, from a value of JSON."""
+    if is_dataclass(kind):
+        return _record(cast(type, kind), value)
+    origin, (item, *_) = get_origin(kind), get_args(kind) or (kind,)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} is {brief(value)}, expected a list; {HOW}")
+        return tuple(_value(item, name, each) for each in value)
+    expected, is_right = KINDS[item if origin is UnionType else kind]
+    if not is_right(value):
+        raise ConfigError(f"{name} is {brief(value)}, expected {expected}; {HOW}")
+    return value

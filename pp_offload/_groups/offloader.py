@@ -84,6 +84,7 @@ class Offloader:
         self.split: SplitBackward | None = None
         self._torn: list[Engine] = []  # engines of former epochs that living graphs need
         self.engine = self._fresh_engine()
+        self._warned_releases: set[str] = set()
         _alive.add(self)
 
     def _fresh_engine(self) -> Engine:
@@ -153,7 +154,7 @@ class Offloader:
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
         """Empty the storages of ``tensors``, once the copies queued so far are over."""
         refs, engine = [weakref.ref(tensor) for tensor in tensors], self.engine
-        action = partial(release, refs, engine.eligibility.residents)
+        action = partial(release, refs, engine.eligibility.residents, self._warned_releases)
         engine.guarded(engine.mover.after_copies, action)
 
     def resume(self, group: Group | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from pp_offload._common.checks import check_count
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident, Saved
 from pp_offload._groups.chunk import Chunk
@@ -26,6 +27,7 @@ from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
+from pp_offload.errors import GroupStateError
 
 
 class ChunkOffloadHandler(Chunk):
@@ -74,7 +76,7 @@ class ChunkOffloadHandler(Chunk):
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as the state.
         """
-        if not self.offloader.engine.eligibility.admits(src_tensor, 1):
+        if not self.offloader.engine.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
         return self.offloader.engine.offload(src_tensor)
 
@@ -109,13 +111,13 @@ class ChunkOffloadHandler(Chunk):
 
     def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
         """Commit the group started last; see :meth:`commit`."""
-        self.commit(self.open_groups[-1].name, forced_released_tensors)
+        self.commit(self._last_open().name, forced_released_tensors)
 
     bulk_offload = on_group_commit_forward
 
     def should_bulk_offload(self) -> bool:
         """Whether the group started last would leave the device if committed now."""
-        return self._would_leave(self.open_groups[-1])
+        return self._would_leave(self._last_open())
 
     def _would_leave(self, group: Group) -> bool:
         self.offloader.engine.payloads(group)  # counts the payloads
@@ -123,7 +125,17 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_offload_group(self) -> None:
         """Offload the group started last, ignoring the plan; without host room it stays."""
-        self.send(self.open_groups.pop())
+        group = self._last_open()
+        self.open_groups.remove(group)
+        self.send(group)
+
+    def _last_open(self) -> OffloadTensorGroup:
+        if not self.open_groups:
+            raise GroupStateError(
+                "commit without an open group in this chunk; start one first, with "
+                "FineGrainedActivationOffloadingInterface or fine_grained_offloading_group_start"
+            )
+        return self.open_groups[-1]
 
     # Backward
 
@@ -200,6 +212,9 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         microbatch: int | None = None,
         graphs: GraphState | None = None,
     ) -> None:
+        if max_inflight_offloads is not None:
+            expected = "offloads of a name; None for no limit"
+            check_count("max_inflight_offloads", max_inflight_offloads, unit=expected)
         super().__init__(
             min_offloaded_tensor_size,
             cpu_tensor_pool,

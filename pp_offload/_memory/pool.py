@@ -12,6 +12,7 @@ slow to acquire. So a freed tensor waits in the queue of its shape and dtype.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from itertools import chain, starmap
 from typing import TypedDict
@@ -19,7 +20,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pp_offload._common.checks import described
+from pp_offload._common.checks import brief, check_flag, check_kind, described
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import pageable
 from pp_offload._memory.storages import has_storage, owned_by
@@ -73,13 +74,14 @@ class GPUTensorPool:
             effect where there is no accelerator to copy to.
 
     Raises:
-        ValueError: ``pin_memory`` was asked for device memory.
+        ValueError: There is no such device, or ``pin_memory`` was asked for device memory.
 
     Source: Megatron-LM ``GPUTensorPool``.
     """
 
     def __init__(self, device: str = "cuda", pin_memory: bool = False) -> None:
-        self.device = torch.device(device)
+        self.device = _usable_device(device)
+        check_flag("pin_memory", pin_memory)
         if pin_memory and self.device.type != "cpu":
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
         self.pin_memory = pin_memory and torch.accelerator.is_available()
@@ -151,7 +153,16 @@ class GPUTensorPool:
         """Exists for the reference, which has this name: tensors are freed with the pool anyway."""
 
     def _get_pool_key(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Key:
-        return torch.Size(shape), dtype
+        try:
+            dimensions = tuple(map(operator.index, shape))
+        except TypeError as failure:
+            raise TypeError(
+                f"shape is {brief(shape)}, expected a tuple of integers; write (n,) for one"
+            ) from failure
+        if dimensions and min(dimensions) < 0:
+            raise ValueError(f"shape {dimensions} has a negative dimension; pass zero or more")
+        check_kind("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.float32")
+        return dimensions, dtype
 
     @staticmethod
     def _calculate_memory_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -196,6 +207,7 @@ class GPUTensorPool:
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
         """Return the lease with the same storage."""
+        check_kind("tensor", tensor, Tensor, "one that allocate() gave")
         what = f"{described(tensor)} on {tensor.device}"
         if has_storage(tensor):
             storage = tensor.untyped_storage()
@@ -209,3 +221,14 @@ class GPUTensorPool:
             f"{what} does not belong to this pool; free it where it was allocated. If this pool "
             "was cleared since, drop the tensor instead"
         )
+
+
+def _usable_device(name: object) -> torch.device:
+    check_kind("device", name, (str, torch.device), "the name of a device, such as 'cpu'")
+    try:
+        device = torch.device(name)  # type: ignore[call-overload]
+    except RuntimeError as failure:
+        raise ValueError(f"device={name!r}, expected one such as 'cpu': {failure}") from failure
+    if device.type == "cuda" and not torch.accelerator.is_available():
+        raise ValueError(f"device={name!r}, and torch finds no CUDA device; pass device='cpu'")
+    return device

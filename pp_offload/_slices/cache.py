@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -64,7 +64,9 @@ class SliceCache:
         if not self._lock.acquire(blocking=False):
             raise OffloadError(
                 f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy "
-                f"of it, in whose forward thread {self._owner.name!r} is; expected one at a time"
+                f"of it, in whose forward thread {self._owner.name!r} is; expected one at a time, "
+                "for the layers' parameters are exchanged meanwhile; take a lock around both, or a "
+                "model for each"
             )
         try:
             self._owner = threading.current_thread()
@@ -74,6 +76,12 @@ class SliceCache:
 
     def __deepcopy__(self, memo: object) -> SliceCache:
         return self  # copies of a model share what moves their tensors
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model whose parameters wait on the host cannot be pickled: streams and host "
+            "memory belong to it; save model.state_dict(), whose names are those without offload"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -15,15 +15,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 
+from pp_offload._common.checks import brief
 from pp_offload._core.geometry import is_dense
 from pp_offload._memory.storages import has_storage
+from pp_offload.backends import Backend, check_backend
 
 FSDP_MARK = "_is_fsdp_managed_module"
 """FSDP, first and second, sets it on every module whose parameters it owns; seen in torch 2.13."""
+
+
+def check_device(name: str, given: object, backend: Backend | None = None) -> torch.device:
+    """Return the given device; raise a ValueError if the backend has another one."""
+    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
+        raise TypeError(f"{name} is {brief(given)}, expected a torch.device, or its name")
+    try:
+        device = torch.device(given)
+    except RuntimeError as failure:
+        raise ValueError(
+            f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"
+        ) from failure
+    if backend is not None:
+        check_backend(backend)
+        expected = backend.device
+        is_other = device.index not in (None, expected.index) and device.type != "cpu"
+        if device.type != expected.type or is_other:
+            raise ValueError(
+                f"{name} is {device}, but the backend's is {expected}; expected the same; pass the "
+                "backend of this device, or none"
+            )
+    return device
 
 
 def sharded_problem(model: Module) -> str | None:
@@ -34,8 +59,10 @@ def sharded_problem(model: Module) -> str | None:
     if not names:
         return None
     return (
-        f"parameters of {names[:3]} are owned by FSDP; expected layers that are not sharded; "
-        "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps shards on the host"
+        f"parameters of {names[:3]} are owned by FSDP; expected layers that are not sharded: a "
+        "slice is copied to the device as a whole; wrap the OffloadModel in "
+        "DistributedDataParallel, with gloo for tensors of the host, or do without it: "
+        "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps the shards on the host"
     )
 
 
@@ -60,17 +87,21 @@ def check_waiting(
 
 def _problems(module: Module) -> Iterator[str]:
     """Yield problems of a module. See NOTE [ Modules that are refused ]."""
-    if isinstance(module, ScriptModule | RNNBase):
+    if isinstance(module, ScriptModule):
+        yield "is of TorchScript, expected a plain module; give the module that it was made of"
+    if isinstance(module, RNNBase):
         yield (
-            f"is a {type(module).__name__}, whose weights are in a list of its own as well; "
-            "expected a plain module, such as a GRUCell; leave it outside of the layers"
+            "is an RNN of PyTorch, which keeps a list of its weights; expected a module without "
+            "one; leave it on the device, outside of the layers, or use RNNCell, LSTMCell, GRUCell"
         )
     for hook in module._forward_pre_hooks.values():
         kinds = {kind.__module__ for kind in type(hook).__mro__}
         for kind in sorted(kind for kind in kinds if kind.startswith("torch.nn.utils.")):
             yield (
-                f"has a hook of {kind}, which computes a weight ahead of the forward; expected "
-                "none; use torch.nn.utils.parametrizations, or end pruning with prune.remove()"
+                f"has a hook of {kind}, which computes a weight from parameters that wait on the "
+                "host; expected none; use the function of this name in "
+                "torch.nn.utils.parametrizations, or make pruning permanent with "
+                "torch.nn.utils.prune.remove()"
             )
 
 
@@ -78,8 +109,9 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
     odd = [name for name, p in waiting.items() if not _is_plain(p)]
     if odd:
         raise ValueError(
-            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter: "
-            "not lazy, on meta, sharded or quantized"
+            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
+            "materialize lazy and meta parameters first, make others of tensor.contiguous(), and "
+            "do not shard or quantize what waits on the host"
         )
     names = {id(p): name for name, p in (*model.named_parameters(), *waiting.items())}
     spans = sorted(
@@ -97,7 +129,8 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
             reach, furthest = end, name
     if tied:
         raise ValueError(
-            f"parameters {tied} share memory; expected one nn.Parameter under several names"
+            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
+            "under several names, as in head.weight = embedding.weight"
         )
 
 
@@ -131,7 +164,8 @@ def waiting_parameters(
     if not waiting:
         frozen = " frozen" if frozen_only else ""
         raise ValueError(
-            f"layers {list(layers)} have no{frozen} parameters of their own that could wait on "
-            "the host; name other layers, freeze the base first, or pass frozen_only=False"
+            f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
+            "could wait on the host; name another list of layers, freeze the base with "
+            "requires_grad_(False) first, or pass frozen_only=False"
         )
     return waiting

@@ -43,7 +43,14 @@ class Gradients:
         if torch.is_grad_enabled():
             raise OffloadError(
                 f"a backward with create_graph=True came to parameters of {self._label}, which "
-                "wait on the host; expected it to be for gradients of inputs alone"
+                "wait on the host; expected no gradients of their gradients; ask for gradients of "
+                "inputs alone with torch.autograd.grad(loss, inputs, create_graph=True), or keep "
+                "these parameters on the device"
+            )
+        if gradient.layout is not torch.strided:
+            raise OffloadError(
+                f"a gradient of {self._label}, of shape {tuple(gradient.shape)}, has the layout "
+                f"{gradient.layout}; expected a dense one; make the layer with sparse=False"
             )
         pending = self._copies.copy_to_host([gradient], self._label)
         self._under_way.append(pending)

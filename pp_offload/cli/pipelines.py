@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,46 +87,64 @@ def hardware_of(name: str) -> Hardware:
     if Path(name).is_file():
         with errors_of("--hardware", OSError):
             return Hardware.from_file(name)
-    if name not in DEVICES:
-        expected = f"one of {', '.join(DEVICES)}, or a file of pp-offload doctor --measure"
-        raise wrong("--hardware", f"found {name!r}{near(name, list(DEVICES))}, expected {expected}")
-    return DEVICES[name]
+    try:
+        return DEVICES[name]
+    except KeyError as failure:
+        problem = f"{failure.args[0]}, or a file that pp-offload doctor --measure has written"
+        raise wrong("--hardware", problem) from failure
 
 
 def _chosen(names: str, groups: Any) -> dict[str, Any]:
-    chosen = names.split(",")
-    if not set(chosen) <= set(groups or ()):
-        expected = f"some of {','.join(groups)} with commas" if groups else "none for this model"
-        raise wrong("--groups", f"found {names!r}, expected {expected}")
+    if groups is None:
+        problem = f"found {names!r}, but the model marks its groups itself; leave it out"
+        raise wrong("--groups", problem)
+    chosen = [name for name in names.split(",") if name]
+    if not chosen or not set(chosen) <= set(groups):
+        problem = f"found {names!r}, expected some of {','.join(groups)} with commas"
+        raise wrong("--groups", problem)
     return {name: groups[name] for name in chosen}
 
 
 def from_function(name: str, num_stages: int, length: int) -> Modules:
     """Call a user's function for its model. Errors of the function keep their traceback."""
-    function = _imported(name, "MODEL", HOW)
+    function = _imported(name, "MODEL", "such as my_model:stages", HOW)
+    try:
+        inspect.signature(function).bind(num_stages=1, length=1)
+    except TypeError as failure:
+        raise wrong("MODEL", f"{name} cannot be called so: {failure}; {HOW}") from failure
     with errors_of("MODEL"):
         work = function(num_stages=num_stages, length=length)
     if not isinstance(work, Modules):
         raise wrong("MODEL", f"{name} returned a {type(work).__name__}, {HOW}")
+    if len(work.stages) != num_stages:
+        problem = f"{name} returned {len(work.stages)} stages, expected num_stages: {num_stages}"
+        raise wrong("MODEL", problem)
     return work
 
 
-def _imported(name: str, option: str, how: str) -> Callable[..., Any]:
+def _imported(name: str, option: str, example: str, how: str) -> Callable[..., Any]:
     """Import ``module:function``, also from a module in the current directory."""
     module_name, _, function_name = name.partition(":")
     module_name = module_name.removesuffix(".py")  # as a shell completes it
     if not (module_name and function_name):
-        raise wrong(option, f"found {name!r}, expected module:function")
+        raise wrong(option, f"found {name!r}, expected module:function, {example}")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as failure:
-        raise wrong(option, f"{failure}; go where it is, or set PYTHONPATH") from failure
+        if failure.name is None or not f"{module_name}.".startswith(f"{failure.name}."):
+            raise  # the module exists; a module that it imports does not
+        raise wrong(
+            option,
+            f"no module {failure.name!r} here or installed, expected that of module:function; go "
+            "where it is, or set PYTHONPATH",
+        ) from failure
     finally:
         sys.path.remove(os.getcwd())
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
-        raise wrong(option, f"{module_name} has no function {function_name}, {how}")
+        problem = "is no function" if hasattr(module, function_name) else "is not there"
+        raise wrong(option, f"{function_name} of {module_name} {problem}, {how}")
     return function
 
 
@@ -133,12 +152,27 @@ def optimizer_of(name: str) -> MakeOptimizer:
     """Return a maker of optimizers: a class of ``torch.optim``, or a user's function."""
     option, how = "--optimizer", "a function of a list of parameters that returns an optimizer"
     if ":" in name:
-        return _imported(name, option, f"expected {how}")
-    kind = getattr(torch.optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        expected = "expected a class of torch.optim, such as AdamW, or module:function"
-        raise wrong(option, f"found {name!r}, {expected}")
-    return kind
+        return _imported(name, option, "such as my_model:optimizer", f"expected {how}")
+    classes = {each: kind for each, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    names = [each for each, kind in classes.items() if issubclass(kind, torch.optim.Optimizer)]
+    if name not in names:
+        raise wrong(
+            option,
+            f"found {name!r}{near(name, names)}, expected a class of torch.optim, such as "
+            "AdamW, or module:function",
+        )
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        expected = (
+            "expected one that can, or module:function, whose function makes one of those "
+            "parameters that it takes"
+        )
+        problem = f"{name} cannot be made of the parameters of a rank alone"
+        with any_error_of(option, problem, expected):
+            optimizer: torch.optim.Optimizer = classes[name](parameters)
+        return optimizer
+
+    return make
 
 
 def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
@@ -176,5 +210,12 @@ def _config_of(path: str) -> Any:
         "expected a config.json, its directory, or the name of a model that is in the cache; "
         "nothing is downloaded"
     )
-    with any_error_of("--hf", f"found no config of Transformers at {path!r}", how):
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        with any_error_of("--hf", f"found no config of Transformers at {path!r}", how):
+            return AutoConfig.from_pretrained(path, local_files_only=True)
+    except ArgumentError as failure:
+        if os.path.exists(path) or not isinstance(failure.__cause__, OSError):
+            raise
+        # Transformers would add that it cannot reach a server, but no download was asked for.
+        problem = f"found no file or directory {path!r}, and no model of that name in the cache"
+        raise wrong("--hf", f"{problem} of Transformers, {how}") from failure

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import Operator, operator
 from pp_offload._common.torch_private import OpOverload, OpOverloadPacket
 from pp_offload._memory.storages import has_storage
@@ -61,6 +62,9 @@ class OperatorCosts:
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
         self._measured = {} if operator_seconds is None else operator_seconds
+        for key in () if callable(self._measured) else self._measured:
+            name, kinds = "an operator of operator_seconds", (OpOverload, OpOverloadPacket)
+            check_kind(name, key, kinds, "one of torch.ops", "write torch.ops.aten.mm")
         self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_fraction
         self._gap_s = hardware.kernel_gap_s
         products = hardware.matmul_fraction

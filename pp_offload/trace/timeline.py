@@ -18,6 +18,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def read(path: AnyPath, *others: AnyPath) -> Timeline:
     """Read a file, or the files of several ranks into one timeline.
 
     Raises:
-        FileNotFoundError: No such file.
+        FileNotFoundError: No such file. The message names files of single ranks that exist.
         ValueError: A file was not written by a Trace, or two files have the same rank.
     """
     contents = [_read(each) for each in (path, *others)]
@@ -124,7 +125,7 @@ def read(path: AnyPath, *others: AnyPath) -> Timeline:
     return whole
 
 
-def part_of(path: AnyPath, rank: int) -> Path:
+def part_of(path: AnyPath, rank: int | str) -> Path:
     """Make the path of the file of one rank: ``out.rank3.json.gz`` for ``out.json.gz``."""
     stem, dot, suffixes = Path(path).name.partition(".")
     return Path(path).with_name(f"{stem}.rank{rank}{dot}{suffixes}")
@@ -137,6 +138,8 @@ def merge_ranks(paths: Sequence[AnyPath], out: AnyPath) -> Timeline:
         FileNotFoundError: A file is missing.
         ValueError: The files are not those of all ranks of one run, each once.
     """
+    if not paths:
+        raise ValueError("no trace to merge, expected one for each rank")
     whole = read(*paths)
     expected = {facts.get("num_ranks", 1) for facts in whole.metadata.values()}
     if expected != {len(whole.ranks)} or whole.ranks != list(range(len(whole.ranks))):
@@ -149,8 +152,15 @@ def merge_ranks(paths: Sequence[AnyPath], out: AnyPath) -> Timeline:
 
 
 def _read(path: AnyPath) -> Json:
-    data = Path(path).read_bytes()
+    if not Path(path).is_file():
+        text = f"found no file {path}, expected one that a Trace has written"
+        pattern = part_of(escape(os.fspath(path)), "*")
+        if parts := sorted(part.name for part in pattern.parent.glob(pattern.name)):
+            text += f"; found {', '.join(parts)}: give these instead, or merge them with "
+            text += "merge_ranks()"
+        raise FileNotFoundError(text)
     try:
+        data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         if isinstance(content, dict) and OURS in content:
             return content

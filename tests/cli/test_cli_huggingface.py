@@ -29,7 +29,7 @@ def test_a_config(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
         assert "mlp may leave" in good("simulate", "--hf", path, *SMALL, "--groups", "mlp")
-    check_refused("simulate --hf ./nowhere", "found no config of Transformers at './nowhere'")
+    check_refused("simulate --hf ./nowhere", "found no file or directory './nowhere'")
 
 
 def test_stages_compute_what_the_model_computes() -> None:

@@ -92,7 +92,7 @@ def test_where_everything_fits_a_sentence_says_so() -> None:
 
 GOOD = "plan helpers.cli_models:good --ranks 2"
 WRONG = {
-    "plan nowhere:good --limit 1048576": "No module named 'nowhere'",
+    "plan nowhere:good --limit 1048576": "no module 'nowhere' here",
     f"{GOOD} --limit 80": "--limit: limit_bytes is 80, expected at least",
     f"{GOOD} --limit 1Gb": "found '1Gb', expected a number above 0 with a unit of B, kB",
     f"{GOOD} --limit 1B": "--limit: limit_bytes is 1, expected at least",

@@ -51,10 +51,14 @@ def changed(**values: Any) -> dict[str, Any]:
     [
         ([], r"the format is the list \[\], expected 'pp_offload plan 1'"),
         (changed(format="pp_offload plan 2"), "expected 'pp_offload plan 1'"),
-        (changed(ranks=[{}]), "'stages'; expected a plan"),
-        (changed(ranks=[{"stages": [[7]]}]), "must be a mapping"),
-        (changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1}]]}]), "missing 1 .* 'keeps'"),
-        (changed(speed=1), "unexpected keyword argument 'speed'"),
+        (changed(limit_bytes=-1), "limit_bytes is -1, expected an integer of at least 0"),
+        (changed(seconds=float("nan")), "seconds is nan, expected seconds of at least 0"),
+        (changed(made_for=None), "made_for is None, expected a text"),
+        (changed(options=3), "options is 3, expected options by name"),
+        (changed(ranks="all"), "ranks is 'all', expected a list"),
+        (changed(ranks=[{}]), "stages is None, expected a list"),
+        (changed(ranks=[{"stages": [[7]]}]), "found 7 in place of values by name"),
+        (changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1}]]}]), "keeps is None, expected"),
     ],
 )
 def test_what_is_no_plan_is_refused(content: Any, message: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from helpers.sessions import (
     drawn,
     gradients,
     group,
+    make_backend,
     session,
     settle,
     side_stream,
@@ -30,9 +31,11 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
+    OffloadConfig,
     PipelineOffloadManager,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_start,
+    use_backend,
 )
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
@@ -294,6 +297,22 @@ def test_a_source_goes_back_to_its_own_stream(kind: str, saves_aside: bool) -> N
 
 
 @simulated
+def test_a_reload_for_one_stream_is_ordered_with_another(kind: str) -> None:
+    """The graph is used twice: on a side stream, then on the main one."""
+    with session(kind) as manager:
+        enter = in_streams(manager.backend, 2)
+        begin_step()
+        x = drawn(4, WIDTH).requires_grad_()
+        y = group(x * 2, torch.sin).sum()
+        settle(manager)
+        for number in (1, 0, 1):
+            with enter[number]():
+                (got,) = torch.autograd.grad(y, x, retain_graph=True)
+        with enter[0]():
+            assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
+
+
+@simulated
 def test_streams_that_nothing_orders(kind: str) -> None:
     """Two operators save one tensor; each goes backward on a stream of its own."""
     with session(kind) as manager:
@@ -341,6 +360,34 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 # Split backward, several managers, shared copies, disk
 
 
+@simulated
+def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
+    """Two managers on one device, both with living graphs; then on devices of their own."""
+    for is_shared in (True, False):
+        backend = make_backend(kind)
+        config = OffloadConfig(min_offloaded_tensor_size=1)
+        graphs: list[tuple[Tensor, Tensor]] = []
+        managers = []
+        with ExitStack() as stack:
+            for number in range(3):
+                if not is_shared:
+                    backend = make_backend(kind)
+                managers.append(stack.enter_context(use_backend(backend, config=config)))
+                begin_step()
+                x = drawn(5, WIDTH, seed=number).requires_grad_()
+                graphs.append((x, group(x * 2, torch.sin)))
+                settle(managers[-1])
+            for number, (x, y) in enumerate(graphs):
+                y.sum().backward()
+                z = drawn(5, WIDTH, seed=number).requires_grad_()
+                (z * 2).sin().sum().backward()
+                assert_same(gradients(x), gradients(z))
+            graphs.clear()
+            del x, y
+            for manager in managers:
+                assert_idle(manager)
+
+
 def shared_by_groups(is_on: bool) -> list[Tensor]:
     """A table that three groups save, one after another, for two microbatches."""
     x = drawn(5, WIDTH).requires_grad_()
@@ -364,3 +411,13 @@ def shared_by_groups(is_on: bool) -> list[Tensor]:
 @pytest.mark.parametrize("window", [0, 200, "auto"])
 def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
     check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
+
+
+@simulated
+@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")], ids="+".join)
+def test_bytes_on_disk_are_ordered(kind: str, tiers: tuple[str, ...], tmp_path: Any) -> None:
+    net = Net(layers=1)
+    options: dict[str, Any] = {"tiers": tiers, "disk_dir": tmp_path}
+    if "host" in tiers:
+        options["host_budget_bytes"] = 2**16
+    check(lambda on: train(net, inputs(3), on, ahead=2), kind, **options)

@@ -69,8 +69,6 @@ PAYLOADS: dict[str, Make] = {
     "eight bits": lambda h: [h.to(torch.float8_e4m3fn)],
     "any bits": lambda h: [(h.view(torch.int32) | 0x7F800001).view(torch.float32), -(h * 0)],
     "siblings": lambda h: [h, h.t(), h[1:], h.view(torch.int16), h[:1].expand(3, COLUMNS)],
-    "query, key and value": lambda h: h.split((1, 1, 2), 1),
-    "windows that overlap": lambda h: [h.view(-1).unfold(0, 8, 4)],
     "disjoint siblings": lambda h: [h[:2], h[4:], h[:, 3:]],
     "the same twice": lambda h: [h, h, h.detach()],
     "equal, not the same": lambda h: [h.clone(), h.clone()],
@@ -397,6 +395,22 @@ def test_no_byte_of_a_parameter_or_buffer_moves(
         most = {with_linear: 1, with_detached: 1, with_embedding: 1, with_buffer: 0}[use]
         assert moved in (0, NBYTES, 2 * 3 * 8)[: most + 2]
         assert_idle(manager)
+
+
+@on_two
+def test_marked_tensors_stay_with_their_views(kind: str) -> None:
+    with session(kind) as manager:
+        results = []
+        for is_on in (False, True):
+            begin_step()
+            x = drawn(ROWS, COLUMNS).requires_grad_()
+            h, other = x * 2, x * 3
+            off_interface.mark_not_offloadable(h)
+            y = group(h, lambda h, o=other: h.sin() + h.t().cos().t() + o.sin(), is_on)
+            assert manager.statistics().bytes_offloaded == is_on * other.nbytes
+            y.sum().backward()
+            results.append(gradients(x))
+        assert_same(*results)
 
 
 @pytest.mark.field("F42")

@@ -80,6 +80,23 @@ def test_a_model_for_each_thread(kind: str, window: int) -> None:
 
 
 @kinds
+def test_graphs_of_one_thread_backward_in_several(kind: str) -> None:
+    nets = [Net(seed=n) for n in range(NUM)]
+    (x,) = inputs(1)
+    expected = [backward(net, *microbatch(net, x, False)) for net in nets]
+    with frequent_switches(), session(kind) as manager:
+        for _ in range(STEPS):
+            off_interface.reset()
+            graphs = [(net, *microbatch(net, x, True)) for net in nets]
+            results = at_once([partial(backward, *graph) for graph in graphs])
+            for got, right in zip(results, expected, strict=True):
+                assert_same(got, right)
+            graphs.clear()
+        off_interface.reset()
+        assert_idle(manager)
+
+
+@kinds
 def test_one_graph_backward_in_several_threads(kind: str) -> None:
     """Heads on one trunk: its saved tensors are asked for by all threads."""
     net = Net()
@@ -144,4 +161,26 @@ def test_a_forked_process(kind: str) -> None:
         assert_same(backward(net, *graphs[0]), expected)
         graphs.clear()
         assert_same(step(), expected)
+        assert_idle(manager)
+
+
+@kinds
+def test_a_forward_that_failed_on_a_thread_that_lives_on_ends_no_step(kind: str) -> None:
+    """It raised between a group and its commit; the thread has begun another microbatch."""
+
+    def fails() -> None:
+        begin_microbatch()
+        with off_interface(True, inputs(1)[0].requires_grad_(), "part") as x:
+            x.sin()
+        raise ArithmeticError
+
+    with session(kind) as manager, ThreadPoolExecutor(1) as worker:
+        begin_step()
+        failed = worker.submit(fails)
+        assert isinstance(failed.exception(LIMIT_S), ArithmeticError)
+        net, (x,) = Net(), inputs(1)
+        leaf, loss = worker.submit(microbatch, net, x, True).result(LIMIT_S)
+        got = worker.submit(backward, net, leaf, loss).result(LIMIT_S)
+        off_interface.reset()
+        assert_same(got, backward(net, *microbatch(net, x, False)))
         assert_idle(manager)

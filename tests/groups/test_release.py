@@ -104,6 +104,20 @@ def test_what_others_need_stays(
 
 
 @on_two_backends
+def test_a_marked_tensor_that_nothing_has_saved_stays(manager: PipelineOffloadManager) -> None:
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    x = torch.ones(4, 10, device=manager.backend.device, requires_grad=True)
+    marked = x.detach() * 2
+    manager.mark_not_offloadable(marked)
+    with off_interface(True, x * 3, "g") as h:
+        y = h.sin()
+    off_interface.group_commit(y, name="g", forced_released_tensors=[marked])
+    manager.backend.synchronize()
+    manager.statistics()
+    assert marked.untyped_storage().nbytes() == 160
+
+
+@on_two_backends
 @pytest.mark.parametrize("holder", ["nobody", "user", "autograd"])
 def test_a_view_is_emptied_if_nobody_needs_its_base(
     manager: PipelineOffloadManager, holder: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,8 @@ def results(
     tensors += [buffer.clone() for buffer in model.buffers()]
     model.zero_grad()
     return tensors
+
+
+def params(**values: Any) -> types.SimpleNamespace:
+    """Parameters as another library may have them."""
+    return types.SimpleNamespace(**values)

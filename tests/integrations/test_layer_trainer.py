@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.toy import assert_no_hooks, repeated, same_bits
 
 from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin
 
@@ -15,7 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from helpers.tiny_llama import CHECKPOINTING, imports_frozen, make_llama, make_trainer, plain, train
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 __all__ = ["imports_frozen"]
 
@@ -89,12 +91,54 @@ def test_a_frozen_base_is_streamed(options: dict[str, Any], kind: str, tmp_path:
     assert_no_hooks()
 
 
+def test_saved_and_resumed(tmp_path: Path) -> None:
+    """A checkpoint of a run goes on in the other kind of trainer, in both directions."""
+
+    def run(first: Callable[..., Any], second: Callable[..., Any], folder: Path) -> Any:
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+        train(first(make_llama(), folder, **options))
+        trainer = second(make_llama(), folder, save_strategy="no", max_steps=3)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+        return [p.detach().clone() for p in trainer.model.parameters()]
+
+    def without(model: Any, folder: Path, **options: Any) -> Any:
+        return make_trainer(model, folder, kind=Trainer, **options)
+
+    def streaming(model: Any, folder: Path, **options: Any) -> Any:
+        return streamed(model, folder, {"frozen_only": False}, **options)
+
+    expected = repeated(lambda: run(without, without, tmp_path / "plain"))
+    for name, first, second in [
+        ("both", streaming, streaming),
+        ("from", streaming, without),
+        ("to", without, streaming),
+    ]:
+        assert same_bits(run(first, second, tmp_path / name), expected), name
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    """As those of axolotl."""
+
+    layer_offloading: Any = False
+
+
+@pytest.mark.parametrize("argument", [False, True])
+@pytest.mark.parametrize("wanted", [None, False, {"num_resident": 1}])
+def test_who_says_whether_it_is_on(argument: bool, wanted: Any, tmp_path: Path) -> None:
+    how: Any = {"arguments": Arguments, "layer_offloading": argument}
+    trainer = streamed(adapters(), tmp_path, wanted, **how)
+    assert (trainer.layer_offload is not None) == (argument if wanted is None else bool(wanted))
+
+
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
+        ({"layers": "model.layer"}, r"no module 'model.layer' \(did you mean model.layers\?\)"),
         ("yes", "layer_offloading is 'yes', expected True, False or a mapping of options"),
         (True, "have no frozen parameters.*freeze the base"),
     ],
+    ids=str,
 )
 def test_bad_options_are_refused_at_once(offload: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import stat
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from helpers.forks import statuses
+from helpers.processes import Run, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,6 +30,7 @@ from pp_offload._memory.disk_file import (
     DiskWrite,
     file_system_of,
 )
+from pp_offload.errors import TierError
 
 
 def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
@@ -182,6 +188,19 @@ def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
         read(file, write)
 
 
+@pytest.mark.parametrize(("place", "bit"), [(0, 0), (511, 7), (299_999, 7)])
+def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None:
+    file = DiskFile(tmp_path)
+    data = some_bytes(300_000)
+    write = written(file, data[:1000], data[1000:])
+    at = write.extent.start + place
+    os.pwrite(descriptor(file), bytes([int(data[place]) ^ 1 << bit]), at)
+    with pytest.raises(TierError, match="checksum"):
+        read(file, write)
+    os.pwrite(descriptor(file), bytes([int(data[place])]), at)
+    assert read(file, write).equal(data), "an error is not remembered"
+
+
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
     with pytest.raises(DiskTierError, match="a file': it is a file; set disk_dir to a directory"):
@@ -231,3 +250,23 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
                 ask()
 
     assert statuses([child]) == [0]
+
+
+def run_python(code: str, *arguments: object) -> Run:
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+        return run(command, Path(folder))
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import os, signal, sys, torch
+        from pp_offload._memory.disk_file import DiskFile
+        DiskFile(sys.argv[1]).write([torch.ones(1 << 20, dtype=torch.uint8)]).synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert result.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []

@@ -45,6 +45,12 @@ def test_a_double_free_raises(pool, shape) -> None:
     pool.free(other)
 
 
+def test_a_foreign_tensor_raises(pool) -> None:
+    for foreign in (torch.empty(4), GPUTensorPool(device="cpu").allocate((4,))):
+        with pytest.raises(ValueError, match="does not belong to this pool"):
+            pool.free(foreign)
+
+
 def test_a_view_frees_the_tensor_it_is_of(pool) -> None:
     tensor = pool.allocate((4, 4))
     pool.free(tensor.t()[1:])
@@ -82,6 +88,8 @@ def test_the_footprint_follows_what_is_in_use() -> None:
 def test_status_counts_bytes_and_utilisation(pool) -> None:
     with pytest.raises(ValueError, match="pass both"):
         pool.get_pool_status((4,))
+    with pytest.raises(ValueError, match="negative"):
+        pool.allocate((4, -1))
     used, freed = pool.allocate((4,)), pool.allocate((4,))
     pool.allocate((2, 2), torch.int64)
     pool.free(freed)
@@ -118,6 +126,28 @@ def test_clear_lets_go_of_everything_and_disowns_what_is_in_use(pool) -> None:
     pool.free(pool.allocate((4,)))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_the_default_device_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="pass device='cpu'"):
+        GPUTensorPool()
+    unpinned = GPUTensorPool(device="cpu", pin_memory=True)
+    assert not unpinned.allocate((4,)).is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device_and_in_pinned_memory() -> None:
+    on_device, pinned = GPUTensorPool(), GPUTensorPool("cpu", pin_memory=True)
+    source, target = on_device.allocate((1024,)).fill_(3), pinned.allocate((1024,))
+    assert source.is_cuda and target.is_pinned()
+    target.copy_(source)
+    assert target.tolist() == [3] * 1024
+    on_device.free(source)
+    on_device.clear()
+    with pytest.raises(ValueError, match="pinned memory is host memory"):
+        GPUTensorPool("cuda", pin_memory=True)
+
+
 def test_host_memory_of_a_pool_is_counted_until_the_last_tensor_on_it_is_gone() -> None:
     before = reserved_bytes()
     pool = GPUTensorPool("cpu")
@@ -129,3 +159,15 @@ def test_host_memory_of_a_pool_is_counted_until_the_last_tensor_on_it_is_gone() 
     assert 0 < reserved_bytes() - before <= held
     del tensor
     assert reserved_bytes() == before
+
+
+def test_a_pool_says_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pp_offload._memory.budget.available_bytes", lambda: 0)
+    pool = GPUTensorPool("cpu")
+    with pytest.raises(MemoryError, match="over the budget of this process"):
+        pool.allocate((1000,))
+    monkeypatch.undo()
+    assert GPUTensorPool("cpu").allocate((1000,)).shape == (1000,)
+    with pytest.raises(MemoryError, match="over the budget"):
+        pool.allocate((1000,))
+    assert pool.get_pool_status()["total_count"] == 0, "nothing was begun"

@@ -533,7 +533,9 @@ def test_a_file_has_the_bytes_of_what_is_saved_alone(offload: Offload, is_copy: 
     layer.shift = nn.Parameter(torch.randn(5).bfloat16())
     backend = make_backend("late")
     with backend.activate():
-        plain, model, _ = plain_and_offloaded(nn.Sequential(layer), offload, backend)
+        plain, model, _ = plain_and_offloaded(
+            nn.Sequential(layer, nn.Identity(), nn.Identity()), offload, backend
+        )
         if is_copy:
             model = copy.deepcopy(model)
         small = [[p for p in each.parameters() if p.numel() < 128**2] for each in (plain, model)]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.sliced import WIDTH, Offload, as_layers, both_ways, same_training
+from helpers.sliced import WIDTH, Offload, as_layers, both_ways, input_for, same_training
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from pp_offload import OffloadError
 from pp_offload.backends import Backend
 
 pytestmark = pytest.mark.filterwarnings(
@@ -34,8 +35,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "spectral": (nn.utils.spectral_norm, "spectral_norm, .*parametrizations"),
     "weight": (nn.utils.weight_norm, "weight_norm, .*parametrizations"),
     "pruned": (pruned, r"prune, .*prune\.remove\(\)"),
-    "scripted": (torch.jit.script, "is a RecursiveScriptModule, whose weights"),
-    "rnn": (lambda layer: nn.GRU(WIDTH, WIDTH), "is a GRU, whose weights.* GRUCell"),
+    "scripted": (torch.jit.script, "is of TorchScript"),
+    "rnn": (lambda layer: nn.GRU(WIDTH, WIDTH), "is an RNN of PyTorch.* GRUCell"),
 }
 """What makes a module that is refused, and what the message says."""
 
@@ -84,3 +85,25 @@ def test_modules_whose_parameters_stay_are_taken(backend: Backend) -> None:
         plain = build().to(backend.device)
         model, _ = as_layers(build(), backend, frozen_only=True)
         assert same_training(plain, model, backend)
+
+
+@on_two_backends
+@pytest.mark.parametrize("change", [pruned, parametrizations.weight_norm])
+def test_a_parameter_that_gets_another_name_later(backend: Backend, change: Change) -> None:
+    """Is an error until the handle is closed; one that becomes None is not missed."""
+    with backend.activate():
+        plain, layers = (stack(lambda layer: layer) for _ in range(2))
+        model, handle = as_layers(layers, backend)
+        x = input_for(backend)
+        model(x)
+        for each in (plain, layers):
+            change(each[1][0])
+            each[2][0].bias = None
+        message = r"Linear in 0\.1 had a parameter 'weight'.* now has \[.*'bias'.*close\(\)"
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=message):
+                model(x)
+        assert handle.parameter_bytes_on_device == 0
+        handle.close()  # type: ignore[attr-defined]
+        model.to(backend.device)
+        assert same_training(plain.to(backend.device), model, backend)

@@ -224,7 +224,12 @@ def views_of_one_outside() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "layers", "options", "message"),
     [
-        (stack, "head", {}, r"no ModuleList or Sequential 'head'.*some of \['layers'\]"),
+        (
+            stack,
+            "head",
+            {},
+            r"no module 'head' that is a ModuleList.*it has \['layers'\]",
+        ),
         (stack, "layers", {"num_resident": 0}, "num_resident is 0, expected an integer of at le"),
         (stack, "layers", {"frozen_only": True}, "have no frozen parameters.*freeze the base"),
         (

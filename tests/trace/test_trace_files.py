@@ -64,14 +64,25 @@ def test_files_that_are_not_those_of_a_run_are_not_merged(tmp_path: Path) -> Non
         merge_ranks([paths[0], paths[2]], out)
     with pytest.raises(ValueError, match="rank 1 is in two of the traces"):
         merge_ranks([*paths, paths[1]], out)
+    with pytest.raises(ValueError, match="no trace to merge"):
+        merge_ranks([], out)
     assert not out.exists()
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.json.gz"
+def test_other_files_are_refused_with_advice(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].json.gz"
     write(timeline_of(0), path)
     cut = path.read_bytes()[:100]
     for data in (b"not JSON", b"[]", b'{"traceEvents": []}', cut):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="expected a file that a Trace has written"):
             read(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"found no file .*gz, expected one that a Trace"):
+        read(path)
+    for rank in range(2):
+        write(Timeline(0), part_of(path, rank))
+    with pytest.raises(FileNotFoundError) as refused:
+        read(path)
+    parts = "found a[1].rank0.json.gz, a[1].rank1.json.gz: give these instead, or merge them"
+    assert parts in str(refused.value)
