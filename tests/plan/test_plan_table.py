@@ -40,23 +40,19 @@ def test_host_memory_binds(seed: int, part: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stalled_s", "recomputed", "options", "expected"),
+    ("stalled_s", "recomputed", "expected"),
     [
-        (0.11, (), {}, "Copies have too much to do: `pp-offload sweep` shows what a larger"),
-        (0.11, (), {}, "layers that may be recomputed, Modules(layers=...), leave copies more"),
-        (0.11, (("1",),), {}, "shows what a larger limit saves."),
-        (0.11, (), {"tiers": ["host", "disk"]}, "a disk is far slower than host memory"),
-        (0.09, (), {"tiers": ["disk"]}, None),
+        (0.11, (), "Copies have too much to do: `pp-offload sweep` shows what a larger"),
+        (0.11, (), "layers that may be recomputed, Modules(layers=...), leave copies more"),
+        (0.11, (("1",),), "shows what a larger limit saves."),
+        (0.09, (), None),
     ],
 )
 def test_copies_that_have_too_much_to_do(
-    stalled_s: float,
-    recomputed: tuple[tuple[str, ...], ...],
-    options: dict[str, object],
-    expected: str | None,
+    stalled_s: float, recomputed: tuple[tuple[str, ...], ...], expected: str | None
 ) -> None:
     rank = RankPlan((), stalled_s=stalled_s, recomputed=recomputed)
-    plan = OffloadPlan("", 2**30, 1.0, 1.0, (rank,), options)
+    plan = OffloadPlan("", 2**30, 1.0, 1.0, (rank,))
     without: Any = SimpleNamespace(ranks=[SimpleNamespace(peak_bytes=0)])
     text = " ".join(table(plan, without).split())
     assert ("Copies have too much" not in text) if expected is None else expected in text
