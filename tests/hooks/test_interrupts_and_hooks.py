@@ -162,12 +162,12 @@ FILES = files(
 def places(run: Callable[[], object]) -> list[Point]:
     """Where a signal handler might raise: each line, the first and second time it is reached."""
     visits: Counter[tuple[str, int]] = Counter()
-    found = []
+    points = []
     for point in points_in(FILES, run):
         visits[point.file, point.line] += 1
         if visits[point.file, point.line] <= 2:
-            found.append(point)
-    return found
+            points.append(point)
+    return points
 
 
 @pytest.mark.parametrize(("way", "depth"), CASES)
