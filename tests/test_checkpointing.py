@@ -353,7 +353,7 @@ def test_one_warning_where_checkpoints_offload_nothing() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     params = FullACParams(offload_inputs=True, min_offload_size=1000)
     apply_("full_activation_checkpointing", "0", model, params, backend=backend)
-    with pytest.warns(UserWarning, match="1 checkpoints offloaded nothing.*at least 1000 ") as caught:
+    with pytest.warns(UserWarning, match="offloaded nothing.*at least 1000 ") as caught:
         for _ in range(3):
             model(torch.ones(2, 2, requires_grad=True)).sum().backward()
     assert len(caught) == 1
