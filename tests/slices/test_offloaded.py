@@ -392,6 +392,17 @@ def test_a_layer_that_writes_its_parameters_is_an_error(
         assert torch.equal(list(model.parameters())[-1], torch.ones(WIDTH))
 
 
+@both_ways
+def test_sparse_gradients_are_an_error(backend: Backend, offload: Offload) -> None:
+    skip_on_emulated(backend, "it has no sparse tensors")
+    with backend.activate():
+        layers = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), *mlp(2))
+        model, _ = offload(layers, backend)
+        y = model(torch.tensor([1, 2]).to(backend.device))
+        with pytest.raises(OffloadError, match="torch.sparse_coo; expected a dense one"):
+            y.sum().backward()
+
+
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_gradients_take_host_memory_in_the_first_step_alone(
     backend: Backend, set_to_none: bool
