@@ -28,10 +28,8 @@ def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None
         assert list(results) == cases
         for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}"
-            assert facts["equal"] and facts["tensors"] > 0, where
-            assert facts["offloaded"] > 0, where
-            assert facts["in_use"] == [0, 0, 0], where
-            assert facts["live"] == [0, 0, 0], where
+            assert facts["equal"] and facts["offloaded"] > 0, where
+            assert facts["in_use"] == facts["live"] == [0, 0, 0], where
             assert "mlp" in facts["table"], where
             assert 0 < facts["unused"] <= facts["window"], where
             assert facts["on_demand"][2] == facts["on_demand"][1], where

@@ -8,117 +8,71 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from helpers.ranks import run_cases
 from helpers.sessions import MostUnused
-from helpers.workers.steps import WIDTH, gradients, stage_indices
+from helpers.workers.steps import (
+    V_SHAPED,
+    WIDTH,
+    Stage,
+    gradients,
+    inputs_of,
+    is_same,
+    make_schedule,
+    stage_indices,
+)
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload.pipelining import attach
 
-NUM_MICROBATCHES = 8
 WINDOW_BYTES = 768
 """Twice what a group saves."""
 
 
-class Block(nn.Module):
-    """A residual block with a part to offload."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x)
-
-
-class Stage(nn.Module):
-    """Two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def make_schedule(
-    name: str, virtual: int, microbatches: int, scale_grads: bool, out: str
-) -> tuple[Any, list[nn.Module], bool]:
-    """The same weights in every run; whether this rank has the last stage."""
-    world = dist.get_world_size()
-    modules: list[nn.Module] = []
-    stages = []
-    indices = stage_indices(name, dist.get_rank(), world, virtual)
-    num_stages = world * len(indices)
-    for index in indices:
-        torch.manual_seed(1000 + index)
-        modules.append(Stage())
-        stages.append(PipelineStage(modules[-1], index, num_stages, torch.device("cpu")))
-    options = {"loss_fn": nn.functional.mse_loss, "scale_grads": scale_grads}
-    if name in ONE_STAGE:
-        schedule = ONE_STAGE[name](stages[0], microbatches, **options)
-    elif name == "csv":
-        file = Path(out, f"{dist.get_rank()}.csv")
-        model = ScheduleInterleavedZeroBubble(stages, microbatches, **options)
-        model._dump_csv(str(file), format="compute_only")
-        schedule = _PipelineScheduleRuntime(stages, microbatches, **options)
-        schedule._load_csv(str(file))
-    else:
-        schedule = (LOOPED | V_SHAPED)[name](stages, microbatches, **options)
-    return schedule, modules, num_stages - 1 in indices
-
-
 def train(
-    name: str,
-    virtual: int,
-    microbatches: int,
-    scale_grads: bool,
-    out: str,
-    split_backward: str | None,
+    name: str, virtual: str, scale_grads: str, split_backward: str, *, is_on: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Three steps with an eval between; losses, gradients, and what the engine says."""
-    schedule, modules, is_last = make_schedule(name, virtual, microbatches, scale_grads, out)
-    offload = split_backward is not None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    indices = stage_indices(name, rank, world, int(virtual))
+    num_stages, num_microbatches = world * len(indices), 2 * world
+    modules: dict[int, nn.Module] = {}
+    for index in indices:
+        torch.manual_seed(1000 + index)
+        modules[index] = Stage()
+    kind, options = name, {"scale_grads": scale_grads == "True"}
+    if name == "csv":
+        kind = "interleavedzerobubble"
+    schedule = make_schedule(kind, modules, num_stages, num_microbatches, **options)
+    if name == "csv":
+        file = Path(sys.argv[1], f"{rank}.csv")
+        schedule._dump_csv(str(file), format="compute_only")
+        stages, loss_fn = schedule._stages, nn.functional.mse_loss
+        schedule = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss_fn, **options)
+        schedule._load_csv(str(file))
     config = OffloadConfig(
-        min_offloaded_tensor_size=1,
-        prefetch_bytes=WINDOW_BYTES,
-        split_backward=split_backward or "reload",
+        min_offloaded_tensor_size=1, prefetch_bytes=WINDOW_BYTES, split_backward=split_backward
     )
-    handle = attach(schedule, {"mlp": "layers.*.mlp"}, config) if offload else None
+    handle = attach(schedule, {"mlp": "layers.*.mlp"}, config) if is_on else None
+    peak = MostUnused(handle.manager.offloader) if handle else None
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
-    rank = dist.get_rank()
-    peak = None if handle is None else MostUnused(handle.manager.offloader)
     for step in range(3):
         if peak is not None and step == 1:
             peak.nbytes = 0  # before, what each part of a backward uses was not known
         torch.manual_seed(step)
-        x, target = torch.randn(2 * microbatches, WIDTH), torch.randn(2 * microbatches, WIDTH)
-        losses: list[Tensor] = []
-        schedule.step(
-            *([x] if rank == 0 else []),
-            target=target if is_last else None,
-            losses=losses if is_last else None,
-        )
-        seen += [loss.detach() for loss in losses]
-        seen += gradients(*modules)
+        x, target = torch.randn(2, 2 * num_microbatches, WIDTH)
+        inputs, options = inputs_of(x, target, modules, num_stages)
+        schedule.step(*inputs, **options)
+        seen += [loss.detach() for loss in options.get("losses", ())]
+        seen += gradients(*modules.values())
         if name not in V_SHAPED:  # torch's own eval of these fails, with and without offload
-            losses = []
-            schedule.eval(
-                *([x] if rank == 0 else []),
-                target=target if is_last else None,
-                losses=losses if is_last else None,
-            )
-            seen += losses
-        if offload:
-            statistics = PipelineOffloadManager.get_instance().statistics()
+            inputs, options = inputs_of(x, target, modules, num_stages)
+            schedule.eval(*inputs, **options)
+            seen += options.get("losses", ())
+        if handle is not None:
+            statistics = handle.manager.statistics()
             facts["on_demand"].append(statistics.on_demand_reloads)
             facts["in_use"].append(statistics.host_bytes_in_use)
             facts["live"].append(statistics.live_tensors)
@@ -134,16 +88,10 @@ def train(
 
 def compare(case: str) -> dict[str, Any]:
     """One schedule, such as ``zbv:2:True:keep``, without and with offload."""
-    name, virtual, scale_grads, split_backward = case.split(":")
-    options = (name, int(virtual), NUM_MICROBATCHES, scale_grads == "True", sys.argv[1])
-    without, _ = train(*options, None)
-    with_offload, facts = train(*options, split_backward)
+    expected, _ = train(*case.split(":"), is_on=False)
+    got, facts = train(*case.split(":"), is_on=True)
     PipelineOffloadManager.reset_instance()
-    facts["equal"] = len(without) == len(with_offload) and all(
-        torch.equal(a, b) for a, b in zip(without, with_offload, strict=True)
-    )
-    facts["tensors"] = len(without)
-    return facts
+    return {**facts, "equal": is_same(got, expected)}
 
 
 if __name__ == "__main__":

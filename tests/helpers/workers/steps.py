@@ -1,8 +1,7 @@
-"""What programs of ranks have alike: inputs, gradients, steps of a pipeline, and two backends."""
+"""What programs of ranks have alike: a model, inputs, gradients, and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +10,38 @@ from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from pp_offload.backends import Backend, CpuBackend
-from pp_offload.pipelining import attach
-from pp_offload.testing import SimulatedBackend
-
 WIDTH = 16
 NUM_MICROBATCHES = 4
+
+
+class Block(nn.Module):
+    """A residual block with a part to offload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+class Stage(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def draw(step: int, num: int = NUM_MICROBATCHES) -> list[Tensor]:
     """Other numbers on each rank."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(num)]
 
 
 def gradients(*modules: nn.Module) -> list[Tensor]:
@@ -33,6 +52,11 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
     return [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
 
 
+def is_same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether there are tensors, and all are equal bit for bit."""
+    return len(got) == len(expected) > 0 and all(map(torch.equal, got, expected))
+
+
 def stage_indices(name: str, rank: int, num_ranks: int, virtual: int = 2) -> list[int]:
     """Which stages a rank has; with two of a V, the first rank has the first and the last."""
     if name in V_SHAPED:
@@ -40,50 +64,29 @@ def stage_indices(name: str, rank: int, num_ranks: int, virtual: int = 2) -> lis
     return [rank + num_ranks * v for v in range(1 if name in ONE_STAGE else virtual)]
 
 
-def pipeline_steps(
-    name: str,
-    modules: dict[int, nn.Module],
-    num_stages: int,
-    *,
-    groups: dict[str, str] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> list[Tensor]:
-    """Three steps; losses and this rank's gradients.
+def make_schedule(
+    name: str, modules: dict[int, nn.Module], num_stages: int, num_microbatches: int, **options: Any
+) -> Any:
+    """A schedule over this rank's stages, which are given by number.
 
     Args:
         name: Of the schedule.
-        modules: This rank's stages, by number.
+        modules: The stages.
         num_stages: Of all ranks.
-        groups: What leaves, by :func:`attach`; None for what the modules do by themselves.
-        group: The ranks of the pipeline; None for all.
+        num_microbatches: Of a step.
+        options: ``group``, the ranks of the pipeline if these are not all, and options of the
+            schedule.
     """
-    cpu = torch.device("cpu")
+    cpu, group = torch.device("cpu"), options.pop("group", None)
     stages = [PipelineStage(m, i, num_stages, cpu, group=group) for i, m in modules.items()]
-    several: Any = stages[0] if len(stages) == 1 else stages
+    several: Any = stages[0] if name in ONE_STAGE else stages
     kind = (ONE_STAGE | LOOPED | V_SHAPED)[name]
-    schedule = kind(several, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    handle = attach(schedule, groups) if groups else None
-    seen: list[Tensor] = []
-    for step in range(3):
-        x = torch.cat(draw(step))
-        losses: list[Tensor] = []
-        options = {"target": x, "losses": losses} if num_stages - 1 in modules else {}
-        schedule.step(*([x] if 0 in modules else []), **options)
-        seen += [loss.detach() for loss in losses] + gradients(*modules.values())
-    if handle is not None:
-        handle.manager.reset()
-        handle.detach()
-    return seen
+    return kind(several, num_microbatches, loss_fn=nn.functional.mse_loss, **options)
 
 
-def beside(
-    expected: Sequence[Tensor], run: Callable[[Backend], tuple[Sequence[Tensor], dict[str, Any]]]
-) -> dict[str, list[Any]]:
-    """Facts of a run on each of two backends, by name, and whether its bits are as expected."""
-    facts: dict[str, list[Any]] = {}
-    for backend in (CpuBackend(), SimulatedBackend("late")):
-        got, others = run(backend)
-        is_equal = len(got) == len(expected) > 0 and all(map(torch.equal, got, expected))
-        for name, fact in {"equal": is_equal, **others}.items():
-            facts.setdefault(name, []).append(fact)
-    return facts
+def inputs_of(
+    x: Tensor, target: Tensor, modules: dict[int, nn.Module], num_stages: int
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """What this rank gives a step of its schedule: arguments, and options with a list of losses."""
+    options = {"target": target, "losses": []} if num_stages - 1 in modules else {}
+    return [x] if 0 in modules else [], options

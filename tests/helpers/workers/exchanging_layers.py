@@ -1,4 +1,4 @@
-"""One rank of layers that exchange activations in their forward; for ``test_parallel_stages``.
+"""Layers that exchange activations between ranks in their forward.
 
 ``ulysses`` and ``ring`` are context parallel: a rank has a part of each sequence. The first
 exchanges sequence for heads, the second passes keys and values on to the next rank. ``experts`` is
@@ -7,21 +7,15 @@ expert parallel: each token goes to the rank of its expert, and comes back.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.ranks import run_cases
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadActivations, OffloadConfig, offload_modules, use_backend
-from pp_offload.backends import Backend, CpuBackend
-from pp_offload.testing import SimulatedBackend
+from helpers.workers.steps import WIDTH
 
-LENGTH, HEADS, WIDTH = 12, 4, 16
-"""Of this rank's part of a sequence; its heads, and their width together."""
+HEADS = 4
 
 
 class Exchange(torch.autograd.Function):
@@ -66,27 +60,27 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(LENGTH, 3, HEADS, -1).unbind(1)
-        return x + self.out(self.attend(q, k, v).reshape(LENGTH, WIDTH))
+        q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).unbind(1)
+        return self.out(self.attend(q, k, v).reshape(x.shape))
 
 
 class Ulysses(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        world = dist.get_world_size()
+        world, length = dist.get_world_size(), len(q)
         parts = HEADS // world  # heads of a rank, whose tokens are all there
 
         def to_heads(x: Tensor) -> Tensor:
-            x = x.view(LENGTH, world, parts, -1).transpose(0, 1).flatten(0, 1)
-            return Exchange.apply(x, [LENGTH] * world, [LENGTH] * world).transpose(0, 1)
+            x = x.view(length, world, parts, -1).transpose(0, 1).flatten(0, 1)
+            return Exchange.apply(x, [length] * world, [length] * world).transpose(0, 1)
 
         y = nn.functional.scaled_dot_product_attention(*map(to_heads, (q, k, v)))
-        y = Exchange.apply(y.transpose(0, 1), [LENGTH] * world, [LENGTH] * world)
-        return y.view(world, LENGTH, parts, -1).transpose(0, 1)
+        y = Exchange.apply(y.transpose(0, 1), [length] * world, [length] * world)
+        return y.view(world, length, parts, -1).transpose(0, 1)
 
 
 class Ring(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        total, weights = torch.zeros_like(q), torch.zeros(LENGTH, HEADS, 1)
+        total, weights = torch.zeros_like(q), torch.zeros(len(q), HEADS, 1)
         for _ in range(dist.get_world_size()):
             scores = torch.einsum("qhd,khd->qhk", q, k).tanh().exp()
             total = total + torch.einsum("qhk,khd->qhd", scores, v)
@@ -114,55 +108,4 @@ class Experts(nn.Module):
         sent, received = counts.tolist(), theirs.tolist()
         y = Exchange.apply(x[order], sent, received)
         y = Exchange.apply(self.expert(y), received, sent)
-        return x + torch.empty_like(x).index_copy(0, order, y) * chosen.values[:, None]
-
-
-KINDS = {"ulysses": Ulysses, "ring": Ring, "experts": Experts}
-
-
-def train(kind: str, product: str, backend: Backend) -> tuple[list[Tensor], int, int]:
-    """Two steps of two microbatches in flight: losses and gradients, bytes offloaded, and alive."""
-    torch.manual_seed(dist.get_rank())
-    layers = nn.Sequential(*(KINDS[kind]() for _ in range(3)))
-    context: AbstractContextManager[Any] = nullcontext()
-    with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        counted: Any = manager
-        if product == "groups":
-            offload_modules(layers, {"layer": "*"})
-        elif product == "context":
-            context = counted = OffloadActivations(
-                min_offload_size=1, config=OffloadConfig(device_limit_bytes=None), backend=backend
-            )
-        seen = []
-        for _ in range(2):
-            off_interface.reset()
-            losses = []
-            for _ in range(2):
-                off_interface.init_chunk_handler(None, None, 1)
-                x = torch.randn(LENGTH, WIDTH)
-                with context:
-                    losses.append(layers(x).square().mean())
-            for loss in losses:
-                loss.backward()
-            seen += [loss.detach() for loss in losses]
-            seen += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
-        del losses, loss
-        off_interface.reset()
-        statistics = counted.statistics()
-    return seen, statistics.bytes_offloaded, statistics.live_tensors
-
-
-def compare(case: str) -> dict[str, Any]:
-    """One kind of layers: without offload, and with each product on two backends."""
-    expected, *_ = train(case, "none", CpuBackend())
-    facts: dict[str, Any] = {}
-    for product in ("groups", "context"):
-        for backend in (CpuBackend(), SimulatedBackend("late")):
-            got, offloaded, live = train(case, product, backend)
-            is_equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
-            facts[f"{product}, {backend.name}"] = is_equal, offloaded > 0, live
-    return facts
-
-
-if __name__ == "__main__":
-    run_cases(compare)
+        return torch.empty_like(x).index_copy(0, order, y) * chosen.values[:, None]

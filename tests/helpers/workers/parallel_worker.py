@@ -1,0 +1,432 @@
+"""One rank of models that are replicated, sharded, cut into stages, or exchange activations; for
+``test_parallel.py``.
+
+A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE`` or ``collective/NAME``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from helpers.checkpointed import BY_OP, WAYS
+from helpers.products import PRODUCTS, Checkpoints, Product
+from helpers.ranks import run_cases
+from helpers.sessions import begin_step, group
+from helpers.workers.exchanging_layers import Experts, Ring, Ulysses
+from helpers.workers.steps import (
+    NUM_MICROBATCHES,
+    WIDTH,
+    Block,
+    Stage,
+    draw,
+    gradients,
+    inputs_of,
+    is_same,
+    make_schedule,
+    stage_indices,
+)
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
+from pp_offload.backends import Backend, CpuBackend
+from pp_offload.checkpointing import (
+    SelectiveOpACParams,
+    apply_activation_checkpointing_fsdp1_inplace,
+)
+from pp_offload.pipelining import attach
+from pp_offload.testing import SimulatedBackend
+
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+Trained = tuple[list[Tensor], dict[str, int]]
+"""All numbers, and facts about the offload."""
+
+
+class Leaving(Observer):
+    """Counts what leaves, and what of it is of whole parameters."""
+
+    whole: dict[int, Any] = {}
+
+    def __init__(self) -> None:
+        self.num_whole = self.num = 0
+        self.whole.clear()
+
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        if payloads is None or group.state is not GroupState.OFFLOADED:
+            return
+        keys = {tensor.untyped_storage()._cdata for tensor in payloads.tensors}
+        self.num += len(keys)
+        self.num_whole += len(keys & self.whole.keys())
+
+    @classmethod
+    def note(cls, module: nn.Module, args: object) -> None:
+        """Before a forward, after FSDP's own hook; holds them, so that no address comes twice."""
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor):
+                storage = parameter.untyped_storage()
+                cls.whole[storage._cdata] = storage
+
+    def facts(self, *counted: Any) -> dict[str, int]:
+        """Of a run, with the statistics of all that offloads."""
+        statistics = [each.statistics() for each in counted]
+        return {
+            "offloaded": sum(each.bytes_offloaded for each in statistics),
+            "live": sum(each.live_tensors for each in statistics),
+            "seen": self.num,
+            "whole": len(self.whole),
+            "whole seen": self.num_whole,
+        }
+
+
+# Models that are replicated or sharded, or whose layers exchange activations
+
+
+class Wrapper(NamedTuple):
+    """Another model's owner, and when it moves gradients between ranks."""
+
+    wrap: Callable[[nn.Module], nn.Module]
+
+    syncs_each: bool = True
+    """After every microbatch; else after the last one of a step."""
+
+    num_in_flight: int = 1
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def sharded_by_the_first(model: nn.Module) -> nn.Module:
+    policy, cpu = ModuleWrapPolicy({Block}), torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=cpu, use_orig_params=True
+    )
+
+
+def with_compiled_parts(model: nn.Module) -> nn.Module:
+    """A group around each of these is around the compiled code. Nothing is compiled while a
+    simulated device looks at each operation, so this backend computes with the same kernels.
+    """
+    torch.compiler.reset()
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.mlp = torch.compile(layer.mlp, backend="aot_eager")
+    return model
+
+
+def exchanging(kind: Callable[[], nn.Module]) -> Wrapper:
+    def wrap(model: nn.Module) -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.mlp = kind()
+        return model
+
+    return Wrapper(wrap, num_in_flight=2)
+
+
+ddp = DistributedDataParallel
+WRAPPERS = {
+    "ddp": Wrapper(ddp),
+    "ddp, accumulated": Wrapper(ddp, syncs_each=False),
+    "ddp, static graph": Wrapper(partial(ddp, static_graph=True, gradient_as_bucket_view=True)),
+    "ddp, unused": Wrapper(partial(ddp, find_unused_parameters=True)),
+    "ddp, compiled": Wrapper(lambda model: ddp(with_compiled_parts(model))),
+    "fsdp1": Wrapper(sharded_by_the_first),
+    "fsdp2": Wrapper(sharded, num_in_flight=2),
+    "fsdp2, accumulated": Wrapper(sharded, syncs_each=False, num_in_flight=2),
+    "fsdp2, bf16": Wrapper(partial(sharded, mp_policy=BF16)),
+    "fsdp2, compiled": Wrapper(lambda model: sharded(with_compiled_parts(model))),
+    "fsdp2, kept": Wrapper(partial(sharded, reshard_after_forward=False)),
+    "ulysses": exchanging(Ulysses),
+    "ring": exchanging(Ring),
+    "experts": exchanging(Experts),
+}
+
+
+class CheckpointsInPlace(Checkpoints):
+    """Of the blocks of a model in FSDP1."""
+
+    def inside(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def outside(self, model: nn.Module) -> None:
+        variant, params = WAYS[self.way]
+        params = SelectiveOpACParams(**params) if variant is BY_OP else params
+        stash = apply_activation_checkpointing_fsdp1_inplace(
+            model, ["Block"], ac_fun_params=params, backend=self.backend
+        ).stash
+        assert stash is not None
+        self.stash = stash
+
+
+IN_PLACE = {
+    f"in place, {way}": partial(CheckpointsInPlace, way=way)
+    for way in ("full, offload", "all, offload")
+}
+
+
+def replica(backend: Backend | None, name: str, product_name: str) -> Trained:
+    """Three steps of four microbatches: losses, and this rank's gradients and parameters."""
+    wrapper, leaving = WRAPPERS[name], Leaving()
+    kind = Product if backend is None else (PRODUCTS | IN_PLACE)[product_name]
+    with use_backend(backend or CpuBackend(), config=CONFIG) as manager:
+        product = kind(manager.backend)
+        torch.manual_seed(1)
+        model = wrapper.wrap(product.inside(Stage()))
+        product.outside(model)
+        product.listen(leaving)
+        for module in model.modules():
+            module.register_forward_pre_hook(Leaving.note)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Tensor] = []
+        for step in range(3):
+            product.begin_step()
+            waiting: list[Tensor] = []
+            for number, x in enumerate(draw(step)):
+                is_last = number == NUM_MICROBATCHES - 1
+                with not_synced(model, wrapper.syncs_each or is_last):
+                    with product.forward():
+                        waiting.append(model(x).square().mean())
+                    while len(waiting) >= (1 if is_last else wrapper.num_in_flight):
+                        waiting[0].backward()
+                        seen.append(waiting.pop(0).detach())
+            optimizer.step()
+            seen += gradients(model)
+            seen += [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+        return seen, {} if backend is None else leaving.facts(product)
+
+
+def not_synced(model: nn.Module, syncs: bool) -> AbstractContextManager[Any]:
+    """What each wrapper has for microbatches whose gradients stay on their rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(syncs)
+    elif isinstance(model, DistributedDataParallel) and not syncs:
+        return model.no_sync()
+    return nullcontext()
+
+
+# Stages of a pipeline
+
+
+class Untold(nn.Module):
+    """Uses a weight first so that autograd does not see whose it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.detach().t()) @ self.weight
+
+
+class Whole(nn.Module):
+    """Eight layers by name, any of which may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class EverySecondProduct:
+    """Outputs of every second product are saved, counted anew in the forward and when run again."""
+
+    def __init__(self) -> None:
+        self.num = {False: 0, True: 0}
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op not in MATMULS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.num[context.is_recompute] += 1
+        is_saved = self.num[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(EverySecondProduct())
+
+
+def replicated_stage(index: int, num_stages: int, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(Stage(), process_group=mesh.get_group())
+
+
+def sharded_stage(index: int, num_stages: int, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Every layer and its mlp sharded, then the rest."""
+    stage = Stage()
+    for layer in stage.layers:
+        layer.mlp.append(Untold())
+        fully_shard(layer.mlp, mesh=mesh, **options)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(stage, mesh=mesh, **options)
+    for module in stage.modules():
+        module.register_forward_pre_hook(Leaving.note)
+    return stage
+
+
+def checkpointed_stage(index: int, num_stages: int, mesh: DeviceMesh) -> nn.Module:
+    """As torchtitan makes it of a model: a copy without the other layers, in a ModuleDict, each
+    checkpointed by operator.
+    """
+    torch.manual_seed(0)
+    stage = copy.deepcopy(Whole())
+    size = len(stage.layers) // num_stages
+    for number, name in enumerate(list(stage.layers)):
+        if number // size != index:
+            del stage.layers[name]
+    for name, layer in stage.layers.named_children():
+        wrapped = checkpoint_wrapper(layer, context_fn=selective_contexts, early_stop=False)
+        stage.layers.register_module(name, wrapped)
+    return stage
+
+
+STAGES: dict[str, Callable[..., nn.Module]] = {
+    "ddp": replicated_stage,
+    "fsdp2": sharded_stage,
+    "fsdp2, bf16": partial(sharded_stage, mp_policy=BF16),
+    "fsdp2, kept": partial(sharded_stage, reshard_after_forward=False),
+    "blocks": checkpointed_stage,
+}
+"""With groups. Other kinds are a product's name; each stage is given that product."""
+
+
+def stage(backend: Backend | None, kind: str, name: str) -> Trained:
+    """Three steps of a schedule; losses and this rank's gradients.
+
+    A pipeline has one rank where stages are replicated over two ranks, else two; if there are four
+    ranks, there are two pipelines.
+    """
+    world, leaving = dist.get_world_size(), Leaving()
+    is_replicated = kind in STAGES and kind != "blocks"
+    num_ranks = 1 if is_replicated and world == 2 else 2
+    mesh = init_device_mesh("cpu", (num_ranks, world // num_ranks), mesh_dim_names=("pp", "dp"))
+    indices = stage_indices(name, mesh["pp"].get_local_rank(), num_ranks)
+    num_stages, products = num_ranks * len(indices), []
+
+    def make(index: int) -> nn.Module:
+        torch.manual_seed(index)
+        if kind in STAGES:
+            return STAGES[kind](index, num_stages, mesh["dp"])
+        if backend is None:
+            return Stage()
+        product = PRODUCTS[kind](backend)
+        products.append(product)
+        made = product.inside(Stage())
+        if kind == "context":
+            made.forward = product.offload(made.forward)  # type: ignore[method-assign]
+        return made
+
+    with use_backend(backend or CpuBackend(), config=CONFIG) as manager:
+        manager.offloader.observers.add(leaving)
+        modules = {index: make(index) for index in indices}
+        group = mesh["pp"].get_group()
+        schedule = make_schedule(name, modules, num_stages, NUM_MICROBATCHES, group=group)
+        groups = {"mlp": "layers.*.mlp"} if kind in STAGES else None
+        seen: list[Tensor] = []
+        with attach(schedule, groups) if backend is not None and groups else nullcontext():
+            for step in range(3):
+                x = torch.cat(draw(step))
+                inputs, options = inputs_of(x, x, modules, num_stages)
+                schedule.step(*inputs, **options)
+                seen += [loss.detach() for loss in options.get("losses", ())]
+                seen += gradients(*modules.values())
+            manager.reset()
+        return seen, leaving.facts(manager, *products)
+
+
+# Groups that save what collectives made
+
+
+def tensor_parallel(is_on: bool, step: int) -> list[Tensor]:
+    """DTensors whose local tensors come from collectives."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = (DTensor.from_local(t, mesh, [Shard(0)]).requires_grad_() for t in draw(step, 2))
+
+    def compute(h: DTensor) -> DTensor:
+        gathered = h.redistribute(mesh, [Replicate()])
+        z = (gathered * y.redistribute(mesh, [Replicate()])).sin() @ gathered.t()
+        return z.redistribute(mesh, [Shard(1)]).exp()
+
+    z = group(x * 1, compute, is_on)
+    z.sum().full_tensor().backward()
+    return [z.to_local().detach(), x.grad.to_local(), y.grad.to_local()]
+
+
+def async_result(is_on: bool, step: int) -> list[Tensor]:
+    """A collective's result that nobody waited for is saved."""
+    x, y = draw(step, 2)
+
+    def compute(h: Tensor) -> Tensor:
+        summed = collectives.all_reduce(y, "sum", dist.group.WORLD)
+        assert type(summed) is collectives.AsyncCollectiveTensor
+        return h * summed
+
+    z = group(x.requires_grad_(), compute, is_on)
+    z.sum().backward()
+    return [z.detach(), x.grad]
+
+
+COLLECTIVES = {"tensor_parallel": tensor_parallel, "async_result": async_result}
+
+
+def collective(backend: Backend | None, name: str) -> Trained:
+    """Three steps of a group."""
+    seen: list[Tensor] = []
+    with use_backend(backend or CpuBackend(), config=CONFIG) as manager:
+        for step in range(3):
+            begin_step()
+            seen += COLLECTIVES[name](backend is not None, step)
+        return seen, Leaving().facts(manager)
+
+
+RUNS: dict[str, Callable[..., Trained]] = {
+    "replica": replica,
+    "stage": stage,
+    "collective": collective,
+}
+
+
+def compare(case: str) -> dict[str, list[Any]]:
+    """Facts of a run on each of two backends, by name, and whether its bits are as without."""
+    kind, *names = case.split("/")
+    expected, _ = RUNS[kind](None, *names)
+    facts: dict[str, list[Any]] = {}
+    for backend in (CpuBackend(), SimulatedBackend("late")):
+        got, others = RUNS[kind](backend, *names)
+        for name, fact in {"equal": is_same(got, expected), **others}.items():
+            facts.setdefault(name, []).append(fact)
+    PipelineOffloadManager.reset_instance()  # before the process group goes
+    return facts
+
+
+if __name__ == "__main__":
+    run_cases(compare)

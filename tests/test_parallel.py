@@ -1,0 +1,121 @@
+"""Every product in models that are replicated, sharded or cut into stages, on ranks: same bits.
+
+In DDP, FSDP1 and FSDP2: a context around the forward, groups by name, markers and checkpoints; of
+sharded models no byte of a gathered parameter leaves. In DDP alone: parameters on the host. Stages
+of a pipeline: replicated, sharded, checkpointed, or in a context as a whole. Layers that exchange
+activations (context and expert parallel), DTensors, and asynchronous collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.products import PRODUCTS
+from helpers.ranks import WORKERS, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from pp_offload import OffloadError, OffloadModel
+
+SOME = [
+    # Each wrapper once at least, but for those of compiled parts, and most products
+    "replica/ddp/groups",
+    "replica/ddp/parameters",
+    "replica/ddp, accumulated/context",
+    "replica/ddp, accumulated/parameters, checkpoint",
+    "replica/ddp, static graph/reentrant, offload",
+    "replica/ddp, unused/all, offload",
+    "replica/fsdp1/in place, full, offload",
+    "replica/fsdp2/context",
+    "replica/fsdp2, accumulated/groups",
+    "replica/fsdp2, bf16/markers",
+    "replica/fsdp2, kept/full, offload",
+    *("replica/ulysses/groups", "replica/ring/context", "replica/experts/groups"),
+    # With DDP, other schedules fail in its reducer without offload, too
+    *("stage/ddp/1f1b", "stage/fsdp2/interleaved1f1b", "stage/blocks/interleaved1f1b"),
+    *("stage/all, offload/interleaved1f1b", "stage/context/1f1b"),
+    *("collective/tensor_parallel", "collective/async_result"),
+]
+WRAPPERS = (
+    *("ddp", "ddp, accumulated", "ddp, static graph", "ddp, unused"),
+    *("fsdp2", "fsdp2, accumulated", "fsdp2, bf16", "fsdp2, kept"),
+)
+ALL = [
+    *(
+        f"replica/{wrapper}/{product}"
+        for wrapper in WRAPPERS
+        for product in PRODUCTS
+        if not (wrapper.startswith("fsdp2") and product.startswith("parameters"))
+        # DDP looks for what is unused before the layers run again: an error without offload as well
+        and (wrapper, product) != ("ddp, unused", "reentrant, offload")
+    ),
+    *(  # what is offloaded is around parts that are compiled
+        f"replica/{wrapper}, compiled/{product}"
+        for wrapper in ("ddp", "fsdp2")
+        for product in ("groups", "context", "full, offload")
+    ),
+    "replica/fsdp1/in place, all, offload",
+    *("replica/ulysses/context", "replica/ring/groups", "replica/experts/context"),
+    *(f"stage/full, offload/{name}" for name in ("1f1b", "interleavedzerobubble")),
+    *(f"stage/context/{name}" for name in ("gpipe", "interleavedzerobubble")),
+]
+ON_FOUR_RANKS = [
+    *("stage/ddp/1f1b", "stage/fsdp2, kept/gpipe", "stage/fsdp2, bf16/1f1b"),
+    *("stage/fsdp2/interleaved1f1b", "stage/fsdp2, kept/interleavedzerobubble"),
+    "stage/fsdp2, kept/zbv",
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        pytest.param(2, SOME, id="some"),
+        pytest.param(2, sorted({*ALL} - {*SOME}), id="rest", marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None:
+    for rank, results in enumerate(
+        run_ranks(world, cases, tmp_path, WORKERS / "parallel_worker.py")
+    ):
+        assert list(results) == cases
+        for case, facts in results.items():
+            where = f"{case}, rank {rank} of {world}: {facts}"
+            assert facts["equal"] == [True, True], where
+            # Groups of checkpointed blocks are inside their regions, where the checkpoint decides.
+            is_offloading = "blocks" not in case
+            assert [nbytes > 0 for nbytes in facts["offloaded"]] == [is_offloading] * 2, where
+            assert facts["whole seen"] == [0, 0], where
+            if "parameters" not in case:
+                assert facts["live"] == [0, 0], where
+            if "fsdp2" in case or "replica" in case and "parameters" not in case:
+                assert min(facts["whole"]) > 0 < min(facts["seen"]), where
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def sharded_by_the_first(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+@pytest.mark.parametrize("shard", [sharded, sharded_by_the_first])
+def test_parameters_on_the_host_are_not_sharded(
+    shard: Callable[[nn.Module], nn.Module], one_rank: None
+) -> None:
+    """Their owner would put tensors of its own in their place, after they were copied from."""
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+
+    advice = "'0.*FSDP.*CPUOffloadPolicy"
+    with pytest.raises(ValueError, match=advice):
+        OffloadModel(nn.Sequential(*map(shard, layers())), "cpu", num_slices=2)
+    model = shard(OffloadModel(layers(), "cpu", num_slices=2))
+    with pytest.raises(OffloadError, match=advice):
+        model(torch.randn(4, 8))
