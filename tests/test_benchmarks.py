@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.processes import run
+from helpers.examples import ROOT, run_example, run_here
 
-ROOT = Path(__file__).parent.parent
-
-
-def run_script(script: str, tmp_path: Path, *flags: str) -> str:
-    """What a script of this checkout prints."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, str(ROOT / script), *flags]
-    done = run(command, tmp_path, {**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+slow = pytest.mark.slow
 
 
 def run_quick(name: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     """The figures of a short run."""
     out = tmp_path / "figures.json"
-    assert run_script(f"benchmarks/{name}", tmp_path, "--quick", "--json", str(out), *flags)
+    assert not run_here(ROOT / "benchmarks" / name, "--quick", "--json", str(out), *flags)
     return json.loads(out.read_text())
-
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -62,10 +48,10 @@ def test_frontier_writes_its_figures(tmp_path: Path) -> None:
 
 
 @slow
-def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
+def test_rows_of_a_card_have_equal_bits() -> None:
     ways = ["recompute", "ours", "activations"]
     flags = ["tiny", "--rounds", "1", "--warmup", "1", "--ways", *ways]
-    printed = run_script("benchmarks/on_card.py", tmp_path, *flags)
+    printed = run_example(ROOT / "benchmarks/on_card.py", *flags).stdout
     link, *rows = [json.loads(line) for line in printed.splitlines()]
     assert min(link["link_gb_per_s"]) > 0
     assert [row["way"] for row in rows] == ways
@@ -76,7 +62,7 @@ def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
 def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     """All but the tests that need one."""
     flags = ["--out", str(tmp_path), "--device", "cpu", "--cases", "tiny"]
-    run_script("tools/on_gpu.py", tmp_path, *flags, "--parts", "doctor", "tiny", "peers")
+    run_example(ROOT / "tools/on_gpu.py", *flags, "--parts", "doctor", "tiny", "peers")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ways = [row["way"] for row in rows if "way" in row]
     assert {"default", "limit-0.7", "ours-copied", "recompute", "save_on_cpu"} <= set(ways)

@@ -1,4 +1,4 @@
-"""Examples, in a process of their own or in this one."""
+"""Scripts, in a process of their own or in this one; a name alone is that of an example."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run_command(command: list[str]) -> Run:
         return run(command, Path(folder), environment())
 
 
-def run_example(script: str, *flags: object, launcher: tuple[str, ...] = ()) -> Run:
-    """A run of an example that ends well."""
+def run_example(script: str | Path, *flags: object, launcher: tuple[str, ...] = ()) -> Run:
+    """A run of a script that ends well."""
     done = run_command([sys.executable, *launcher, str(EXAMPLES / script), *map(str, flags)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -46,10 +46,11 @@ def train(out: Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[dict[
     return json.loads(out.read_text()), done.stdout
 
 
-def run_here(script: str, *flags: str) -> Any:
-    """The status of an example that runs in this process, but for ranks that it starts itself."""
+def run_here(script: str | Path, *flags: str) -> Any:
+    """The status of a script that runs in this process, but for ranks that it starts itself."""
+    path = EXAMPLES / script
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
+        patch.syspath_prepend(str(path.parent))
         patch.setattr(os, "environ", environment())
-        patch.setattr(sys, "argv", [str(EXAMPLES / script), *flags])
-        return importlib.import_module(Path(script).stem).main()
+        patch.setattr(sys, "argv", [str(path), *flags])
+        return importlib.import_module(path.stem).main()
