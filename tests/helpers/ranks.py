@@ -1,11 +1,11 @@
-"""Ranks that a test starts, each a process that is given cases and writes what came of them.
+"""Ranks that a test starts: they are given cases, and each writes what came of them.
 
-The program of a rank ends with
+One process imports what the ranks need, and forks them. Its program ends with
 
     if __name__ == "__main__":
         run_cases(compare)
 
-The first argument is the folder for ``RANK.pkl``, the others are the cases.
+The first arguments are the folder for ``RANK.pkl`` and the number of ranks, the others the cases.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ PATHS = [str(ROOT), str(ROOT / "examples")]
 
 WORKERS = Path(__file__).with_name("workers")
 
-RANK = os.environ.get("RANK", "0")
-"""As it was at the start: some libraries write it."""
-
 
 def run_ranks(
     world: int, cases: list[str], out: Path, worker: Path = WORKERS / "pipeline_worker.py"
 ) -> list[dict[str, dict[str, Any]]]:
-    """Run the worker on ``world`` processes; what each rank found, by case."""
+    """Run the worker on ``world`` ranks; what each of them found, by case."""
     # The ranks meet at a store of this process: a port that was free may be taken by the time that
     # a rank would listen on it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -47,42 +44,48 @@ def run_ranks(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "PYTHONPATH": os.pathsep.join([*PATHS, *sys.path]),
     }
-    logs = [out / f"{rank}.txt" for rank in range(world)]
-    ranks = [
-        start(
-            [sys.executable, str(worker), str(out), *cases],
-            {**os.environ, **shared, "RANK": str(rank)},
-            log,
-            log.with_suffix(".err"),
-        )
-        for rank, log in enumerate(logs)
-    ]
-    is_well = watch(ranks, logs)  # a worker writes a line for each case
-    errors = "\n".join(log.with_suffix(".err").read_text() for log in logs)
-    assert is_well, f"no rank came to its next case:\n{errors}"
-    assert all(process.returncode == 0 for process in ranks), errors
+    log, errors = out / "log.txt", out / "errors.txt"
+    command = [sys.executable, str(worker), str(out), str(world), *cases]
+    process = start(command, {**os.environ, **shared}, log, errors)
+    is_well = watch([process], [log])  # each rank writes a line for each case
+    assert is_well, f"no rank came to its next case:\n{errors.read_text()}"
+    assert process.returncode == 0, errors.read_text()
     return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world)]
 
 
 def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> NoReturn:
-    """Compare the cases named, write what came of them, and :func:`leave`.
+    """Compare the cases named on each rank, write what came of them, and :func:`leave`.
 
     Args:
         compare: One case.
         has_group: Whether it needs a process group; else it makes one itself.
     """
-    out, *cases = sys.argv[1:]
+    out, world, *cases = sys.argv[1:]
     torch.set_num_threads(1)
+    rank = fork(int(world))
     if has_group:
         dist.init_process_group("gloo")
     results = {}
     for case in cases:
         print(case, flush=True)  # a sign of life
         results[case] = compare(case)
-    Path(out, f"{RANK}.pkl").write_bytes(pickle.dumps(results))
+    Path(out, f"{rank}.pkl").write_bytes(pickle.dumps(results))
     if has_group:
         dist.destroy_process_group()
     leave()
+
+
+def fork(world: int) -> int:
+    """Return on each rank, which is a process of its own, with its number; wait here for all."""
+    sys.stdout.flush()
+    for rank in range(world):
+        if os.fork() == 0:
+            os.environ["RANK"] = str(rank)
+            return rank
+    for _ in range(world):
+        if os.wait()[1] != 0:  # the others may wait for it for ever; the test ends them
+            os._exit(1)
+    os._exit(0)
 
 
 def leave() -> NoReturn:

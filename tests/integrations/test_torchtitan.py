@@ -24,27 +24,21 @@ from torchtitan.protocols.model_spec import ModelSpec
 from pp_offload.integrations.torchtitan import OffloadAC, with_offload
 
 WORKER = Path(__file__).with_name("titan_worker.py")
-PIPELINES = [
-    "--schedule 1F1B",
+CASES = ["--schedule 1F1B", "--ranks 1"]
+MORE_CASES = [
     "--schedule Interleaved1F1B --checkpoint selective",
     "--schedule 1F1B --checkpoint selective --compile",
+    "--ranks 1 --checkpoint full --compile",
 ]
-ONE_RANK = ["--ranks 1", "--ranks 1 --checkpoint full --compile"]
 
 
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    [(2, PIPELINES[:1]), (1, ONE_RANK[:1])]
-    + [
-        pytest.param(world, cases, marks=pytest.mark.slow)
-        for world, cases in ((2, PIPELINES[1:]), (1, ONE_RANK[1:]))
-    ],
-)
-def test_its_llama_is_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None:
-    for rank, results in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
+def test_its_llama_is_equal_bit_for_bit(cases: list[str], tmp_path: Path) -> None:
+    """In a pipeline of two ranks, and on one."""
+    for rank, results in enumerate(run_ranks(2, cases, tmp_path, WORKER)):
         assert list(results) == cases
         for case, (is_equal, num_bytes) in results.items():
-            assert is_equal and num_bytes > 2**19, f"{case}, rank {rank}"
+            assert is_equal and num_bytes > 2**16, f"{case}, rank {rank}: {num_bytes}"
 
 
 @pytest.mark.slow

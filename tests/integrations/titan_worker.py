@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import torch.distributed as dist
+import train_torchtitan
 from helpers.ranks import run_cases
-from train_torchtitan import compare, parse_arguments
 
 os.environ["LOCAL_RANK"] = "0"  # torchtitan asks for it; there is one CPU
+train_torchtitan.LENGTH = 16  # of sequences
+debug_model = train_torchtitan.llama3_debugmodel
 
 
-def compare_case(case: str) -> tuple[bool, int]:
-    """A case is the arguments of the example."""
-    return compare(parse_arguments(case.split()))
+def of_four_layers() -> Any:
+    """One for each stage of the longest pipeline."""
+    config = debug_model()
+    del config.model_spec.model.layers[4:]
+    return config
+
+
+train_torchtitan.llama3_debugmodel = of_four_layers
+
+
+def compare(case: str) -> tuple[bool, int]:
+    """A case is the arguments of the example; that of one rank is a world of its own on each."""
+    options = train_torchtitan.parse_arguments(["--steps", "2", *case.split()])
+    if options.ranks < dist.get_world_size():
+        dist.destroy_process_group()
+        os.environ.update(WORLD_SIZE="1", RANK="0")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return train_torchtitan.compare(options)
 
 
 if __name__ == "__main__":
-    run_cases(compare_case)
+    run_cases(compare)

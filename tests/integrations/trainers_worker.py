@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import accelerate_loop
 import lightning_model
@@ -20,9 +21,6 @@ from pp_offload.backends import CpuBackend
 from pp_offload.integrations import accelerate, lightning
 
 GROUPS = {"mlp": "layers.*.mlp"}
-LAUNCHED = {**os.environ, "LOCAL_RANK": os.environ["RANK"]}
-"""Lightning takes some of it away at the end of a training."""
-
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 PRODUCTS: dict[str, dict[str, Any]] = {
     "activations": {"min_offload_size": 1, "max_fwd_stash_size": 2},
@@ -39,12 +37,12 @@ class Replicated(lightning_model.Model):
 
 def of_lightning(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
     """Its own strategy starts the process group; each rank has a part of the data."""
-    os.environ.update(LAUNCHED)
     callbacks = [] if options is None else [lightning.ActivationOffload(**options)]
-    trainer = lightning_model.make_trainer(
-        *callbacks, strategy="ddp", devices=2, accumulate_grad_batches=2
-    )
-    seen = lightning_model.fit(Replicated(), trainer)
+    with patch.dict(os.environ, LOCAL_RANK=os.environ["RANK"]):  # Lightning takes some of it away
+        trainer = lightning_model.make_trainer(
+            *callbacks, strategy="ddp", devices=2, accumulate_grad_batches=2
+        )
+        seen = lightning_model.fit(Replicated(), trainer)
     return seen, callbacks[0].statistics().bytes_offloaded if callbacks else 0
 
 
