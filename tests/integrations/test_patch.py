@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toy import assert_no_hooks, autograd_lets_go
+from helpers.kept import Raises
+from helpers.toy import assert_idle, autograd_lets_go
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -24,11 +25,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from pp_offload import OffloadConfig, errors, patch
+from pp_offload import OffloadActivations, OffloadConfig, errors, patch
+from pp_offload.__main__ import main
 from pp_offload._common.torch_private import CachingTorchDispatchMode
 from pp_offload.backends import Backend
+from pp_offload.integrations import patches
 from pp_offload.integrations.patches import patch as Patch
 
+CONFIG = OffloadConfig(device_limit_bytes=None)
 WIDTH, NUM_LAYERS = 16, 4
 HIDDEN_BYTES = 8 * WIDTH * 4
 
@@ -47,17 +51,16 @@ def saved_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def nested(layer: nn.Module, x: Tensor) -> Tensor:
-    with save_on_cpu(), save_on_cpu(pin_memory=True):
-        return layer(x)
+    with save_on_cpu():
+        return saved_on_cpu(layer, x)
 
 
 def inside_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(saved_on_cpu, layer, x, use_reentrant=False)
 
 
-def around_checkpoint(layer: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
-    with save_on_cpu(pin_memory=True):
-        return checkpoint(layer, x, use_reentrant=reentrant)
+def around_checkpoint(layer: nn.Module, x: Tensor, reentrant: bool = False) -> Tensor:
+    return saved_on_cpu(partial(checkpoint, layer, use_reentrant=reentrant), x)
 
 
 def wrapped(layer: nn.Module, x: Tensor) -> Tensor:
@@ -71,30 +74,27 @@ def selective(policy: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> T
 
 
 def by_policy(layer: nn.Module, x: Tensor) -> Tensor:
-    policies = getattr(torch_checkpoint, "CheckpointPolicy")  # noqa: B009  newer than some stubs
-
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         leaves = op is torch.ops.aten.addmm.default
-        return policies.MUST_CPU_OFFLOAD if leaves else policies.PREFER_RECOMPUTE
+        return POLICIES.MUST_CPU_OFFLOAD if leaves else POLICIES.PREFER_RECOMPUTE
 
     return selective(policy, layer, x)
 
 
+POLICIES: Any = torch_checkpoint.CheckpointPolicy
 needs_policies = pytest.mark.skipif(
-    not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="since torch 2.13"
+    not hasattr(POLICIES, "MUST_CPU_OFFLOAD"), reason="since torch 2.13"
 )
 
-WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
-    "save_on_cpu": (saved_on_cpu, NUM_LAYERS * 3 * HIDDEN_BYTES),
-    "nested": (nested, NUM_LAYERS * 3 * HIDDEN_BYTES),
+INPUTS = NUM_LAYERS * HIDDEN_BYTES
+WAYS: dict[str, Any] = {
+    "save_on_cpu": (saved_on_cpu, 3 * INPUTS),
+    "nested": (nested, 3 * INPUTS),
     "inside a checkpoint": (inside_checkpoint, 0),
-    "around a checkpoint": (partial(around_checkpoint, reentrant=False), NUM_LAYERS * HIDDEN_BYTES),
-    "around a reentrant one": (
-        partial(around_checkpoint, reentrant=True),
-        NUM_LAYERS * HIDDEN_BYTES,
-    ),
-    "offload_wrapper": (wrapped, NUM_LAYERS * HIDDEN_BYTES),
-    "policy": (by_policy, NUM_LAYERS * 3 * HIDDEN_BYTES),
+    "around a checkpoint": (around_checkpoint, INPUTS),
+    "around a reentrant one": (partial(around_checkpoint, reentrant=True), INPUTS),
+    "offload_wrapper": (wrapped, INPUTS),
+    "policy": pytest.param(by_policy, 3 * INPUTS, marks=needs_policies),
 }
 """Each with the bytes that leave in a step: what recipes give is not copied."""
 
@@ -129,18 +129,15 @@ def train(
 def patched(backend: Backend) -> Iterator[Patch]:
     with (
         backend.activate(),
-        patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1, backend=backend) as made,
+        patch(CONFIG, min_offload_size=1, backend=backend) as made,
     ):
         yield made
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("run", "nbytes"), WAYS.values(), ids=WAYS)
 def test_numbers_are_those_without_and_bytes_leave(
-    backend: Backend, patched: Patch, way: str
+    backend: Backend, patched: Patch, run: Any, nbytes: int
 ) -> None:
-    run, nbytes = WAYS[way]
-    if way == "policy" and not hasattr(torch_checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"):
-        pytest.skip("torch has policies of offload from 2.13 on")
     got = train(run, *make(backend.device))
     expected = train(plain, *make(backend.device))
     assert all(map(torch.equal, got, expected))
@@ -149,9 +146,7 @@ def test_numbers_are_those_without_and_bytes_leave(
     moved = f"{statistics.bytes_offloaded / 2**20:,.1f} MiB offloaded"
     assert (moved if nbytes else "nothing offloaded") in repr(patched)
     gc.collect()
-    statistics = patched.statistics()
-    assert (statistics.live_tensors, statistics.host_bytes_in_use) == (0, 0)
-    assert_no_hooks()
+    assert_idle(patched)
 
 
 def test_tensors_leave_before_a_long_forward_ends(backend: Backend, patched: Patch) -> None:
@@ -165,7 +160,7 @@ def test_tensors_leave_before_a_long_forward_ends(backend: Backend, patched: Pat
 
 def leaving(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Everything leaves."""
-    return torch_checkpoint.CheckpointPolicy.MUST_CPU_OFFLOAD
+    return POLICIES.MUST_CPU_OFFLOAD
 
 
 def writes(x: Tensor) -> Tensor:
@@ -197,7 +192,7 @@ def test_what_selective_checkpoints_may_meet(
         return [y.detach(), gradient, torch.randn(4)]
 
     def recomputing(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+        return POLICIES.PREFER_RECOMPUTE
 
     num_modes = torch._C._len_torch_dispatch_stack()  # a simulated device has some
     got, expected = run(leaving), run(recomputing)
@@ -216,16 +211,6 @@ def test_parameters_stay_when_a_policy_offloads_everything(
     assert patched.statistics().bytes_offloaded == HIDDEN_BYTES
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ZeroDivisionError
-
-
 @needs_policies
 def test_an_exception_in_the_backward_of_a_selective_checkpoint_leaves_nothing(
     backend: Backend, patched: Patch
@@ -233,14 +218,13 @@ def test_an_exception_in_the_backward_of_a_selective_checkpoint_leaves_nothing(
     layers = [nn.LayerNorm(WIDTH).to(backend.device) for _ in range(4)]
     x = torch.randn(8, WIDTH).to(backend.device)
     for number, layer in enumerate(layers):
-        x = selective(leaving, layer, Fails.apply(x) if number == 2 else x)
+        x = selective(leaving, layer, Raises.apply(x, ZeroDivisionError) if number == 2 else x)
     with pytest.raises(ZeroDivisionError):
         x.sum().backward()
     del x
     autograd_lets_go()
-    gc.collect()
-    statistics = patched.statistics()
-    assert (statistics.live_tensors, statistics.host_bytes_in_use) == (0, 0)
+    gc.collect()  # of frames that the exception holds
+    assert_idle(patched)
 
 
 def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched: Patch) -> None:
@@ -261,7 +245,7 @@ def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched
 def test_undo_puts_everything_back_and_offloaded_tensors_stay_good() -> None:
     mode = CachingTorchDispatchMode
     before = {**vars(save_on_cpu)}, {**vars(mode)}
-    handle = patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1)
+    handle = patch(CONFIG, min_offload_size=1)
     with pytest.raises(errors.OffloadError, match=r"patch\(\) is active already"):
         patch()
     x = torch.randn(8, WIDTH, requires_grad=True)
@@ -299,7 +283,7 @@ def test_the_flag_of_transformers_offloads(reentrant: bool) -> None:
         return seen + [p.grad for p in model.parameters() if p.grad is not None]
 
     expected = run(False)
-    with patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1) as made:
+    with patch(CONFIG, min_offload_size=1) as made:
         got = run(True)
         assert made.statistics().bytes_offloaded == 3 * 2 * 12 * 16 * 4
     assert all(map(torch.equal, got, expected))
@@ -322,7 +306,7 @@ def test_the_flag_of_accelerate_offloads() -> None:
     stand_in = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     fsdp2_apply_ac(stand_in, layers)
     assert "OffloadWrapper" in repr(layers)
-    with patch(OffloadConfig(device_limit_bytes=None), min_offload_size=1) as made:
+    with patch(CONFIG, min_offload_size=1) as made:
         got = train(plain, layers, inputs)
         assert made.statistics().bytes_offloaded == 3 * 2 * NUM_LAYERS * HIDDEN_BYTES
     assert all(map(torch.equal, got, train(plain, *make(torch.device("cpu")))))
@@ -333,10 +317,8 @@ def test_the_flag_of_trl_makes_a_context_of_ours() -> None:
     from helpers.tiny_llama import make_llama
     from trl.trainer import sft_trainer
 
-    from pp_offload import OffloadActivations
-
     original = trl.models.get_act_offloading_ctx_manager
-    with patch(OffloadConfig(device_limit_bytes=None)) as made:
+    with patch(CONFIG) as made:
         context = sft_trainer.get_act_offloading_ctx_manager(model=make_llama(hidden_size=512))
         assert isinstance(context, OffloadActivations)
         tokens = torch.zeros(1, 12, dtype=torch.long)
@@ -362,30 +344,44 @@ sys.exit(3)
 """
 
 
-def run_package(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pp_offload", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "pp_offload", "train.py", "--length", "8"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-@pytest.mark.parametrize("is_module", [False, True])
-def test_a_script_runs_unchanged(tmp_path: Path, is_module: bool) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    what = ["-m", "train"] if is_module else ["train.py"]
-    done = run_package(tmp_path, *what, "--length", "8")
     assert done.returncode == 3, done.stderr
     assert "<pp_offload.patch: active, 4.0 MiB offloaded" in done.stderr
 
 
+def command_exits_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """In this process."""
+    monkeypatch.setattr(sys, "argv", ["pp_offload", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_module_runs_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trains_as_module.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert command_exits_with(monkeypatch, "-m", "trains_as_module", "--length", "8") == 3
+        assert "<pp_offload.patch: active, 4.0 MiB offloaded" in capsys.readouterr().err
+    finally:
+        patches._active.undo()
+
+
 @pytest.mark.parametrize(("arguments", "what"), [([], "script"), (["simulate"], "file simulate")])
 def test_without_a_script_the_command_says_how(
-    arguments: list[str], what: str, tmp_path: Path
+    arguments: list[str], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run_package(tmp_path, *arguments)
-    assert done.returncode == 1 and "python -m pp_offload train.py" in done.stderr
-    assert f"found no {what}; expected" in done.stderr
+    text = command_exits_with(monkeypatch, *arguments)
+    assert f"found no {what}; expected" in text and "python -m pp_offload train.py" in text
