@@ -36,6 +36,7 @@ def test_the_package_alone_imports_no_other_module_of_it() -> None:
 def test_all_its_names_import_nothing_that_is_heavy() -> None:
     """Beside what ``import torch`` does. Pipelining of PyTorch alone would take a tenth of that."""
     names = "import pp_offload\nfor name in pp_offload.__all__: getattr(pp_offload, name)"
+    names += "\nimport pp_offload.integrations.accelerate"
     loaded = modules_after(names) - modules_after("import torch, decimal, numpy.typing, statistics")
     others = {module for module in loaded if module.split(".")[0] != "pp_offload"}
     assert others <= {  # no compiler of PyTorch among them

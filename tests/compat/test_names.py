@@ -6,75 +6,69 @@ import re
 import sys
 from typing import Any
 
-import megatron_main as main
 import pytest
 import torch
-from helpers import reference
 from helpers.docs import PAGES
-from helpers.reference import is_ours, kind_of, parameters
+from signatures import MAIN, OURS_TAKES_MORE, REFERENCE, Table, signature
 
 import pp_offload
 from pp_offload import CpuBackend, fine_grained_activation_offload, use_backend
 from pp_offload.compat import megatron
 
-MODULES = {pp_offload: reference, fine_grained_activation_offload: reference, megatron: main}
-FUNCTIONS = [
-    *((pp_offload, name, taken) for name, taken in reference.FUNCTIONS.items()),
-    *((megatron, name, taken) for name, taken in main.FUNCTIONS.items()),
-]
-CLASSES = [
-    *((pp_offload, name, methods) for name, methods in reference.CLASSES.items()),
-    *((megatron, name, methods) for name, methods in main.CLASSES.items()),
-]
+MODULES = {
+    pp_offload: REFERENCE,
+    fine_grained_activation_offload: REFERENCE,
+    megatron: MAIN,
+}
+FORMS = [(pp_offload, REFERENCE), (megatron, MAIN)]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_a_module_lists_its_names(module: Any) -> None:
     table = MODULES[module]
-    names = {*table.FUNCTIONS, *table.CLASSES, "DEBUG", "DEBUG_RANK"}
+    names = {*table[""], *table, "DEBUG", "DEBUG_RANK"} - {""}
     assert names <= set(module.__all__)
     assert (module.DEBUG, module.DEBUG_RANK) == (False, 0)
     if module is megatron:
         assert names == set(module.__all__)
     else:
         assert all(getattr(module, name) is getattr(pp_offload, name) for name in names)
+    functions = [name for name in table if name.endswith("Function")]
+    assert all(issubclass(getattr(module, name), torch.autograd.Function) for name in functions)
 
 
-@pytest.mark.parametrize(("module", "name", "expected"), FUNCTIONS)
-def test_a_function_has_their_parameters(module: Any, name: str, expected: list[str]) -> None:
-    assert parameters(getattr(module, name)) == expected
+def is_ours(owner: Any, name: str) -> bool:
+    """Whether one of our classes defines it: torch's and Python's have such names, too."""
+    classes = getattr(owner, "__mro__", [owner])
+    ours = [cls for cls in classes if cls.__dict__.get("__module__", "").startswith("pp_offload")]
+    return owner in (pp_offload, megatron) or any(name in vars(cls) for cls in ours)
 
 
-@pytest.mark.parametrize(("module", "name", "methods"), CLASSES)
-def test_a_method_has_their_kind_and_parameters(
-    module: Any, name: str, methods: dict[str, tuple[str, list[str]]]
-) -> None:
-    owner = getattr(module, name)
-    for method, (kind, expected) in methods.items():
-        assert is_ours(owner, method), f"{method} is torch's or Python's, or missing"
-        assert kind_of(owner, method) == kind, method
-        member = getattr(owner, method)
-        taken = parameters(member.fget if kind == "property" else member)
-        if module is megatron and f"{name}.{method}" in main.OURS_TAKES_MORE:
-            bare = [text.partition("=")[0] for text in taken]
-            assert bare[: len(expected)] == [text.partition("=")[0] for text in expected]
-            assert all("=" in text for text in taken if text != "self")
+@pytest.mark.parametrize(
+    ("module", "table", "owner"),
+    [(module, table, owner) for module, table in FORMS for owner in table],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_kind_and_parameters_are_theirs(module: Any, table: Table, owner: str) -> None:
+    place = getattr(module, owner) if owner else module
+    for name, expected in table[owner].items():
+        assert is_ours(place, name), f"{name} is torch's or Python's, or missing"
+        got = signature(place, name)
+        if module is megatron and f"{owner}.{name}" in OURS_TAKES_MORE:
+            ours, theirs = got[1].split(", "), expected[1].split(", ")
+            bare = [[text.partition("=")[0] for text in texts] for texts in (ours, theirs)]
+            assert got[0] == expected[0] and all("=" in text for text in ours)
+            assert bare[0][: len(bare[1])] == bare[1] or not expected[1]
         else:
-            assert taken == expected, method
-
-
-@pytest.mark.parametrize("module", [pp_offload, megatron], ids=lambda module: module.__name__)
-def test_the_identity_functions_are_autograd_functions(module: Any) -> None:
-    names = [name for name in MODULES[module].CLASSES if name.endswith("Function")]
-    assert all(issubclass(getattr(module, name), torch.autograd.Function) for name in names)
+            assert got == expected, name
 
 
 def test_the_documentation_names_what_there_is() -> None:
     texts = re.findall(r"^- (.*(?:\n  .*)*)", PAGES["megatron"].split("## Names")[1], re.M)
     parts = [text.partition(": ") for text in texts]
     rows = [(name, what) for names, _, what in parts for name in re.findall("`(.+?)`", names)]
-    listed = {f"{owner}.{name}" if owner else name for owner, name in main.names()}
-    assert rows and main.OURS_TAKES_MORE <= listed
+    listed = {f"{owner}.{name}".strip(".") for owner in MAIN for name in MAIN[owner]} | {*MAIN}
+    assert rows and OURS_TAKES_MORE <= listed
     assert ".. automodule:: pp_offload.compat.megatron\n   :members:" in PAGES["api"]
     for name, what in rows:
         assert (name in listed) is not what.startswith("not here"), name
@@ -104,9 +98,8 @@ def test_one_manager_has_two_faces() -> None:
         assert not manager.offloader.engine.is_enabled
         face.enable_offload()
         manager.configure(pp_offload.OffloadConfig(prefetch_bytes=4096))
-        assert face.config is manager.config
-        assert face.offloader is manager.offloader
-        assert face.backend is manager.backend
+        for name in ("config", "offloader", "backend"):
+            assert getattr(face, name) is getattr(manager, name)
         face.init_model_chunk_offload_handler(0, 1, 0, 1)
         chunk = manager.cur_forward_chunk()
         assert type(chunk) is megatron.ChunkOffloadHandler

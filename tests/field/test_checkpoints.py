@@ -9,13 +9,13 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend
 from helpers.kept import Raises
 from helpers.scenarios import begin, make_inputs, manager_on
 from helpers.sessions import gradients, group
@@ -68,20 +68,12 @@ def torchs(stops: bool = True, **options: Any) -> Run:
     return partial(checkpoint, use_reentrant=False, early_stop=stops, **options)
 
 
-def ours(stops: bool = True, **options: Any) -> Run:
-    return Recompute(FullACParams(early_stop=stops, **options))
-
-
-def ours_offloaded(stops: bool = True) -> Run:
-    params = FullACParams(offload_inputs=True, min_offload_size=1, early_stop=stops)
-    return Recompute(params, make_backend("cpu"))
-
-
 def nested(stops: bool = True) -> Run:
     outer, inner = torchs(stops), torchs(stops)
     return lambda function, x: outer(lambda y: inner(function, y), x)
 
 
+OFFLOADED = {"offload_inputs": True, "min_offload_size": 1}
 CHECKPOINTS: dict[str, Callable[..., Run]] = {
     "torch": torchs,
     "torch, selective": partial(
@@ -89,9 +81,11 @@ CHECKPOINTS: dict[str, Callable[..., Run]] = {
     ),
     "torch, nested": nested,
     "torch, reentrant": lambda stops=True: partial(checkpoint, use_reentrant=True),
-    "ours": ours,
+    "ours": lambda stops=True: Recompute(FullACParams(early_stop=stops)),
     "ours, reentrant": lambda stops=True: Recompute(FullACParams(use_reentrant=True)),
-    "ours, offloaded": ours_offloaded,
+    "ours, offloaded": lambda stops=True: Recompute(
+        FullACParams(early_stop=stops, **OFFLOADED), CpuBackend()
+    ),
     "ours, selective": lambda stops=True: Recompute(
         SelectiveOpACParams(save_ops_keys=[TANH, ADDMM], early_stop=stops)
     ),
@@ -133,7 +127,7 @@ def by_markers(function: Function, x: Tensor) -> Tensor:
 
 
 def by_context(function: Function, x: Tensor) -> Tensor:
-    with OffloadActivations(min_offload_size=1, backend=make_backend("cpu")):
+    with OffloadActivations(min_offload_size=1, backend=CpuBackend()):
         return function(x)
 
 
@@ -290,7 +284,13 @@ def held_bytes(run: Run, chain: Callable[[Run, Tensor], Tensor], backend: Any) -
 
 @pytest.mark.field("F38")
 @pytest.mark.parametrize("keep_inputs", [True, False])
-def test_outputs_that_pass_no_hook_are_offloaded_or_counted(keep_inputs: bool) -> None:
+@pytest.mark.parametrize(
+    ("where", "min_offload_size", "is_saved"),
+    [("save_ops_keys", 1, True), ("offload_ops_keys", 1, False), ("offload_ops_keys", 129, True)],
+)
+def test_outputs_that_pass_no_hook_are_offloaded_or_counted(
+    where: str, min_offload_size: int, is_saved: bool, keep_inputs: bool
+) -> None:
     """Held per layer: its input but for the first, which is the caller's; its product if saved."""
     backend, nbytes = SimulatedBackend("eager"), 4 * 8 * 4
     torch.manual_seed(1)
@@ -301,96 +301,75 @@ def test_outputs_that_pass_no_hook_are_offloaded_or_counted(keep_inputs: bool) -
             x = run(layer, x)
         return x.sum()
 
-    inputs = 4 * nbytes if keep_inputs else 0
-    sizes = [("save_ops_keys", 1), ("offload_ops_keys", 1), ("offload_ops_keys", nbytes + 1)]
+    options = {"offload_inputs": not keep_inputs, "min_offload_size": min_offload_size}
     with backend.activate():
-        for where, min_offload_size in sizes:
-            params = SelectiveOpACParams(
-                offload_inputs=not keep_inputs,
-                min_offload_size=min_offload_size,
-                **{where: [ADDMM]},
-            )
-            recompute = Recompute(params, backend)
-            held_bytes(recompute, chain, backend)  # makes gradients
-            held = held_bytes(recompute, chain, backend)
-            is_saved = where == "save_ops_keys" or min_offload_size > 1
-            counts = recompute.counts
-            assert (counts.saved_bytes, counts.offloaded_bytes)[not is_saved] == 2 * 5 * nbytes
-            assert (counts.saved_bytes, counts.offloaded_bytes)[is_saved] == 0
-            assert min_offload_size > 1 or held == inputs + (5 * nbytes if is_saved else 0)
+        recompute = Recompute(SelectiveOpACParams(**options, **{where: [ADDMM]}), backend)
+        held_bytes(recompute, chain, backend)  # makes gradients
+        held = held_bytes(recompute, chain, backend)
+    counts, moved = recompute.counts, 2 * 5 * nbytes
+    expected = (moved, 0) if is_saved else (0, moved)
+    assert (counts.saved_bytes, counts.offloaded_bytes) == expected
+    if min_offload_size == 1:
+        assert held == (4 * nbytes if keep_inputs else 0) + (5 * nbytes if is_saved else 0)
 
 
-def positional(run: Run, x: Tensor) -> Tensor:
-    return run(lambda x: x.sin().cos(), x)
-
-
-def by_name(run: Run, x: Tensor) -> Tensor:
-    return run(lambda *, hidden: hidden.sin().cos(), hidden=x)
-
-
-def in_a_dict(run: Run, x: Tensor) -> Tensor:
-    return run(lambda inputs: inputs["hidden"].sin().cos(), {"hidden": x, "length": 3})
+ARGUMENTS: dict[str, Callable[[Run, Tensor], Tensor]] = {
+    "positional": lambda run, x: run(lambda x: x.sin().cos(), x),
+    "by name": lambda run, x: run(lambda *, hidden: hidden.sin().cos(), hidden=x),
+    "in a dict": lambda run, x: run(lambda inputs: inputs["h"].sin().cos(), {"h": x, "length": 3}),
+}
 
 
 @pytest.mark.field("F39")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("way", [positional, by_name, in_a_dict])
-@pytest.mark.parametrize("backend", ["late"], indirect=True)
-def test_arguments_are_offloaded_wherever_they_stand(
-    backend: Backend, way: Callable[[Run, Tensor], Tensor], use_reentrant: bool
-) -> None:
+@pytest.mark.parametrize("way", ARGUMENTS)
+def test_arguments_are_offloaded_wherever_they_stand(way: str, use_reentrant: bool) -> None:
     """Between forward and backward the device has none of them."""
 
     def chain(run: Run, x: Tensor) -> Tensor:
         for _ in range(6):
-            x = way(run, x)
+            x = ARGUMENTS[way](run, x)
         return x.sum()
 
-    def recompute_on(backend: Any) -> Recompute:
-        params = FullACParams(offload_inputs=True, min_offload_size=1, use_reentrant=use_reentrant)
-        return Recompute(params, backend)
-
-    with backend.activate():
-        (x,) = make_inputs(1, device=backend.device)
-        recompute = recompute_on(backend)
-        chain(recompute, x.requires_grad_()).backward()
-        assert_right(partial(chain, lambda function, *args, **named: function(*args, **named)), x)
-        assert recompute.stash.statistics().bytes_offloaded == 6 * x.nbytes
-    device = SimulatedBackend("eager")
-    with device.activate():
-        assert held_bytes(recompute_on(device), chain, device) == 0
+    params = FullACParams(use_reentrant=use_reentrant, **OFFLOADED)
+    for backend in (SimulatedBackend("late"), SimulatedBackend("eager")):
+        recompute = Recompute(params, backend)
+        with backend.activate():
+            (x,) = make_inputs(1)
+            chain(recompute, x.requires_grad_()).backward()
+            assert_right(partial(chain, lambda f, *args, **named: f(*args, **named)), x)
+            assert recompute.stash.statistics().bytes_offloaded == 6 * x.nbytes
+            held = held_bytes(recompute, chain, backend)
+    assert held == 0
 
 
 # F69: errors in checkpoints
 
 
-class Boom(Exception):
-    """What goes wrong."""
+def fails(x: Tensor) -> Tensor:
+    raise ZeroDivisionError
 
 
-def boom(x: Tensor) -> Tensor:
-    raise Boom
-
-
-def in_recomputation(x: Tensor) -> Tensor:
-    return boom(x) if is_in_backward() else x.sin()
+FAILURES: dict[str, Function] = {
+    "forward": fails,
+    "recomputation": lambda x: fails(x) if is_in_backward() else x.sin(),
+    "backward": lambda x: Raises.apply(x, ZeroDivisionError),
+}
 
 
 @pytest.mark.field("F69")
 @pytest.mark.parametrize("backend", ["cpu"], indirect=True)
-@pytest.mark.parametrize(
-    "fails", [boom, in_recomputation, lambda x: Raises.apply(x, Boom)], ids=["1", "2", "3"]
-)
+@pytest.mark.parametrize("place", FAILURES)
 @pytest.mark.parametrize("way", ["torch", "torch, reentrant", "ours", "ours, reentrant"])
 @pytest.mark.parametrize("mark", [in_group, by_context])
 def test_an_error_in_a_checkpoint_takes_no_hook_away(
-    manager: PipelineOffloadManager, mark: Run, way: str, fails: Function
+    manager: PipelineOffloadManager, mark: Run, way: str, place: str
 ) -> None:
-    """In the forward, the recomputation, or the backward; nor when it is forgotten later."""
+    """Nor when it is forgotten later."""
     run = CHECKPOINTS[way]()
     x = leaf_of(manager)
-    with pytest.raises(Boom) as error:
-        mark(partial(run, lambda x: run(fails, x.sin())), x.sin()).sum().backward()
+    with pytest.raises(ZeroDivisionError) as error:
+        mark(partial(run, lambda x: run(FAILURES[place], x.sin())), x.sin()).sum().backward()
     assert_no_hooks()
 
     def forgets(x: Tensor) -> Tensor:
@@ -411,14 +390,6 @@ def test_an_error_in_a_checkpoint_takes_no_hook_away(
 
 # F62: a layer that waits on the host comes as often with a checkpoint around it as without
 
-WHOLE_LAYERS: dict[str, Run | Callable[[nn.Module], nn.Module]] = {
-    "torch": torchs(),
-    "torch, reentrant": partial(checkpoint, use_reentrant=True),
-    "torch's wrapper": torch_wrapper,
-    "ours": pp_offload.checkpoint,
-    "our wrapper, offloaded": partial(checkpoint_wrapper, offload_inputs=True, min_offload_size=1),
-}
-
 
 class Checkpointed(nn.Module):
     """Calls a layer under a checkpoint."""
@@ -431,21 +402,13 @@ class Checkpointed(nn.Module):
         return self.run(self.layer, x)
 
 
-class Stack(nn.Module):
-    """Six layers, each under a checkpoint."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
-        self.run: Run = WHOLE_LAYERS.get(way, plainly)
-        if "wrapper" in way:
-            layers, self.run = [WHOLE_LAYERS[way](layer) for layer in layers], plainly
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return x
+WHOLE_LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch": partial(Checkpointed, run=torchs()),
+    "torch, reentrant": partial(Checkpointed, run=partial(checkpoint, use_reentrant=True)),
+    "torch's wrapper": torch_wrapper,
+    "ours": partial(Checkpointed, run=pp_offload.checkpoint),
+    "our wrapper, offloaded": partial(checkpoint_wrapper, **OFFLOADED),
+}
 
 
 @pytest.mark.field("F62")
@@ -457,12 +420,13 @@ def test_a_checkpoint_brings_no_layer_more_often(
 ) -> None:
     """Two microbatches in flight, over two steps, with the same gradients."""
 
-    def train(way: str) -> tuple[int, list[Tensor]]:
+    def train(wrap: Callable[[nn.Module], nn.Module]) -> tuple[int, list[Tensor]]:
         backend = SimulatedBackend("late")
         with backend.activate():
             torch.manual_seed(1)
-            model = Stack(way).requires_grad_(not is_frozen)
-            handle = offload_layers(model, "layers", num_resident=num_resident, backend=backend)
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
+            model = nn.Sequential(nn.Sequential(*map(wrap, layers))).requires_grad_(not is_frozen)
+            handle = offload_layers(model, "0", num_resident=num_resident, backend=backend)
             leaves = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
             for _ in range(2):
                 losses = [model(leaf).square().sum() for leaf in leaves]
@@ -472,8 +436,8 @@ def test_a_checkpoint_brings_no_layer_more_often(
             assert handle.peak_parameter_bytes_on_device <= num_resident * 2 * (8 + 1) * 8 * 4
             return handle.statistics().bytes_reloaded, gradients(*leaves, *model.parameters())
 
-    nbytes, results = train(way)
-    nbytes_without, results_without = train("none")
+    nbytes, results = train(WHOLE_LAYERS[way])
+    nbytes_without, results_without = train(lambda layer: layer)
     assert nbytes <= nbytes_without
     assert same_bits(results, results_without)
 
@@ -483,18 +447,17 @@ def test_a_checkpoint_brings_no_layer_more_often(
 
 def calls_of(product: str, layer: nn.Module) -> tuple[Function, Function]:
     """The two calls of a step, of which the second has a parameter as its input, which stays."""
-    backend = CpuBackend()
-    options = {"offload_inputs": True, "backend": backend}
+    options = {"offload_inputs": True, "backend": CpuBackend()}
     if product == "wrapper":
         return checkpoint_wrapper(layer, **options), checkpoint_wrapper(nn.Tanh(), **options)
-    if product == "context":
-        context = OffloadActivations(backend=backend)
-        run: Run = lambda function, x: context(function)(x)  # noqa: E731
-    elif product == "groups":
-        run = in_group
-    else:
-        run = checkpoint_function(use_reentrant=product == "function, reentrant", **options)
-    return partial(run, layer), partial(run, torch.sin)
+    context = OffloadActivations(backend=CpuBackend())
+    runs: dict[str, Run] = {
+        "context": lambda function, x: context(function)(x),
+        "groups": in_group,
+        "function": checkpoint_function(**options),
+        "function, reentrant": checkpoint_function(use_reentrant=True, **options),
+    }
+    return partial(runs[product], layer), partial(runs[product], torch.sin)
 
 
 def count_objects() -> Counter[type]:
@@ -596,17 +559,14 @@ def test_by_operator_under_the_cache_of_autocast(
         def layers(x: Tensor) -> Tensor:
             return torch.tanh(second(torch.tanh(first(x)).float()).float())
 
-        def backward() -> None:
-            for loss in losses:
-                loss.backward()
-
-        with torch.autocast("cpu", torch.bfloat16):
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             warm = [first(torch.ones(4, 4)).float().sum()] if is_warm else []
             losses = [run(layers, x).square().sum() for x in leaves] + warm
-            if is_inside:
-                backward()
-        if not is_inside:
-            backward()
+            if not is_inside:
+                stack.close()
+            for loss in losses:
+                loss.backward()
         return gradients(*leaves, *first.parameters(), *second.parameters())
 
     run = recompute_for(CpuBackend(), **{option: ops})

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from lightning import pytorch as pl
-from small_blocks import WIDTH, Blocks
+from small_blocks import Blocks, batches
 from torch import Tensor, nn
-
-BATCHES = 8
 
 
 class Model(Blocks, pl.LightningModule):
@@ -59,29 +57,23 @@ class ByHand(Model):
             self.seen.append(loss.detach().clone())
 
 
-def batches(num: int = BATCHES) -> Any:
-    """The same each time."""
-    drawn = torch.Generator().manual_seed(5)
-    x = torch.randn(num * 4, WIDTH, generator=drawn)
-    target = torch.randint(4, (num * 4,), generator=drawn)
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, target), batch_size=4)
-
-
-def make_trainer(*callbacks: Any, kind: Any = pl.Trainer, **options: Any) -> Any:
+def make_trainer(*callbacks: Any, **options: Any) -> Any:
     """Quiet, on the CPU; two epochs with a sanity check and validations in the middle of each."""
-    quiet = {
-        "accelerator": "cpu",
-        "logger": False,
+    defaults = {
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "accelerator": "cpu",
+        "logger": False,
+        "max_epochs": 2,
+        "val_check_interval": 4,
+        "log_every_n_steps": 1,
     }
-    defaults = {"max_epochs": 2, "val_check_interval": 4, "log_every_n_steps": 1}
-    return kind(callbacks=list(callbacks), **{**quiet, **defaults, **options})
+    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **options})
 
 
 def fit(model: Model, trainer: Any) -> list[Tensor]:
     """Losses, gradients of each step, and parameters after."""
     torch.manual_seed(17)
-    trainer.fit(model, batches(), batches(2))
+    trainer.fit(model, batches(8), batches(2))
     return [*model.seen, *(p.detach().clone() for p in model.parameters())]

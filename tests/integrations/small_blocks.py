@@ -1,11 +1,23 @@
-"""Blocks that models of other libraries' loops are made of in tests."""
+"""A model for other libraries' loops, its data, and what the tests of these loops offload."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pp_offload import OffloadConfig
 
 WIDTH = 12
+ALL: dict[str, Any] = {"min_offload_size": 1, "max_fwd_stash_size": 2}
+GROUPS: dict[str, Any] = {
+    "groups": {"mlp": "layers.*.mlp"},
+    "config": OffloadConfig(min_offloaded_tensor_size=1),
+}
+PRODUCTS = {"activations": ALL, "groups": GROUPS}
+"""Options of each library's ``ActivationOffload``."""
 
 
 class Block(nn.Module):
@@ -33,3 +45,11 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def batches(num: int) -> DataLoader:
+    """Of four rows each, the same every time."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num * 4, WIDTH, generator=generator)
+    target = torch.randint(4, (num * 4,), generator=generator)
+    return DataLoader(TensorDataset(x, target), batch_size=4)

@@ -12,21 +12,15 @@ import pytest
 import torch
 from helpers.toy import assert_no_hooks, same_bits
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend
 from pp_offload.integrations.accelerate import ActivationOffload
 
 pytest.importorskip("accelerate")
 
-from accelerate_loop import make_accelerator, nothing, train
-from small_blocks import Blocks
+from accelerate_loop import make_accelerator, train
+from small_blocks import GROUPS, PRODUCTS, Blocks
 
-GROUPS = {"mlp": "layers.*.mlp"}
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
-MAKE: dict[str, Any] = {
-    "activations": partial(ActivationOffload, min_offload_size=1, max_fwd_stash_size=2),
-    "groups": partial(ActivationOffload, groups=GROUPS, config=CONFIG),
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 4},
@@ -40,11 +34,13 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_same_bits_with_the_options_of_an_accelerator(name: str, options: dict[str, Any]) -> None:
-    got, offload = train(MAKE[name], **options)
-    assert same_bits(got, train(nothing, **options)[0])
+def test_same_bits_with_the_options_of_an_accelerator(
+    product: dict[str, Any], options: dict[str, Any]
+) -> None:
+    got, offload = train(partial(ActivationOffload, **product), **options)
+    assert same_bits(got, train(None, **options)[0])
     gc.collect()
     statistics = offload.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
@@ -70,7 +66,7 @@ def test_groups_learn_from_steps_of_the_accelerator() -> None:
                 lengths.append(step.num_chunks)
             return entered
 
-    train(partial(Asks, groups=GROUPS, config=CONFIG), gradient_accumulation_steps=4)[1].close()
+    train(partial(Asks, **GROUPS), gradient_accumulation_steps=4)[1].close()
     of_an_epoch = [lengths[0] + number for number in (0, 1, 2, 3, 0, 1, 2, 3, 0)]
     assert lengths == of_an_epoch * 2
 
@@ -78,7 +74,7 @@ def test_groups_learn_from_steps_of_the_accelerator() -> None:
 def test_models_of_one_loop_have_a_step_together() -> None:
     """Else the step of one ends that of the other, which waits for its backward."""
     accelerator, models = make_accelerator(), [Blocks(), Blocks()]
-    offloads = [MAKE["groups"](accelerator, model) for model in models]
+    offloads = [ActivationOffload(accelerator, model, **GROUPS) for model in models]
     manager = PipelineOffloadManager.get_instance()
     for number in range(3):
         losses = []
@@ -99,4 +95,4 @@ def test_models_of_one_loop_have_a_step_together() -> None:
 
 def test_options_of_all_activations_do_not_go_with_groups() -> None:
     with pytest.raises(ValueError, match="groups are given, and head too"):
-        ActivationOffload(make_accelerator(), Blocks(), GROUPS, head="head")
+        ActivationOffload(make_accelerator(), Blocks(), **GROUPS, head="head")

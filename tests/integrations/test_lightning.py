@@ -21,17 +21,16 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch.loggers import CSVLogger
 from lightning_model import ByHand, Model, fit, make_trainer
+from small_blocks import GROUPS, PRODUCTS, batches
 
 from pp_offload.integrations.lightning import ActivationOffload
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, small data
 
-GROUPS = {"mlp": "layers.*.mlp"}
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+ON_DISK = {"config": OffloadConfig(tiers=("disk",)), "min_offload_size": 1}
 CALLBACKS: dict[str, Callable[[], ActivationOffload]] = {
-    "activations": partial(ActivationOffload, min_offload_size=1, max_fwd_stash_size=2),
-    "groups": partial(ActivationOffload, GROUPS, CONFIG),
-    "on disk": partial(ActivationOffload, None, OffloadConfig(tiers=("disk",)), min_offload_size=1),
+    name: partial(ActivationOffload, **options)
+    for name, options in (*PRODUCTS.items(), ("on disk", ON_DISK))
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -89,8 +88,6 @@ def test_validation_and_tests_are_left_alone(name: str) -> None:
     assert callback.statistics() is None
     fit(model, trainer)
     moved = callback.statistics().bytes_offloaded
-    from lightning_model import batches
-
     trainer.validate(model, batches(2), verbose=False)
     trainer.test(model, batches(2), verbose=False)
     assert callback.statistics().bytes_offloaded == moved > 0
@@ -103,6 +100,9 @@ def test_validation_and_tests_are_left_alone(name: str) -> None:
 def test_an_error_leaves_nothing(name: str, error: type[BaseException], place: str) -> None:
     """And the same module and callback then train as if there were no offload."""
 
+    def fail(*_: object) -> None:
+        raise error("in the loss")
+
     class Fails(Model):
         calls = 0
 
@@ -110,13 +110,10 @@ def test_an_error_leaves_nothing(name: str, error: type[BaseException], place: s
             loss = super().training_step(batch, batch_idx)
             self.calls += 1
             if self.calls == 2 and place == "forward":
-                raise error("in the loss")
-            if self.calls == 2:
-                loss.register_hook(self.fail)
+                fail()
+            elif self.calls == 2:
+                loss.register_hook(fail)
             return loss
-
-        def fail(self, gradient: Any) -> None:
-            raise error("in the loss")
 
     callback, model = CALLBACKS[name](), Fails()
     with pytest.raises((ValueError, SystemExit)):  # what an interrupt becomes
@@ -148,7 +145,7 @@ def test_each_step_of_the_optimizer_logs_what_it_moved(name: str, tmp_path: Path
     assert all(row["loss"] for row in rows), "in the same rows"
     assert ("offload/disk_bytes_written" in rows[0]) == (name == "on disk")
     logger = CSVLogger(str(tmp_path))
-    fit(Model(), make_trainer(ActivationOffload(GROUPS, CONFIG, log=False), logger=logger))
+    fit(Model(), make_trainer(ActivationOffload(**GROUPS, log=False), logger=logger))
     assert logged(logger) and not any("offload" in key for row in logged(logger) for key in row)
 
 

@@ -13,19 +13,13 @@ import accelerate_loop
 import lightning_model
 import torch
 from helpers.ranks import run_cases
+from small_blocks import PRODUCTS
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pp_offload import OffloadConfig, use_backend
+from pp_offload import use_backend
 from pp_offload.backends import CpuBackend
 from pp_offload.integrations import accelerate, lightning
-
-GROUPS = {"mlp": "layers.*.mlp"}
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
-PRODUCTS: dict[str, dict[str, Any]] = {
-    "activations": {"min_offload_size": 1, "max_fwd_stash_size": 2},
-    "groups": {"groups": GROUPS, "config": CONFIG},
-}
 
 
 class Replicated(lightning_model.Model):
@@ -48,19 +42,17 @@ def of_lightning(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
 
 def of_accelerate(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
     """In its DDP, with microbatches that are not synced."""
-    made: list[Any] = []
 
     def make(accelerator: Any, model: Any) -> Any:
         assert isinstance(model, DistributedDataParallel)
-        if options is None:
-            return accelerate_loop.nothing(accelerator, model)
-        made.append(accelerate.ActivationOffload(accelerator, model, **options))
-        return made[0]
+        return accelerate.ActivationOffload(accelerator, model, **options)
 
-    seen, _ = accelerate_loop.train(make, num=16, gradient_accumulation_steps=2)
-    for trainer in made:
-        trainer.close()
-    return seen, made[0].statistics().bytes_offloaded if made else 0
+    how = {"num": 16, "gradient_accumulation_steps": 2}
+    seen, offload = accelerate_loop.train(None if options is None else make, **how)
+    if options is None:
+        return seen, 0
+    offload.close()
+    return seen, offload.statistics().bytes_offloaded
 
 
 LIBRARIES = {"accelerate": of_accelerate, "lightning": of_lightning}
