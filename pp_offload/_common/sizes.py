@@ -10,6 +10,8 @@ import re
 from fractions import Fraction
 from math import ceil
 
+MIB, GIB, GB = 2**20, 2**30, 10**9
+
 UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},

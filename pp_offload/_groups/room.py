@@ -43,6 +43,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pp_offload._common.processes import logger_of
+from pp_offload._common.sizes import GIB, MIB
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
@@ -63,9 +64,6 @@ PART = 32
 """1/32 of the limit stays free for growth, 2/32 if the allocator had to give memory back; room is
 refilled when it grew by 1/32.
 """
-
-MIB = 2**20
-GIB = 2**30
 
 
 def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pp_offload._common.processes import logger_of
+from pp_offload._common.sizes import GIB, MIB
 from pp_offload._common.tables import format_table
 from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)
 
-MIB, GIB = 2**20, 2**30
 
 FREE_PART = 0.01
 """Part of a step up to which waiting for copies is no reason for a warning."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.sizes import UNITS, parse_size
+from pp_offload._common.sizes import GB, GIB, UNITS, parse_size
 from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
 from pp_offload.cli.megatron import megatron_text
@@ -26,8 +26,6 @@ from pp_offload.plan.table import front_table, num_recomputed, profile_table, ta
 from pp_offload.simulate import PeerLink, PipelineStep
 from pp_offload.simulate.compare import compare as run_both
 from pp_offload.trace import Trace
-
-GIB, GB = 2**30, 10**9
 
 
 def simulate(given: Namespace) -> int:

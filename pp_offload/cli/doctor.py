@@ -20,14 +20,12 @@ import numpy
 import torch
 
 from pp_offload import __version__
-from pp_offload._common.sizes import size_text
+from pp_offload._common.sizes import MIB, size_text
 from pp_offload._memory import budget
 from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
 from pp_offload.cli.device_speed import DeviceSpeed
 from pp_offload.cli.wrong import check_target, report, wrong
-
-MIB, GB = 2**20, 10**9
 
 VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.sizes import size_cell
+from pp_offload._common.sizes import GB, size_cell
 from pp_offload._common.tables import format_table
 from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.errors import ConfigError
@@ -16,7 +16,7 @@ from pp_offload.trace import Timeline, compare_with_plan, read
 from pp_offload.trace.figures import WAITS, Kind, RankStep, numbers_of_steps, rank_steps
 from pp_offload.trace.timeline import COUNTERS
 
-GB, MS = 10**9, 1e-3
+MS = 1e-3
 DISK = Kind.WRITE, Kind.READ
 
 HEAD = "rank,step ms,busy,for reload,offload,disk,others,off GB/s,back GB/s".split(",")

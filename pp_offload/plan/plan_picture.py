@@ -13,9 +13,8 @@ from itertools import compress
 from typing import Any
 
 from pp_offload._common import pictures as art
+from pp_offload._common.sizes import GIB
 from pp_offload.plan.chooser import Front, peak_of
-
-GIB = 2**30
 
 HEIGHT_INCHES = 4.0
 

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.sizes import size_cell, size_text
+from pp_offload._common.sizes import MIB, size_cell, size_text
 from pp_offload._common.tables import format_table
 from pp_offload.plan.chooser import Front, peak_of
 from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
 from pp_offload.plan.record import neighbours
 from pp_offload.simulate.rank import PipelineStep, RankStep
-
-MIB = 2**20
 
 LONG = 0.1
 """Part of a step that compute must wait for copies for advice to be given."""

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.sizes import GB, GIB
 from pp_offload._common.tables import format_table
 from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
 from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, RankStep, kind_of, rank_steps
 from pp_offload.trace.timeline import DEVICE, HOST, Timeline
 
 TOLERANCE = 0.02
-GIB, GB, MS = 2**30, 1e9, 1e-3
+MS = 1e-3
 
 NOTE = """\
 Planned / traced; - is what a trace does not say. step: until compute of the rank ends on a virtual

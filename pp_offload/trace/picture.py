@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pp_offload._common import pictures as art
 from pp_offload._common.pictures import FORMATS, NEEDS
+from pp_offload._common.sizes import GIB, MIB
 from pp_offload.trace import timeline as tl
 from pp_offload.trace.figures import (
     WAITS,
@@ -47,7 +48,6 @@ STYLES = {  # row, colour and hatch; a later kind covers those before
     Kind.READ: ("disk", art.DISK, "////"),
 }
 LINES = dict(zip(tl.COUNTERS, (art.DEVICE, art.HOST, art.OFFLOAD, art.RELOAD), strict=True))
-MIB, GIB = 2**20, 2**30
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> None:
