@@ -168,7 +168,7 @@ class DiskTier(HostTier):
         if self._failure is not None:
             raise MemoryError(str(self._failure))
         self._bound.expect(sum(sizes))
-        owner.passage = self.passage(sizes, specs)
+        owner.passage = self.passage(sizes, specs, force=force)
         return owner.passage.host
 
     def write(self, batch: Batch) -> None:
