@@ -10,7 +10,7 @@ from typing import Any
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.sizes import GB, size_cell
 from pp_offload._common.tables import format_table
-from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
+from pp_offload.cli.wrong import check_target, errors_of, report, wrong
 from pp_offload.errors import ConfigError
 from pp_offload.trace import Timeline, compare_with_plan, read
 from pp_offload.trace.figures import WAITS, Kind, RankStep, numbers_of_steps, rank_steps
@@ -38,11 +38,13 @@ def trace(given: Namespace) -> int:
             problem = f"found {rank}, expected one that has step {step}: {ranks}"
             raise wrong("--rank", problem)
     ranks = given.rank or ranks
-    if given.png is not None:
-        return _draw(given, timeline, step, ranks)
     shown = [steps[rank] for rank in ranks]
+    if given.png is None:
+        text = _table(timeline, step, shown)
+    else:
+        text = _draw(given.png, timeline, step, ranks)
     plain = {"step": step, "ranks": [rank.as_dict() for rank in shown]}
-    report(_table(timeline, step, shown), plain, as_json=given.json)
+    report(text, plain, as_json=given.json)
     return 0
 
 
@@ -62,14 +64,13 @@ def _read(paths: Sequence[Path]) -> Timeline:
         return read(*paths)
 
 
-def _draw(given: Namespace, timeline: Timeline, step: int, ranks: list[int]) -> int:
+def _draw(png: Path, timeline: Timeline, step: int, ranks: list[int]) -> str:
     from pp_offload.trace.picture import draw
 
-    check_target("--png", given.png)
+    check_target("--png", png)
     with errors_of("--png", ImportError, OSError):
-        draw(timeline, given.png, ranks=ranks, step=step)
-    say(f"step {step} of ranks {', '.join(map(str, ranks))} is in {given.png}")
-    return 0
+        draw(timeline, png, ranks=ranks, step=step)
+    return f"step {step} of ranks {', '.join(map(str, ranks))} is in {png}"
 
 
 def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:

@@ -72,6 +72,7 @@ def test_a_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     output = good("trace", file, "--png", out, "--rank", 1, "--step", 5)
     assert output == f"step 5 of ranks 1 is in {out}\n"
     assert out.read_bytes()[1:4] == b"PNG"
+    assert json.loads(good("trace", file, "--png", out, "--json"))["ranks"]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     check_refused(f"trace {file} --png {out}", "pip install matplotlib")
 
