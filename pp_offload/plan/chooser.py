@@ -86,9 +86,6 @@ Order = Callable[[RankTapes], list[Candidate]]
 
 ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
 
-FEW = 12
-"""Most groups of all ranks for which single groups are tried: of many, one makes no difference."""
-
 NUM_IMPROVED = 4
 """Number of the best ways in which single groups are tried."""
 
@@ -339,8 +336,7 @@ class _Search:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
         predictor = self._predictor
         fitting = self._each_settled(self._ways(), predictor.short)
-        num_groups = sum(len(_places(rank)) for rank in predictor.tapes_of(predictor.no_layers))
-        if num_groups <= FEW and fitting and not self._is_enough(fitting[0]):
+        if predictor.has_few and fitting and not self._is_enough(fitting[0]):
             improved = map(self._improved, fitting[:NUM_IMPROVED])
             fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
         shortest_s = fitting[0].step.seconds if fitting else 0.0
@@ -405,8 +401,8 @@ class _Search:
         return [*ways, self.mixed(ways)]
 
     def _filled(self, nums: Nums) -> list[Tried]:
-        """Fill the ranks in each order, then in the best order within other bounds. The search ends
-        at a way than which no plan can be much faster.
+        """Fill the ranks in each order, then within other bounds in the best order, or, with few
+        groups, in each order again. The search ends at a way than which no plan can be much faster.
         """
         predictor, filled = self._predictor, list[Tried]()
         for order in ORDERS:
@@ -417,7 +413,9 @@ class _Search:
             return filled
         order = ORDERS[filled.index(self._best_of(filled))]
         for part in BOUNDS[1:]:
-            filled.append(self._fill(nums, _scaled(predictor.first_bounds, part), order))
+            bounds = _scaled(predictor.first_bounds, part)
+            orders = ORDERS if predictor.has_few else [order]
+            filled += [self._fill(nums, bounds, each) for each in orders]
         own = predictor.own_bounds(self._best_of(filled).choice)
         return [*filled, self._fill(nums, own, order)]
 

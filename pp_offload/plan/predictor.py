@@ -7,7 +7,9 @@
 NOTE [ Short steps ]
     A schedule of many microbatches has as many in flight as one with twice as many microbatches as
     ranks, so the peaks are equal. Ways are tried on such a short step. The ways with nearly the
-    shortest step are then tried with all microbatches.
+    shortest step are then tried with all microbatches. But a peak may still differ by a few bytes,
+    and a way that does not fit then loses a group. One of few groups makes a large difference, so
+    with few groups no step is shortened.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig, without_plan
-from pp_offload.plan.fills import Place
+from pp_offload.plan.fills import Place, first_saved
 from pp_offload.plan.pipeline import check_smallest, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -31,6 +33,11 @@ from pp_offload.simulate.schedules import PipelineOrder
 NUM_PROVEN = 4
 """Number of steps that are predicted before a plan is returned: the first step, in which an
 optimizer has no state yet, and later ones, which earlier steps could influence.
+"""
+
+FEW = 12
+"""Most groups of all ranks for which all microbatches are always predicted, each order is tried
+within all bounds, and single groups are exchanged.
 """
 
 Bounds = tuple[int, int]
@@ -104,7 +111,8 @@ class Predictor:
         check_smallest(self.tapes, self.config)
         self.no_layers: Nums = (0,) * len(self.tapes)
         self.all_layers: Nums = tuple(rank.num_layers for rank in self.tapes)
-        self._short = self.order.shortened()
+        self.has_few = sum(len(first_saved(rank)) for rank in self.tapes) <= FEW
+        self._short = self.order if self.has_few else self.order.shortened()
         self._played: dict[Any, list[PipelineStep]] = {}
 
     def short(self, choice: Choice) -> Tried:
