@@ -1,57 +1,81 @@
-"""A limit on devices that say what is allocated: bits, one rank's steps, and two stages."""
+"""Memory from step to step: what stays below a device's limit, and what the host gets back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
-from conftest import make_backend
-from helpers.toy import batches, make_model, run_step, same_bits
+import torch
+from conftest import on_two_backends
+from helpers.sessions import session
+from helpers.toy import batches, make_model, moved, run_step, same_bits
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.testing import SimulatedBackend
-
-ORDERS = ["late", "random"]
-
-
-@pytest.fixture(params=[0, 4000, 2**30])
-def limit_bytes(request: pytest.FixtureRequest) -> int:
-    """From what nothing has room below to what all has."""
-    return int(request.param)
-
-
-@pytest.fixture
-def manager(limit_bytes: int, backend_name: str) -> Iterator[PipelineOffloadManager]:
-    config = OffloadConfig(
-        device_limit_bytes=limit_bytes,
-        min_offloaded_tensor_size=1,
-        max_in_flight_bytes=200,
-        prefetch_bytes=200,
-    )
-    with use_backend(make_backend(backend_name), config=config) as fresh:
-        yield fresh
+from pp_offload import (
+    FineGrainedActivationOffloadingInterface,
+    OffloadActivations,
+    PipelineOffloadManager,
+    release_host_memory,
+)
+from pp_offload._memory.budget import reserved_bytes
+from pp_offload.backends import Backend
 
 
-@pytest.mark.parametrize("backend_name", ORDERS)
-def test_losses_and_gradients_are_those_without(
-    manager: PipelineOffloadManager, limit_bytes: int
-) -> None:
+@pytest.mark.parametrize("kind", ["late", "random"])
+@pytest.mark.parametrize("limit_bytes", [0, 27000, 2**30])
+def test_below_any_limit_bits_are_those_without(kind: str, limit_bytes: int) -> None:
     """In steps that differ in how many microbatches there are, and how long these are."""
-    backend, sent = manager.backend, []
-    assert isinstance(backend, SimulatedBackend)
-    for number, (num, in_flight, length) in enumerate(
-        [(4, 2, 5)] * 5 + [(6, 3, 5), (4, 2, 9), (4, 2, 5), (2, 1, 3)] + [(6, 3, 9)] * 4
-    ):
-        inputs = batches(num, step=number, length=length)
-        expected = run_step(make_model(groups=()), inputs, in_flight=in_flight, offload=False)
-        before = manager.statistics().bytes_offloaded
-        tensors = run_step(make_model(), inputs, in_flight=in_flight)
-        assert same_bits(tensors, expected)
-        sent.append(manager.statistics().bytes_offloaded - before)
-    backend.check()
-    if limit_bytes == 4000:
-        assert 0 < sent[4] < sent[0], "some stay, and some leave"
-    if limit_bytes == 2**30:
-        assert sent[0] > 0 and sent[4] == 0 and sent[5] > 0 and sent[-1] == 0
-    elif limit_bytes == 0:
+    bounds = {"max_in_flight_bytes": 200, "prefetch_bytes": 200}
+    steps = [(2, 2, 5)] * 4 + [(3, 3, 5), (2, 2, 9), (2, 1, 3)] + [(3, 3, 9)] * 3
+    sent = []
+    with session(kind, device_limit_bytes=limit_bytes, **bounds) as manager:
+        for number, (num, in_flight, length) in enumerate(steps):
+            inputs = batches(num, step=number, length=length)
+            expected = run_step(make_model(groups=()), inputs, in_flight=in_flight, offload=False)
+            before = manager.statistics().bytes_offloaded
+            assert same_bits(run_step(make_model(), inputs, in_flight=in_flight), expected)
+            sent.append(manager.statistics().bytes_offloaded - before)
+        manager.backend.check()
+    if limit_bytes == 0:
         assert all(sent)
+    elif limit_bytes == 2**30:
+        assert sent[0] > 0 and sent[3] == 0 and sent[4] > 0 and sent[-1] == 0
+    else:
+        assert 0 < sent[-1] < sent[-2], "some stay, and some leave"
+
+
+@on_two_backends
+def test_host_memory_is_returned_and_the_next_step_is_right(
+    manager: PipelineOffloadManager,
+) -> None:
+    device = manager.backend.device
+    inputs = [x.to(device) for x in batches(2)]
+    expected = run_step(moved(make_model(groups=()), device), inputs, offload=False)
+    assert release_host_memory() == 0
+    before = reserved_bytes()
+    for _ in range(2):
+        assert same_bits(run_step(moved(make_model(), device), inputs), expected)
+        FineGrainedActivationOffloadingInterface.reset()
+        held = reserved_bytes() - before
+        assert held > 0
+        assert release_host_memory() == held
+        assert manager.statistics().host_bytes_reserved == 0
+
+
+@on_two_backends
+def test_host_memory_of_a_living_graph_stays(
+    backend: Backend, activations: OffloadActivations
+) -> None:
+    x = torch.randn(64, 64, device=backend.device, requires_grad=True)
+    gradients = []
+    for is_on in (False, True):
+        with activations if is_on else nullcontext():
+            y = x
+            for _ in range(8):
+                y = torch.special.erf(y)
+        assert (activations.statistics().host_bytes_in_use > 0) is is_on
+        release_host_memory()
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
+    assert torch.equal(*gradients)
+    del y
+    release_host_memory()
+    assert activations.statistics().host_bytes_reserved == 0

@@ -46,7 +46,7 @@ def line(caplog: pytest.LogCaptureFixture) -> Line:
 
 @with_limit(40)
 def test_figures_are_those_of_the_step(training: Training, line: Line) -> None:
-    peaks = training.run(12)
+    peaks = training.run(9, num=4)
     stay, sent, step_ms, without_ms, first_ms, peak, limit, first, without = map(
         float,
         re.findall(
@@ -98,15 +98,15 @@ def test_where_copies_cost_time_it_is_a_warning() -> None:
 
 @with_limit(200)
 def test_where_all_stays_nothing_costs_time(training: Training, line: Line) -> None:
-    training.run(8)
+    training.run(9, num=4)
     assert line().levelno == logging.INFO
     assert "0.00 are on the host, and 0.00 are computed again" in line().getMessage()
 
 
 @with_limit(40)
 def test_a_higher_peak_of_an_optimizer_is_named(training: Training, line: Line) -> None:
-    for _ in range(12):
-        training.step()
+    for _ in range(9):
+        training.step(num=4)
         torch.empty(80 * SAVED_BYTES, dtype=torch.uint8, device="meta")  # and gone again
     assert "is taken outside of groups, by an optimizer" in line().getMessage()
 
@@ -114,5 +114,5 @@ def test_a_higher_peak_of_an_optimizer_is_named(training: Training, line: Line) 
 @with_limit(40)
 def test_a_peak_in_the_loss_is_named(training: Training, line: Line) -> None:
     training.loss_bytes = 9 * SAVED_BYTES
-    training.run(10)
+    training.run(9, num=4)
     assert "that is behind the last group's forward: the model's head" in line().getMessage()
