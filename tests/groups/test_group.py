@@ -1,31 +1,19 @@
-"""A group: open, then offloaded or kept; tags in, tensors out."""
+"""A group: open, then offloaded or kept; tags in, tensors out; and which group a commit closes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from conftest import on_two_backends
+from helpers.sessions import assert_same, begin_step, gradients, group
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from pp_offload import (
-    GroupStateError,
-    OffloadTensorGroup,
-)
-from pp_offload._core.group import GroupState
-from pp_offload.backends import Event
-
-
-class SpyStream:
-    """Remembers what it was asked to wait for."""
-
-    def __init__(self) -> None:
-        self.waits: list[Event] = []
-        self.records: list[Event] = []
-
-    def wait_event(self, event: Event) -> None:
-        self.waits.append(event)
-
-    def record_event(self) -> Event:
-        self.records.append(object())  # type: ignore[arg-type]
-        return self.records[-1]
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import GroupStateError, OffloadTensorGroup, PipelineOffloadManager
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
+from pp_offload._megatron.chunk import ChunkOffloadHandler
 
 
 def test_a_group_is_closed_once() -> None:
@@ -36,25 +24,95 @@ def test_a_group_is_closed_once() -> None:
 
 
 def test_a_pushed_tensor_is_popped_by_its_tag_once() -> None:
-    tag = (1, 2)
     group = OffloadTensorGroup("mlp")
     tensor, other = torch.ones(2), torch.zeros(2)
-    group.push_tensor(tag, tensor)
+    group.push_tensor((1, 2), tensor)
     group.push_tensor("other", other)
-    assert group.pop_tensor(tag) is tensor
+    assert group.pop_tensor((1, 2)) is tensor
     with pytest.raises(KeyError):
-        group.pop_tensor(tag)
+        group.pop_tensor((1, 2))
     assert group.pop_tensor("other") is other
 
 
-@pytest.mark.parametrize("kind", ["offload", "reload"])
-def test_an_event_recorded_on_one_stream_is_waited_for_by_another(kind: str) -> None:
+class Spy:
+    """A stream that gives itself as its event, and remembers what it was asked to wait for."""
+
+    def __init__(self) -> None:
+        self.waits: list[object] = []
+        self.wait_event = self.waits.append
+
+    def record_event(self) -> Spy:
+        return self
+
+
+@pytest.mark.parametrize(("kind", "other"), [("offload", "reload"), ("reload", "offload")])
+def test_an_event_recorded_on_one_stream_is_waited_for_by_another(kind: str, other: str) -> None:
     group = OffloadTensorGroup("mlp")
-    copying, compute = SpyStream(), SpyStream()
-    other = "reload" if kind == "offload" else "offload"
+    copying, compute = Spy(), Spy()
     getattr(group, f"record_{kind}_event")(copying)
     getattr(group, f"wait_{other}_event")(compute)
     assert not compute.waits, "the events are not confused"
     getattr(group, f"wait_{kind}_event")(compute)
-    assert compute.waits == copying.records
-    assert len(compute.waits) == 1
+    assert compute.waits == [copying]
+
+
+def chunk_of(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
+    begin_step()
+    chunk = manager.cur_forward_chunk()
+    assert isinstance(chunk, ChunkOffloadHandler)
+    return chunk
+
+
+class Opened(Observer):
+    """Names of groups that were opened, and that were closed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.names_closed: list[str] = []
+
+    def opened(self, group: Group) -> None:
+        self.names.append(group.name)
+
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        self.names_closed.append(group.name)
+
+
+@on_two_backends
+def test_each_group_that_opens_is_told_to_close(manager: PipelineOffloadManager) -> None:
+    """Also where operators are recorded, and where a user of the reference has it leave."""
+    opened, chunk = Opened(), chunk_of(manager)
+    manager.offloader.observers.add(opened)
+    x = torch.linspace(0, 1, 16).to(manager.backend.device).requires_grad_()
+    make_fx(lambda x: torch.autograd.grad(group(x, torch.sin, name="recorded").sum(), x)[0])(x)
+    sent = chunk.on_group_start_forward("sent")
+    sent.pack(x * 1)
+    chunk.bulk_offload_group()
+    chunk.on_group_start_forward("kept")
+    chunk.on_group_commit_forward(None)
+    assert opened.names == opened.names_closed == ["recorded", "sent", "kept"]
+
+
+@on_two_backends
+@pytest.mark.parametrize("is_inner_left_out", [False, True])
+def test_offload_switched_inside_a_group_of_the_same_name(
+    is_inner_left_out: bool, manager: PipelineOffloadManager
+) -> None:
+    """The inner commit is the inner group's, and the outer one's is the outer group's."""
+    chunk = chunk_of(manager)
+    x = torch.ones(4, 4).to(manager.backend.device).requires_grad_()
+    switches = [manager.disable_offload, manager.enable_offload]
+    first, second = reversed(switches) if is_inner_left_out else switches
+    first()
+    with off_interface(True, x, "a"):
+        second()
+        with off_interface(True, x, "a"):
+            y = x.sin()
+        manager.enable_offload()
+        off_interface.group_commit(y, name="a")
+        states = [group.state for group in chunk.groups]
+        assert states == [GroupState.OPEN if is_inner_left_out else GroupState.OFFLOADED]
+    off_interface.group_commit(y, name="a")
+    assert not chunk.open_groups
+    assert all(group.state is not GroupState.OPEN for group in chunk.groups)
+    y.sum().backward()
+    assert_same(gradients(x), [x.cos()])
