@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ from helpers.sessions import (
 )
 from torch import Tensor, nn
 
-import pp_offload.testing
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, use_backend
+from pp_offload.testing import SimulatedBackend
+from pp_offload.testing.streams import SimulatedEvent
 
 PART = ROWS * WIDTH * 4
 """Bytes of one activation."""
@@ -37,11 +37,14 @@ def saves_one(h: Tensor) -> Tensor:
     return h.mul(2).sin()
 
 
-def chain(num: int, is_on: bool = True, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Parts one behind another: each saves one tensor."""
-    x = h = drawn(ROWS, WIDTH, seed=seed).requires_grad_()
+def chain(
+    num: int, is_on: bool = True, each: Callable[[Tensor], object] = id, rows: int = ROWS
+) -> tuple[Tensor, Tensor]:
+    """Parts one behind another, each of which saves one tensor; input and output."""
+    x = h = drawn(rows, WIDTH).requires_grad_()
     for number in range(num):
         h = group(h, saves_one, is_on, f"part {number % 2}")
+        each(h)
     return x, h
 
 
@@ -53,14 +56,13 @@ def chain(num: int, is_on: bool = True, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_bytes_in_flight_are_capped_from_the_first_step_on(kind: str, cap: int) -> None:
     """The group that was offloaded last may be above the cap, unless that is 0."""
     with session(kind, max_in_flight_bytes=cap) as manager:
+
+        def is_capped(h: Tensor) -> None:
+            assert manager.statistics().bytes_in_flight <= (cap and cap + PART)
+
         for _ in range(3):
             begin_step()
-            h = drawn(ROWS, WIDTH).requires_grad_()
-            for number in range(6):
-                h = group(h, saves_one, name=f"part {number % 2}")
-                assert manager.statistics().bytes_in_flight <= (cap and cap + PART)
-            h.sum().backward()
-            del h
+            chain(6, each=is_capped)[1].sum().backward()
             assert_idle(manager)
 
 
@@ -69,8 +71,7 @@ def test_the_device_holds_less_with_offload(kind: str) -> None:
     """Twenty activations are saved; a few are on the device at a time."""
     peaks = []
     for is_on in (False, True):
-        options = {"max_in_flight_bytes": PART, "prefetch_bytes": PART}
-        with session(kind, **options) as manager:
+        with session(kind, max_in_flight_bytes=PART, prefetch_bytes=PART) as manager:
             manager.backend.take_device_peak()
             begin_step()
             x, h = chain(20, is_on)
@@ -90,17 +91,18 @@ def test_no_more_than_the_window_is_reloaded_ahead(kind: str, window: int) -> No
     """One tensor may always be."""
     with session(kind, prefetch_bytes=window) as manager:
         unused: list[int] = []
+
+        def note(_: Tensor) -> None:
+            unused.append(manager.statistics().bytes_reloaded_unused)
+
         for _ in range(3):
             begin_step()
-            h = drawn(ROWS, WIDTH).requires_grad_()
-            for number in range(6):
-                h = group(h, saves_one, name=f"part {number % 2}")
-                h.register_hook(lambda _: unused.append(manager.statistics().bytes_reloaded_unused))
+            x, h = chain(6, each=lambda h: h.register_hook(note))
             settle(manager)
             h.sum().backward()
             del h
             assert_idle(manager)
-        assert unused and max(unused) <= max(window, PART)
+        assert max(unused) <= max(window, PART)
         assert window < 2 * PART or max(unused) > 0, "nothing is prefetched"
 
 
@@ -128,52 +130,25 @@ def test_reloads_are_ahead_of_their_use(kind: str) -> None:
 # The steady state
 
 
-class NoHostWait(pp_offload.testing.SimulatedBackend):
-    """Raises if the host waits for an event, or for the device, when told to."""
-
-    is_strict = False
-
-    def __init__(self, order: str) -> None:
-        super().__init__(order)
-        for stream in (self.d2h, self.h2d, self.current_stream()):
-            stream.record_event = self._refusing(stream.record_event)  # type: ignore[method-assign]
-
-    def synchronize(self) -> None:
-        assert not self.is_strict, "the host waits for the device"
-        super().synchronize()
-
-    def allocate_host(self, nbytes: int) -> Tensor:
-        assert not self.is_strict, "host memory is allocated"
-        return super().allocate_host(nbytes)
-
-    def _refusing(self, record: Any) -> Any:
-        def record_event() -> Any:
-            event = record()
-            wait = event.synchronize
-
-            def synchronize() -> None:
-                assert not self.is_strict, "the host waits for an event"
-                wait()
-
-            event.synchronize = synchronize
-            return event
-
-        return record_event
-
-
 @pytest.mark.field("F33")
 @pytest.mark.parametrize("order", ["late", "eager"])
 @pytest.mark.parametrize("cap", [0, 4 * PART])
-def test_the_steady_state_neither_waits_nor_allocates(order: str, cap: int) -> None:
-    backend = NoHostWait(order)
-    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=cap)
+def test_the_steady_state_neither_waits_nor_allocates(
+    order: str, cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits, or host memory is allocated")
+
     net = Net()
-    with use_backend(backend, config=config) as manager:
-        expected = train(net, inputs(4), False, ahead=2)
-        for step in range(4):
-            backend.is_strict = step > 0
-            assert_same(train(net, inputs(4), True, ahead=2), expected, f"step {step}")
-        backend.is_strict = False
+    expected = train(net, inputs(4), False, ahead=2)
+    with session(order, max_in_flight_bytes=cap) as manager:
+        assert_same(train(net, inputs(4), True, ahead=2), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedEvent, "synchronize", refuse)
+            patch.setattr(SimulatedBackend, "synchronize", refuse)
+            patch.setattr(SimulatedBackend, "allocate_host", refuse)
+            for step in range(1, 4):
+                assert_same(train(net, inputs(4), True, ahead=2), expected, f"step {step}")
         off_interface.reset()
         assert_idle(manager)
 
@@ -206,13 +181,12 @@ def test_statistics_are_exact(kind: str) -> None:
 
 @pytest.mark.field("F21")
 @kinds
-@pytest.mark.parametrize("counts", [(2, 6, 3, 8), (3, 4, 1)], ids=str)
 def test_every_microbatch_offloads_however_many_there_are(
-    kind: str, counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bytes scale with microbatches: nothing is silently left on the device."""
     caplog.set_level("INFO")
-    net = Net(("part",), layers=3)
+    net, counts = Net(("part",), layers=3), (2, 6, 3, 8, 1)
     with session(kind) as manager:
         for step, num in enumerate(counts):
             before = manager.statistics().bytes_offloaded
@@ -268,7 +242,7 @@ def test_a_pass_without_grad_changes_nothing(kind: str) -> None:
 # Running out
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
@@ -277,51 +251,41 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_over_the_host_budget_a_group_stays_with_one_warning(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "pp_offload"):
-        with session(kind, host_budget_bytes=2**14) as manager:
-            for _ in range(3):
-                begin_step()
-                x = h = drawn(256, WIDTH).requires_grad_()
-                for number in range(6):
-                    h = group(h, saves_one, name=f"part {number % 2}")
-                assert manager.statistics().host_bytes_reserved <= 2**14
-                h.sum().backward()
-                got = gradients(x)
-                y = x
-                for _ in range(6):
-                    y = saves_one(y)
-                assert_same(got, torch.autograd.grad(y.sum(), x))
-                del h, y
-                assert_idle(manager)
-    about = [m for m in messages(caplog) if "host_budget_bytes" in m or "budget" in m]
-    assert len(about) == 1, messages(caplog)
-
-
-class NoMemory(pp_offload.testing.SimulatedBackend):
-    """The host gives so many bytes and no more."""
-
-    def __init__(self, order: str, nbytes: int) -> None:
-        super().__init__(order)
-        self.left = nbytes
-
-    def allocate_host(self, nbytes: int) -> Tensor:
-        if nbytes > self.left:
-            raise MemoryError(f"no {nbytes} more bytes")
-        self.left -= nbytes
-        return super().allocate_host(nbytes)
+    x, y = chain(6, False, rows=256)
+    y.sum().backward()
+    expected = gradients(x)
+    with session(kind, host_budget_bytes=2**14) as manager:
+        for _ in range(3):
+            begin_step()
+            x, y = chain(6, rows=256)
+            assert manager.statistics().host_bytes_reserved <= 2**14
+            y.sum().backward()
+            assert_same(gradients(x), expected)
+            del y
+            assert_idle(manager)
+    (about,) = [text for text in warnings(caplog) if "budget" in text]
+    assert "host_budget_bytes" in about
 
 
 @pytest.mark.field("F32")
-@pytest.mark.parametrize("nbytes", [0, 2**17])
+@pytest.mark.parametrize("available", [0, 2**17])
 def test_a_host_that_gives_no_memory_loses_nothing(
-    nbytes: int, caplog: pytest.LogCaptureFixture
+    available: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    net = Net()
-    xs = inputs(2, rows=512)
-    with caplog.at_level(logging.WARNING, "pp_offload"):
-        with use_backend(NoMemory("late", nbytes), config=config) as manager:
-            for _ in range(2):
-                assert_same(train(net, xs, True, ahead=2), train(net, xs, False, ahead=2))
-                assert_idle(manager)
-    assert len(messages(caplog)) == 1, messages(caplog)
+    num_given = 0
+    allocate = SimulatedBackend.allocate_host
+
+    def allocate_host(backend: SimulatedBackend, nbytes: int) -> Tensor:
+        nonlocal num_given
+        if num_given + nbytes > available:
+            raise MemoryError(f"no {nbytes} more bytes")
+        num_given += nbytes
+        return allocate(backend, nbytes)
+
+    monkeypatch.setattr(SimulatedBackend, "allocate_host", allocate_host)
+    net, xs = Net(), inputs(2, rows=512)
+    with session("late") as manager:
+        for _ in range(2):
+            assert_same(train(net, xs, True, ahead=2), train(net, xs, False, ahead=2))
+            assert_idle(manager)
+    assert len(warnings(caplog)) == 1, warnings(caplog)
