@@ -42,6 +42,12 @@ def program(is_on: bool) -> list[Tensor]:
     return train(Net(), inputs(4), is_on, ahead=3)
 
 
+def on_disk(kind: str, directory: Path, **options: Any) -> Any:
+    """A session whose groups wait at their commit until threads may write."""
+    options = {"max_in_flight_bytes": 0, **options}
+    return session(kind, tiers=("disk",), disk_dir=directory, **options)
+
+
 def wait_until_written(manager: PipelineOffloadManager) -> None:
     """All bytes are on disk alone."""
     settle(manager)
@@ -58,29 +64,38 @@ def fail(number: int) -> Callable[..., int]:
     return step
 
 
-@kinds
-@pytest.mark.parametrize("window", [0, 300, "auto"])
-@pytest.mark.parametrize("bound", [0, 3000, "auto"])
-def test_steps_are_equal(kind: str, window: int | str, bound: int | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "random:1"])
+@pytest.mark.parametrize(
+    ("tiers", "window", "bound"),
+    [
+        (("disk",), 0, 0),
+        (("disk",), 300, 3000),
+        (("disk",), 0, "auto"),
+        (("disk",), "auto", "auto"),
+        (("host", "disk"), "auto", "auto"),
+    ],
+)
+def test_steps_are_equal(
+    kind: str, tiers: tuple[str, ...], window: int | str, bound: int | str, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"prefetch_bytes": window, "max_in_flight_bytes": bound}
-    check(program, kind, tiers=("disk",), disk_dir=tmp_path, **options)
+    if "host" in tiers:
+        options["host_budget_bytes"] = 2**16
+    check(program, kind, tiers=tiers, disk_dir=tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
 @kinds
 def test_the_disk_takes_what_is_over_the_host_budget(kind: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tiers": ("host", "disk"), "host_budget_bytes": 2**16}
-    xs = [drawn(512, 8, seed=seed) for seed in range(5)]
+    xs = [drawn(512, 8, seed=seed).requires_grad_() for seed in range(5)]
 
     def large(is_on: bool) -> list[Tensor]:
-        results = []
-        for x in xs:
-            leaf = x.clone().requires_grad_()
-            results.append((leaf, group(leaf * 2, torch.sin, is_on)))
-        for _, y in reversed(results):
+        ys = [group(x * 2, torch.sin, is_on) for x in xs]
+        for y in reversed(ys):
             y.sum().backward()
-        return gradients(*[leaf for leaf, _ in results])
+        return gradients(*xs)
 
+    options: dict[str, Any] = {"tiers": ("host", "disk"), "host_budget_bytes": 2**16}
     with session(kind, disk_dir=tmp_path, max_in_flight_bytes=0, **options) as manager:
         begin_step()
         assert_same(large(True), large(False))
@@ -93,8 +108,7 @@ def test_the_disk_takes_what_is_over_the_host_budget(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["late", "eager"])
 def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
     """The commit waits for the disk rather than keep a group, or take more host memory."""
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
-    with session(kind, max_in_flight_bytes=4096, **options) as manager:
+    with on_disk(kind, tmp_path, max_in_flight_bytes=4096) as manager:
         begin_step()
         ys = [group(drawn(64, 8).requires_grad_() * 2, torch.sin) for _ in range(8)]
         assert manager.statistics().bytes_offloaded == 8 * 2048
@@ -103,49 +117,61 @@ def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
         assert manager.statistics().host_bytes_peak <= 4096
 
 
+Written = tuple[PipelineOffloadManager, Tensor, list[Tensor]]
+
+
+@contextmanager
+def written_groups(kind: str, directory: Path, **options: Any) -> Iterator[Written]:
+    """A manager, a leaf, and a list of the only output: what two groups saved is on disk alone."""
+    with on_disk(kind, directory, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        outputs = [group(group(x, torch.sin, name="first"), torch.cos, name="second").sum()]
+        wait_until_written(manager)
+        yield manager, x, outputs
+
+
+def assert_right(x: Tensor, outputs: list[Tensor]) -> None:
+    """The gradient; nothing is in use when the graph is gone."""
+    got = torch.autograd.grad(outputs, x)
+    assert_same(got, torch.autograd.grad(x.sin().cos().sum(), x))
+    outputs.clear()
+    assert_idle(PipelineOffloadManager.get_instance())
+
+
 @kinds
 def test_what_must_come_back_does_so_above_the_host_budget(kind: str, tmp_path: Path) -> None:
     """Ahead of its use it does not."""
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "max_in_flight_bytes": 0}
-    with session(kind, host_budget_bytes=2**22, **options) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        y = group(group(x, torch.sin, name="first"), torch.cos, name="second").sum()
-        wait_until_written(manager)
+    with written_groups(kind, tmp_path, host_budget_bytes=2**22) as (manager, x, outputs):
         manager.release_idle_memory()
         budget = HostBudget(2**22)
         held = budget.reserve(budget.left_bytes)
-        (got,) = torch.autograd.grad(y, x)
+        torch.autograd.grad(outputs, x, retain_graph=True)
         assert 0 < manager.statistics().host_bytes_reserved <= 512 and held.nbytes
-        assert_same([got], torch.autograd.grad(x.sin().cos().sum(), x))
-        del y
-        assert_idle(manager)
+        assert_right(x, outputs)
 
 
-class Gate:
-    """System calls, such as writes, that wait until it is open."""
+@contextmanager
+def gate(monkeypatch: pytest.MonkeyPatch, step: str) -> Iterator[None]:
+    """System calls, such as writes, wait until the end."""
+    is_open, call = threading.Event(), getattr(DiskFile, step)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: str = "_pwrite") -> None:
-        self.gate, call = threading.Event(), getattr(DiskFile, step)
+    def wait(*args: Any) -> Any:
+        assert is_open.wait(60)
+        return call(*args)
 
-        def wait(*args: Any) -> Any:
-            assert self.gate.wait(60)
-            return call(*args)
-
-        monkeypatch.setattr(DiskFile, step, staticmethod(wait))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        self.gate.set()
+    monkeypatch.setattr(DiskFile, step, staticmethod(wait))
+    try:
+        yield
+    finally:
+        is_open.set()
 
 
 @kinds
 def test_what_is_being_written_comes_back_at_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager, Gate(monkeypatch):
+    with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager, gate(monkeypatch, "_pwrite"):
         begin_step()
         assert_same(program(True), program(False))
         assert manager.statistics().disk_bytes_read == 0
@@ -162,7 +188,7 @@ def test_a_full_disk_keeps_tensors_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = program(False)
-    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
+    with on_disk(kind, tmp_path) as manager:
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "pp_offload"):
             patch.setattr(DiskFile, "_pwrite", staticmethod(fail(number)))
             for _ in range(3):
@@ -185,23 +211,14 @@ def test_a_full_disk_keeps_tensors_and_warns_once(
 def test_what_cannot_be_read_raises_and_is_read_again(
     kind: str, is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
     window = 10**6 if is_ahead else 0
-    with session(kind, max_in_flight_bytes=0, prefetch_bytes=window, **options) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        y = group(group(x, torch.sin, name="first"), torch.cos, name="second").sum()
-        wait_until_written(manager)
+    with written_groups(kind, tmp_path, prefetch_bytes=window) as (_, x, outputs):
         with monkeypatch.context() as patch:
             patch.setattr(DiskFile, "_pread", staticmethod(fail(errno.EIO)))
             for _ in range(2):
                 with pytest.raises(DiskTierError, match="Input/output"):
-                    torch.autograd.grad(y, x, retain_graph=True)
-        (got,) = torch.autograd.grad(y, x)
-        plain = x.detach().requires_grad_()
-        assert_same([got], torch.autograd.grad(plain.sin().cos().sum(), plain))
-        del y
-        assert_idle(manager)
+                    torch.autograd.grad(outputs, x, retain_graph=True)
+        assert_right(x, outputs)
 
 
 @kinds
@@ -215,27 +232,11 @@ def test_a_flipped_bit_is_never_a_gradient(
         changed[len(changed) // 2] ^= 1
         return write(fd, memoryview(changed), offset)
 
-    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        with monkeypatch.context() as patch:
-            patch.setattr(DiskFile, "_pwrite", staticmethod(flip))
-            y = group(x, torch.sin).sum()
-            wait_until_written(manager)
-        with pytest.raises(DiskTierError, match="checksum"):
-            y.backward()
-
-
-@contextmanager
-def written_group(tmp_path: Path) -> Iterator[tuple[PipelineOffloadManager, Tensor, list[Tensor]]]:
-    """A manager, a leaf, and a list of the only output: what was saved for it is on disk alone."""
-    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path, "prefetch_bytes": 0}
-    with session("threads", max_in_flight_bytes=0, **options) as manager:
-        begin_step()
-        x = drawn(8, 8).requires_grad_()
-        outputs = [group(x, torch.sin).sum()]
-        wait_until_written(manager)
-        yield manager, x, outputs
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskFile, "_pwrite", staticmethod(flip))
+        with written_groups(kind, tmp_path) as (_, x, outputs):
+            with pytest.raises(DiskTierError, match="checksum"):
+                torch.autograd.grad(outputs, x)
 
 
 def test_memory_of_an_interrupted_read_is_not_given_to_others(
@@ -248,8 +249,8 @@ def test_memory_of_an_interrupted_read_is_not_given_to_others(
         read_into(*args, **options)
         raise KeyboardInterrupt
 
-    with written_group(tmp_path) as (manager, x, outputs):
-        with monkeypatch.context() as patch, Gate(patch, "_pread"):
+    with written_groups("threads", tmp_path, prefetch_bytes=0) as (manager, x, outputs):
+        with monkeypatch.context() as patch, gate(patch, "_pread"):
             patch.setattr(DiskFile, "read_into", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 torch.autograd.grad(outputs, x, retain_graph=True)
@@ -259,7 +260,7 @@ def test_memory_of_an_interrupted_read_is_not_given_to_others(
 
 
 def test_refused_reads_take_no_host_memory(tmp_path: Path) -> None:
-    with written_group(tmp_path) as (manager, x, outputs):
+    with written_groups("threads", tmp_path, prefetch_bytes=0) as (manager, x, outputs):
         manager.offloader.engine.mover.tier.disk.close()
         for _ in range(2):
             with pytest.raises(ClosedError):
@@ -274,7 +275,7 @@ def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
     gc.disable()
     try:
         for _ in range(20):
-            with session("cpu", tiers=("disk",), disk_dir=tmp_path) as manager:
+            with on_disk("cpu", tmp_path) as manager:
                 begin_step()
                 x = drawn(8, 8).requires_grad_()
                 group(x, torch.sin).sum().backward()

@@ -357,7 +357,7 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
         manager.backend.check()
 
 
-# Split backward, several managers, shared copies, disk
+# Several managers, shared copies
 
 
 @simulated
@@ -411,13 +411,3 @@ def shared_by_groups(is_on: bool) -> list[Tensor]:
 @pytest.mark.parametrize("window", [0, 200, "auto"])
 def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
     check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
-
-
-@simulated
-@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")], ids="+".join)
-def test_bytes_on_disk_are_ordered(kind: str, tiers: tuple[str, ...], tmp_path: Any) -> None:
-    net = Net(layers=1)
-    options: dict[str, Any] = {"tiers": tiers, "disk_dir": tmp_path}
-    if "host" in tiers:
-        options["host_budget_bytes"] = 2**16
-    check(lambda on: train(net, inputs(3), on, ahead=2), kind, **options)
