@@ -7,10 +7,14 @@ with one memory may count changes apart, as the parts of ``unsafe_chunk``, or ``
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+from conftest import on_two_backends
+from helpers.scenarios import begin, check_steps, make_inputs
 from helpers.sessions import (
     assert_idle,
     assert_same,
@@ -23,10 +27,11 @@ from helpers.sessions import (
     side_stream,
     unseen,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import SavedTensorModifiedError
+from pp_offload import OffloadActivations, PipelineOffloadManager, SavedTensorModifiedError
 
 kinds = pytest.mark.parametrize("kind", ["cpu", "late"])
 
@@ -107,30 +112,28 @@ def test_no_copy_of_what_has_changed_is_shared(
 # A change while the copy is queued, which the engine alone has to notice
 
 
-def grad_or_refusal(loss: Tensor, x: Tensor, expected: Tensor) -> None:
-    """The value at save is used, or an error names a group: never the changed value."""
-    try:
-        got = torch.autograd.grad(loss, x)
-    except SavedTensorModifiedError as error:
-        assert "'core'" in str(error) or "'first'" in str(error)
-    else:
-        assert_same(got, [expected])
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("kind", ["late", "threads"])
 def test_an_alias_that_counts_its_changes_apart_is_watched(kind: str, is_shared: bool) -> None:
-    """Also where its bytes left with the copy of another group."""
+    """Also where its bytes left with the copy of another group.
+
+    The value at save is used, or an error names a group: never the changed value.
+    """
     with session(kind) as manager:
         begin_step()
         x, w = drawn(2**16).requires_grad_(), drawn(2**16, seed=1).requires_grad_()
         y = x * 2
         apart = y.data
         first = group(y, torch.sin, name="first") if is_shared else y
-        loss = group(y, lambda y: y.sin().detach() + apart * w, name="core").sum()
+        loss = group(y, lambda y: y.sin().detach() + apart * w, name="core") + first.detach()
         with unseen(manager.backend), torch.no_grad():
             apart.add_(1)
-        grad_or_refusal(loss + first.detach().sum(), w, x.detach() * 2)
+        try:
+            got = torch.autograd.grad(loss.sum(), w)
+        except SavedTensorModifiedError as error:
+            assert "'core'" in str(error) or "'first'" in str(error)
+        else:
+            assert_same(got, [x.detach() * 2])
 
 
 def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
@@ -152,3 +155,76 @@ def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
         side.wait_stream(main)
         with backend.stream(side), pytest.raises(SavedTensorModifiedError, match="group 'core'"):
             torch.autograd.grad(loss, x)
+
+
+# Changes that nothing counts, and that autograd allows
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "eager"])
+def test_a_buffer_is_resized_for_batches_of_any_length(kind: str, is_verified: bool) -> None:
+    """Memory that was copied from may be given another size afterwards."""
+    weight, batch = drawn(8, 8).requires_grad_(), torch.empty(0)
+    with session(kind, verify=is_verified) as manager:
+        for length in (4, 6, 2, 9):
+            values = drawn(length, 8, seed=length)
+            batch.resize_(length, 8).copy_(values)
+            begin_step()
+            y = group(batch, lambda batch: (batch @ weight).tanh())
+            got = torch.autograd.grad(y.sum(), weight)
+            manager.backend.synchronize()
+            assert_same(got, torch.autograd.grad((values @ weight).tanh().sum(), weight))
+
+
+CHANNELS = 300
+"""So many that a vector of statistics is above the limit of OffloadActivations."""
+
+
+class Norm(nn.Module):
+    """Batch norm inside ``inside``, of statistics that are buffers, or rows of one tensor."""
+
+    def __init__(self, inside: Callable[..., Tensor], is_module: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.norm = nn.BatchNorm1d(CHANNELS) if is_module else None
+        self.register_buffer("rows", torch.tensor([[0.0], [1.0]]).expand(2, CHANNELS).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(self.compute, x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        if self.norm is not None:
+            return self.norm(x).sin()
+        return F.batch_norm(x, *self.rows, None, None, self.training).sin()
+
+
+@on_two_backends
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "rows"])
+@pytest.mark.parametrize("is_context", [True, False], ids=["context", "group"])
+@pytest.mark.parametrize("trains", [(False, True, False), (True, False, True)])
+def test_statistics_are_those_of_the_last_training(
+    manager: PipelineOffloadManager, is_module: bool, is_context: bool, trains: tuple[bool, ...]
+) -> None:
+    """Batch norm writes them and counts no change; autograd reads what is there at the backward."""
+    device = manager.backend.device
+    context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=manager.backend)
+
+    def inside(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not is_context:
+            return group(x, compute)
+        with context:
+            return compute(x)
+
+    def step(is_on: bool, number: int, order: tuple[int, ...]) -> list[Tensor]:
+        norm = Norm(inside if is_on else lambda compute, x: compute(x), is_module).to(device)
+        inputs = make_inputs(3, length=6, width=CHANNELS, device=device)
+        losses = []
+        for x, is_training in zip(inputs, trains, strict=True):
+            begin(is_on)
+            losses.append(norm.train(is_training)(2 * x.requires_grad_()).square().mean())
+        for index in order:
+            losses[index].backward()
+        return [*(loss.detach() for loss in losses), *gradients(*inputs)]
+
+    for order in permutations(range(3)):
+        check_steps(manager, partial(step, order=order), steps=1, moves=not is_context)

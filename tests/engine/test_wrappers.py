@@ -1,19 +1,22 @@
-"""Tensors made of others: what leaves, what stays, and that a change in place is seen."""
+"""Tensors made of others, and tensors without memory of their own: what leaves, what stays."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
 from conftest import on_two_backends
-from helpers.sessions import begin_step, group
-from helpers.toy import assert_idle, batches, same_bits
+from helpers.sessions import assert_idle, assert_same, begin_step, drawn, gradients, group, session
+from helpers.toy import batches
 from helpers.wrapped import WRAPPERS, KeepsSaved, leaves
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
 
 
@@ -75,28 +78,67 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
     (seen,) = KeepsSaved.seen
     KeepsSaved.seen.clear()
     assert manager.statistics().bytes_offloaded == (arriving.nbytes if is_there else 0)
-    assert same_bits([seen.trigger_wait()], [arriving])
+    assert_same([seen.trigger_wait()], [arriving])
+
+
+# What stays
 
 
 @on_two_backends
-def test_emptied_by_its_owner(manager: PipelineOffloadManager) -> None:
+def test_what_its_owner_has_emptied_stays(manager: PipelineOffloadManager) -> None:
     """As FSDP frees a gathered weight after its forward, and fills it again for its backward."""
-    device = manager.backend.device
-    x, values = inputs(2, device)
+    leaf, values = inputs(2, manager.backend.device)
     begin_step()
     weight = values.clone()
-    nbytes = weight.untyped_storage().nbytes()
-    leaf = x.requires_grad_()
 
     def compute(h: Tensor) -> Tensor:
         y = h * weight.view(-1).view_as(weight)
         weight.untyped_storage().resize_(0)
         return y
 
-    y = group(leaf * 1, compute)
-    weight.untyped_storage().resize_(nbytes)
+    y = group(leaf.requires_grad_() * 1, compute)
+    weight.untyped_storage().resize_(values.nbytes)
     with torch.autograd._unsafe_preserve_version_counter(weight):
         weight.copy_(values)
     y.sum().backward()
-    assert same_bits([leaf.grad], [values])
+    assert_same(gradients(leaf), [values])
     assert manager.statistics().bytes_offloaded == 0
+
+
+@on_two_backends
+def test_a_group_that_backward_used_before_its_commit_stays(
+    manager: PipelineOffloadManager,
+) -> None:
+    begin_step()
+    (x,) = inputs(1, manager.backend.device)
+    x.requires_grad_()
+    with off_interface(True, x * 2, "core") as h:
+        y = h.sin()
+        inside = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y = off_interface.group_commit(y, name="core")
+    assert manager.statistics().bytes_offloaded == 0
+    assert_same(torch.autograd.grad(y.sum(), x), inside)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"tiers": ("disk",)}], ids=str)
+def test_zeros_of_forward_mode_have_no_memory_and_stay(kind: str, options: dict[str, Any]) -> None:
+    """A layer norm's weight has no tangent: zeros are saved for it, and others leave."""
+    norm = torch.nn.LayerNorm(8)
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(4, 8).requires_grad_()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            y, tangent = forward_ad.unpack_dual(group(dual, lambda x: norm(x).sin(), is_on))
+            loss = (tangent * y).sum()
+            return [loss.detach(), *torch.autograd.grad(loss, [x, *norm.parameters()])]
+
+    with session(kind, **options) as manager:
+        begin_step()
+        assert_same(run(True), run(False))
+        assert manager.statistics().bytes_offloaded > 0
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        zeros = torch._efficientzerotensor((4, 8))
+        assert_same([chunk.reload(chunk.offload(zeros)) + torch.ones(4, 8)], [torch.ones(4, 8)])
