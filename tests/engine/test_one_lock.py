@@ -5,79 +5,55 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_backend
-from helpers.toy import AwayBackend, assert_idle, batches, make_model, run_step, same_bits
+from helpers.nets import Net, inputs, train
+from helpers.sessions import assert_idle, assert_same, make_backend
+from helpers.toy import AwayBackend
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadConfig, use_backend
 from pp_offload._common.workers import Piece, Workers, is_worker
-from pp_offload.backends import Backend
 from pp_offload.testing.streams import SimulatedEvent
 
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "away": AwayBackend,
-    "late": lambda: make_backend("late"),
-}
-
-
-WIDTH = 32
+QUEUED: deque[Piece] = deque()
+"""What late workers have to do."""
 
 
 class LateWorkers(Workers):
     """Threads that never come to work by themselves."""
 
-    queued: deque[Piece]
-
     def queue(self, piece: Piece) -> None:
-        self.queued.append(piece)
+        QUEUED.append(piece)
 
 
-def run_and_wait(piece: Piece) -> None:
-    """Do what late workers have queued up to a piece that is waited for."""
-    while piece in LateWorkers.queued:
-        LateWorkers.queued.popleft().run()
-    wait_for_piece(piece)
-
-
-wait_for_piece = Piece.wait
-
-
-def steps_are_equal() -> bool:
-    """Steps of changing length, against the same without offload."""
-    on, off = make_model(width=WIDTH), make_model(width=WIDTH, groups=())
-    for step in range(3):
-        inputs = batches(4, WIDTH, step, length=9 + step)
-        got = run_step(on, inputs, in_flight=3)
-        if not same_bits(got, run_step(off, inputs, in_flight=3, offload=False)):
-            return False
-    return True
+def run_and_wait(piece: Piece, wait: Callable[[Piece], None] = Piece.wait) -> None:
+    """Do what late workers have to do up to a piece that is waited for."""
+    while piece in QUEUED:
+        QUEUED.popleft().run()
+    wait(piece)
 
 
 def is_free(lock: threading.RLock) -> bool:
     """Whether another thread could have it."""
-    answers: list[bool] = []
 
-    def ask() -> None:
-        answers.append(lock.acquire(blocking=False))
-        if answers[0]:
+    def ask() -> bool:
+        is_free = lock.acquire(blocking=False)
+        if is_free:
             lock.release()
+        return is_free
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    return answers[0]
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(ask).result()
 
 
 @contextmanager
-def waits_seen(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[bool]]:
+def waits_seen(lock: threading.RLock) -> Iterator[list[bool]]:
     """For each time that this program blocks, whether the lock was free."""
-    lock, seen = manager.offloader.lock, []
+    seen: list[bool] = []
 
     def watched(wait: Callable[[Any], Any], has_ended: Callable[[Any], bool]) -> Any:
         def look_and_wait(self: Any) -> Any:
@@ -87,7 +63,7 @@ def waits_seen(
 
         return look_and_wait
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Piece, "wait", watched(run_and_wait, Piece.done))
         synchronize = watched(SimulatedEvent.synchronize, SimulatedEvent.is_reached)
         patch.setattr(SimulatedEvent, "synchronize", synchronize)
@@ -100,13 +76,15 @@ def test_nobody_waits_with_the_lock_held(
 ) -> None:
     """A disk works only when it is waited for, so there is a wait wherever there can be one."""
     config = OffloadConfig(
-        min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=3000
+        min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=500
     )
-    LateWorkers.queued = deque()
     monkeypatch.setattr("pp_offload._memory.disk_file.Workers", LateWorkers)
-    with use_backend(BACKENDS[kind](), config=config) as manager:
-        with waits_seen(manager, monkeypatch) as seen:
-            assert steps_are_equal()
+    backend = AwayBackend() if kind == "away" else make_backend(kind)
+    with use_backend(backend, config=config) as manager:
+        with waits_seen(manager.offloader.lock) as seen:
+            for step in range(3):
+                net, xs = Net(), inputs(4, step=step, rows=9 + step)
+                assert_same(train(net, xs, True, ahead=3), train(net, xs, False, ahead=3))
             manager.reset()
         assert len(seen) > 30
         assert all(seen)

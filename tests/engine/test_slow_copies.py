@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,16 +9,17 @@ import torch
 from conftest import make_backend
 from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadConfig, use_backend
 from pp_offload.backends import AcceleratorBackend
 
 CYCLES = 50_000_000
 """Some 30 ms."""
 
 
-@contextmanager
-def slow(direction: str, patch: pytest.MonkeyPatch) -> Iterator[PipelineOffloadManager]:
-    """Before each copy of a direction its stream sleeps."""
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_equal_bit_for_bit(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = AcceleratorBackend.copy
 
     def sleep_and_copy(self: AcceleratorBackend, stream: Any, *args: Any) -> None:
@@ -29,21 +28,12 @@ def slow(direction: str, patch: pytest.MonkeyPatch) -> Iterator[PipelineOffloadM
                 torch.cuda._sleep(CYCLES)
         copy(self, stream, *args)
 
-    patch.setattr(AcceleratorBackend, "copy", sleep_and_copy)
+    monkeypatch.setattr(AcceleratorBackend, "copy", sleep_and_copy)
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(make_backend("cuda"), config=config) as manager:
-        yield manager
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("direction", ["d2h", "h2d"])
-def test_equal_bit_for_bit(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with slow(direction, monkeypatch) as manager:
-        device = manager.backend.device
         on, off = (make_model(width=64, groups=g, device="cuda") for g in (("mix", "mlp"), ()))
         for step in range(4):
-            inputs = [x.to(device) for x in batches(4, 64, step, length=5 + step)]
+            inputs = [x.cuda() for x in batches(4, 64, step, length=5 + step)]
             expected = run_step(off, inputs, in_flight=2, offload=False)
             assert same_bits(run_step(on, inputs, in_flight=2), expected), step
         torch.cuda.synchronize()
