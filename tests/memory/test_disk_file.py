@@ -7,18 +7,14 @@ import logging
 import os
 import signal
 import stat
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from helpers.forks import statuses
-from helpers.processes import Run, run
+from helpers.processes import HANG_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,6 +27,11 @@ from pp_offload._memory.disk_file import (
     file_system_of,
 )
 from pp_offload.errors import TierError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> DiskFile:
+    return DiskFile(tmp_path)
 
 
 def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
@@ -60,8 +61,7 @@ def descriptor(file: DiskFile) -> int:
     [[1], [4097], [0, 5, 0], [BLOCK_BYTES, 1], [3 * BLOCK_BYTES + 13, 64], [10] * 515],
     ids=str,
 )
-def test_payloads_come_back(tmp_path: Path, sizes: list[int]) -> None:
-    file = DiskFile(tmp_path)
+def test_payloads_come_back(file: DiskFile, sizes: list[int]) -> None:
     payloads = [some_bytes(size, seed) for seed, size in enumerate(sizes)]
     write = written(file, *payloads)
     assert write.query() and write.failure is None
@@ -96,8 +96,7 @@ class Copy:
             raise self.failure
 
 
-def test_the_threads_wait_for_earlier_copies(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path)
+def test_the_threads_wait_for_earlier_copies(file: DiskFile) -> None:
     data, copy = torch.zeros(10, dtype=torch.uint8), Copy()
     write = file.write([data], after=[copy])
     time.sleep(0.02)
@@ -134,54 +133,36 @@ def test_no_batch_is_written_into_another(
     file.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-Step = Callable[[int, memoryview, int], int]
-
-
-def failing(number: int, after: int) -> Step:
-    """A system call that writes half, and fails after so many calls."""
-    calls = [0]
-
-    def step(fd: int, view: memoryview, offset: int) -> int:
-        calls[0] += 1
-        if calls[0] > after:
-            raise OSError(number, os.strerror(number))
-        return os.pwrite(fd, view[: len(view) // 2], offset)
-
-    return step
-
-
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_write_that_fails_is_noted_and_the_next_may_work(tmp_path: Path, after: int) -> None:
-    file, number = DiskFile(tmp_path), errno.ENOSPC
-    file._pwrite = failing(number, after)
+    file, calls, full = DiskFile(tmp_path), [0], os.strerror(errno.ENOSPC)
+
+    def write_half(fd: int, view: memoryview, offset: int) -> int:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(errno.ENOSPC, full)
+        return os.pwrite(fd, view[: len(view) // 2], offset)
+
+    file._pwrite = write_half
     write = file.write([some_bytes(10_000)])
     write.synchronize()  # it does not raise: the caller still has the bytes
     assert write.failure is not None
-    for part in (str(tmp_path), "offset 0", os.strerror(number), "set disk_dir"):
+    for part in (str(tmp_path), "offset 0", full, "set disk_dir"):
         assert part in str(write.failure)
-    with pytest.raises(DiskTierError, match=os.strerror(number)):
+    with pytest.raises(DiskTierError, match=full):
         read(file, write)
     file._pwrite = os.pwrite
     assert read(file, written(file, some_bytes(10_000))).equal(some_bytes(10_000))
 
 
-def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path)
+def test_short_writes_and_reads_go_on_where_they_ended(file: DiskFile) -> None:
     file._pwrite = lambda fd, view, at: os.pwrite(fd, view[:999], at)
     file._pread = lambda fd, view, at: os.preadv(fd, [view[:777]], at)
     payloads = [some_bytes(size, size) for size in (1, 998, 5000, 3)]
     assert read(file, written(file, *payloads)).equal(torch.cat(payloads))
 
 
-def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path)
+def test_a_truncated_file_is_an_error(file: DiskFile) -> None:
     write = written(file, some_bytes(10_000))
     os.ftruncate(descriptor(file), 5000)
     with pytest.raises(DiskTierError, match="the file ends at 5000"):
@@ -189,8 +170,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("place", "bit"), [(0, 0), (511, 7), (299_999, 7)])
-def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None:
-    file = DiskFile(tmp_path)
+def test_a_flipped_bit_is_an_error(file: DiskFile, place: int, bit: int) -> None:
     data = some_bytes(300_000)
     write = written(file, data[:1000], data[1000:])
     at = write.extent.start + place
@@ -226,22 +206,25 @@ def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) 
     before = set(threading.enumerate())
     file = DiskFile(tmp_path, num_threads=1)
     write, copy = written(file, some_bytes(10)), Copy()
-    read_before, target = file.read_into(write, [torch.zeros(10, dtype=torch.uint8)], [copy]), None
+    read_before = file.read_into(write, [torch.zeros(10, dtype=torch.uint8)], [copy])
     queued = file.write([some_bytes(10)])
     threading.Timer(0.02, copy.has_ended.set).start()
     file.close()
     file.close()
     read_before.synchronize()
-    assert queued.failure is not None and target is None
+    assert queued.failure is not None
     for do in (lambda: file.write([some_bytes(1)]), lambda: read(file, write)):
         with pytest.raises(ClosedError):
             do()
-    wait_until(lambda: set(threading.enumerate()) <= before)
+    deadline = time.monotonic() + HANG_S
+    while not set(threading.enumerate()) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
-def test_a_forked_process_is_refused(tmp_path: Path) -> None:
+def test_a_forked_process_is_refused(file: DiskFile) -> None:
     """It shares the descriptor, and would write where its parent reads."""
-    file, data = DiskFile(tmp_path), some_bytes(100)
+    data = some_bytes(100)
     write = written(file, data)
 
     def child() -> None:
@@ -252,21 +235,10 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     assert statuses([child]) == [0]
 
 
-def run_python(code: str, *arguments: object) -> Run:
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-        return run(command, Path(folder))
-
-
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    result = run_python(
-        """
-        import os, signal, sys, torch
-        from pp_offload._memory.disk_file import DiskFile
-        DiskFile(sys.argv[1]).write([torch.ones(1 << 20, dtype=torch.uint8)]).synchronize()
+    def child() -> None:
+        written(DiskFile(tmp_path), some_bytes(2**20))
         os.kill(os.getpid(), signal.SIGKILL)
-        """,
-        tmp_path,
-    )
-    assert result.returncode == -signal.SIGKILL
+
+    assert statuses([child]) == [-signal.SIGKILL]
     assert list(tmp_path.iterdir()) == []
