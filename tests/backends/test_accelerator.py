@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.processes import HANG_S
+from helpers.threaded import at_once
 from torch import nn
 
 from pp_offload import OffloadModel, offload_layers
@@ -41,14 +41,10 @@ class Meeting(torch.Tensor):
 def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     """In place of what PyTorch keeps."""
     current = Current()
-    functions: dict[str, Callable[..., object]] = {
-        "accelerator_stream": lambda index: current.stream,
-        "set_accelerator_stream": lambda stream: setattr(current, "stream", stream),
-        "accelerator_device": lambda: current.device,
-        "set_accelerator_device": lambda index: setattr(current, "device", index),
-    }
-    for name, function in functions.items():
-        monkeypatch.setattr(accelerator, name, function)
+    for name in ("stream", "device"):
+        get, put = partial(getattr, current, name), partial(setattr, current, name)
+        monkeypatch.setattr(accelerator, f"accelerator_{name}", lambda *index, get=get: get())
+        monkeypatch.setattr(accelerator, f"set_accelerator_{name}", put)
     return current
 
 
@@ -66,54 +62,36 @@ def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
     backend = backend_without_a_device()
     shared = torch.Stream(device="cpu")
     Meeting.barrier, Meeting.inside = threading.Barrier(2, timeout=HANG_S), []
-    seen: list[bool] = []
 
     def copy() -> None:
         mine = current.stream
         target = torch.zeros(1).as_subclass(Meeting)
         for _ in range(20):
             backend.copy(shared, [target], [torch.zeros(1)], "group")
-            seen.append(current.stream is mine)
+            assert current.stream is mine
 
-    threads = [threading.Thread(target=copy) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [True] * 40
-    assert len(Meeting.inside) == 40 and all(backend is shared for backend in Meeting.inside)
+    at_once([copy, copy])
+    assert len(Meeting.inside) == 40 and all(stream is shared for stream in Meeting.inside)
 
 
-class Graphs:
-    """Streams that capture, as a device tells: of the current one alone.
-
-    Args:
-        current: What is current on each thread.
-    """
-
-    def __init__(self, current: Current) -> None:
-        self._current = current
-        self.capturing: set[torch.Stream] = set()
-
-    def backend(self) -> AcceleratorBackend:
-        backend = backend_without_a_device()
-        backend._ask = lambda: self._current.stream in self.capturing
-        backend._capture, backend._capturing = 0, None
-        return backend
+def capturing_backend(current: Current) -> tuple[AcceleratorBackend, set[object]]:
+    """A backend, and the streams that capture, of which a device tells of the current one alone."""
+    backend, capturing = backend_without_a_device(), set[object]()
+    backend._ask = lambda: current.stream in capturing
+    backend._capture, backend._capturing = 0, None
+    return backend, capturing
 
 
 def test_a_thread_outside_does_not_number_a_capture_anew(current: Current) -> None:
-    graphs = Graphs(current)
-    backend, seen = graphs.backend(), []
-    outside = partial(in_thread, lambda: seen.append(backend.capture_id()))
-    graphs.capturing.add(current.stream)
+    backend, capturing = capturing_backend(current)
+    before = current.stream
+    capturing.add(before)
     assert backend.capture_id() == 1
-    outside()
-    assert backend.capture_id() == 1 and seen == [0]
+    assert at_once([backend.capture_id]) == [0]
+    assert backend.capture_id() == 1
     backend.joined()
     assert backend.capture_id() == 2
-    side, before = torch.Stream(device="cpu"), current.stream
-    current.stream = side  # not part of it yet
+    current.stream = side = torch.Stream(device="cpu")  # not part of it yet
     assert backend.capture_id() == 0
     assert current.stream is side
     current.stream = before
@@ -123,25 +101,18 @@ def test_a_thread_outside_does_not_number_a_capture_anew(current: Current) -> No
 @pytest.mark.parametrize("is_asked_by_another", [False, True])
 def test_the_next_capture_has_another_number(current: Current, is_asked_by_another: bool) -> None:
     """Also on the same stream, if anybody asked in between."""
-    graphs = Graphs(current)
-    backend, before, own = graphs.backend(), current.stream, torch.Stream(device="cpu")
+    backend, capturing = capturing_backend(current)
+    before, own = current.stream, torch.Stream(device="cpu")
     for number in (1, 2):
         current.stream = own
-        graphs.capturing.add(own)
+        capturing.add(own)
         assert backend.capture_id() == number
-        graphs.capturing.clear()
+        capturing.clear()
         current.stream = before
         if is_asked_by_another:
-            in_thread(backend.capture_id)
+            at_once([backend.capture_id])
         else:
             assert backend.capture_id() == 0
-
-
-def in_thread(function: Callable[[], object]) -> None:
-    """Call it on a thread of its own."""
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
 
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import pytest
 
 from pp_offload.backends.cpu import CopyStream
 
-WAITS_S = 1.0
+WAITS_S = 0.3
 """So long the other thread may take to come in between; where it is kept out, all of it passes."""
 
 
