@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 from conftest import BEFORE_2_13, TWO_BACKENDS, make_backend
-from helpers.sessions import MostUnused
-from helpers.toy import assert_idle, batches, make_model, same_bits
+from helpers.sessions import MostUnused, assert_same, gradients
+from helpers.toy import assert_idle, batches, make_model
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -28,24 +27,24 @@ GROUP_BYTES = 3 * 5 * 8 * 4
 def moves(delay: int, ahead: int = 2) -> Iterator[tuple[str, int]]:
     """Forwards ``ahead`` of the inputs' gradients, and those ``delay`` ahead of the weights'."""
     for m in range(MICROBATCHES + ahead + delay):
-        if m < MICROBATCHES:
-            yield "F", m
-        if 0 <= m - ahead < MICROBATCHES:
-            yield "I", m - ahead
-        if 0 <= m - ahead - delay < MICROBATCHES:
-            yield "W", m - ahead - delay
+        for kind, number in (("F", m), ("I", m - ahead), ("W", m - ahead - delay)):
+            if 0 <= number < MICROBATCHES:
+                yield kind, number
 
 
-def tell(manager: PipelineOffloadManager, delay: int) -> None:
-    """What ``attach`` would tell."""
-    keys: list[Any] = []
-    for kind, m in moves(delay):
-        key = ChunkKey(0, m)
-        keys += {"F": [], "I": [key], "W": [WeightPassKey(key)]}[kind]
-    manager.step.queue.set_order(keys, is_scheduled=True)
-    chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
-    is_keeping = manager.config.split_backward == "keep"
-    manager.offloader.follow_parts(SplitBackward(chunks, is_keeping=is_keeping))
+@contextmanager
+def session(kind: str, delay: int, **options: Any) -> Iterator[PipelineOffloadManager]:
+    """A manager that is told what ``attach`` would tell."""
+    config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1, **options)
+    with use_backend(make_backend(kind), config=config) as manager:
+        keys: list[Any] = []
+        for part, m in moves(delay):
+            key = ChunkKey(0, m)
+            keys += {"F": [], "I": [key], "W": [WeightPassKey(key)]}[part]
+        manager.step.queue.set_order(keys, is_scheduled=True)
+        is_keeping = config.split_backward == "keep"
+        manager.offloader.follow_parts(SplitBackward(frozenset(keys), is_keeping=is_keeping))
+        yield manager
 
 
 def run_step(
@@ -56,6 +55,10 @@ def run_step(
     outputs: dict[int, Tensor] = {}
     groups: dict[int, Any] = {}
     results = []
+
+    def part(m: int, which: BackwardPass) -> Any:
+        return manager.backward_pass(ChunkKey(0, m), which) if manager else nullcontext()
+
     if manager is not None:
         manager.reset()
     for kind, m in moves(delay):
@@ -65,94 +68,63 @@ def run_step(
             leaves[m] = inputs[m].clone().requires_grad_()
             outputs[m] = model(leaves[m]).square().mean()
         elif kind == "I":
-            with part(manager, m, BackwardPass.INPUT):
-                gradients, groups[m] = stage_backward_input(
+            with part(m, BackwardPass.INPUT):
+                of_inputs, groups[m] = stage_backward_input(
                     [outputs.pop(m)], None, [leaves.pop(m)], model.parameters()
                 )
-            results += [g for g in gradients if g is not None]
+            results += [gradient for gradient in of_inputs if gradient is not None]
         else:
-            with part(manager, m, BackwardPass.WEIGHT):
+            with part(m, BackwardPass.WEIGHT):
                 stage_backward_weight(model.parameters(), groups.pop(m))
-    results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return results
+    return results + gradients(*model.parameters())
 
 
-def part(manager: PipelineOffloadManager | None, m: int, which: BackwardPass) -> Any:
-    return nullcontext() if manager is None else manager.backward_pass(ChunkKey(0, m), which)
-
-
-def both(device: torch.device) -> tuple[nn.Module, nn.Module]:
-    return make_model(device=str(device)), make_model(groups=(), device=str(device))
-
-
-def inputs_of(step: int, device: torch.device) -> list[Tensor]:
-    return [x.to(device) for x in batches(MICROBATCHES, step=step)]
+def assert_right(
+    manager: PipelineOffloadManager, on: nn.Module, off: nn.Module, step: int, delay: int
+) -> None:
+    """A step has the bits that it has without offload, and leaves nothing."""
+    inputs = [x.to(manager.backend.device) for x in batches(MICROBATCHES, step=step)]
+    expected = run_step(off, inputs, delay, None)
+    assert_same(run_step(on, inputs, delay, manager), expected, f"step {step}")
+    assert_idle(manager)
 
 
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
 @pytest.mark.parametrize("policy", ["reload", "keep"])
 @pytest.mark.parametrize("delay", [0, 3])
 def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None:
-    window = 4 * GROUP_BYTES
-    config = OffloadConfig(
-        device_limit_bytes=None,
-        min_offloaded_tensor_size=1,
-        prefetch_bytes=window,
-        max_in_flight_bytes=0,  # or nothing has left when it is needed
-        split_backward=policy,
-    )
-    with use_backend(make_backend(kind), config=config) as manager:
-        on, off = both(manager.backend.device)
-        peak = MostUnused(manager.offloader)
-        tell(manager, delay)
-        seen = [manager.statistics()]
+    bounds = {"prefetch_bytes": 4 * GROUP_BYTES, "max_in_flight_bytes": 0}  # or nothing has left
+    with session(kind, delay, split_backward=policy, **bounds) as manager:
+        device = str(manager.backend.device)
+        on, off = make_model(device=device), make_model(groups=(), device=device)
+        peak, steps = MostUnused(manager.offloader), []
         for step in range(4):
-            peak.nbytes = 0
-            inputs = inputs_of(step, manager.backend.device)
-            expected = run_step(off, inputs, delay, None)
-            assert same_bits(run_step(on, inputs, delay, manager), expected), step
-            assert_idle(manager)
-            seen.append(manager.statistics())
-    on_demand = [
-        after.on_demand_reloads - before.on_demand_reloads for before, after in pairs(seen)
-    ]
+            before, peak.nbytes = manager.statistics(), 0
+            assert_right(manager, on, off, step, delay)
+            steps.append(manager.statistics().since(before))
+    on_demand = [step.on_demand_reloads for step in steps]
     assert on_demand[0] > 0, "of the first microbatch nothing is known"
     assert on_demand[2:] == [0, 0]
-    assert 0 < peak.nbytes <= window
-    reloaded = [after.bytes_reloaded - before.bytes_reloaded for before, after in pairs(seen)]
-    offloaded = [after.bytes_offloaded - before.bytes_offloaded for before, after in pairs(seen)]
-    if policy == "keep":
-        assert reloaded[2] <= offloaded[2]
-    else:
-        assert reloaded[2] > offloaded[2]
-
-
-def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(seen, seen[1:], strict=False)
+    assert 0 < peak.nbytes <= 4 * GROUP_BYTES
+    is_kept = steps[2].bytes_reloaded <= steps[2].bytes_offloaded
+    assert is_kept is (policy == "keep")
 
 
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
 @pytest.mark.parametrize("policy", ["reload", "keep"])
 def test_what_was_foreseen_wrongly_is_still_right(kind: str, policy: str) -> None:
     """Other layers and groups in every step, and a step that breaks off in a part."""
-    config = OffloadConfig(
-        device_limit_bytes=None, min_offloaded_tensor_size=1, split_backward=policy
-    )
-    with use_backend(make_backend(kind), config=config) as manager:
+    with session(kind, delay=2, split_backward=policy) as manager:
         device = manager.backend.device
-        tell(manager, 2)
         programs = [(2, ("mix", "mlp")), (3, ("mlp",)), (1, ("mix",)), (3, ("mix", "mlp"))]
         for step, (layers, groups) in enumerate(programs):
             on = make_model(layers, groups=groups, device=str(device))
             off = make_model(layers, groups=(), device=str(device))
-            inputs = inputs_of(step, device)
-            expected = run_step(off, inputs, 2, None)
-            assert same_bits(run_step(on, inputs, 2, manager), expected), step
-            assert_idle(manager)
+            assert_right(manager, on, off, step, delay=2)
             assert not manager.offloader.split._shared, "it is for the second part alone"
             if BEFORE_2_13:  # it keeps the graph of a backward in two parts that raises
                 continue
+            inputs = [x.to(device) for x in batches(MICROBATCHES, step=step)]
             with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
                 run_step(FailingOnce(on), inputs, 2, manager)
             assert manager.offloader.split._running is None, "it would hold what the part holds"
