@@ -8,10 +8,11 @@ import weakref
 import pytest
 import torch
 from conftest import make_backend, on_two_backends
-from helpers.toy import batches, make_model, run_step, same_bits
+from helpers.nets import Net, inputs, train
+from helpers.sessions import assert_same, begin_microbatch, begin_step, group, session
+from helpers.toy import batches, make_model
 from torch import Tensor, nn
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend, cpu
@@ -23,22 +24,16 @@ def test_what_a_dropped_graph_saved_may_change_and_is_not_moved(
 ) -> None:
     device = manager.backend.device
     weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8).to(device))
-
-    def loss(h: Tensor) -> Tensor:
-        with off_interface(True, h, "g"):
-            (h * h).sum().item()  # a graph nobody keeps
-            h = h.mul_(2)
-            y = h @ weight
-        return off_interface.group_commit(y, name="g").sum()
-
-    manager.init_model_chunk_offload_handler(None, None, 1)
     x = torch.linspace(0, 1, 40).view(5, 8).to(device).requires_grad_()
-    got = torch.autograd.grad(loss(x * 1), [x, weight])
+
+    def compute(h: Tensor) -> Tensor:
+        (h * h).sum().item()  # a graph nobody keeps
+        return h.mul_(2) @ weight
+
+    begin_step()
+    got = torch.autograd.grad(group(x * 1, compute).sum(), [x, weight])
     assert manager.statistics().bytes_offloaded == 160, "h alone, for the weight's gradient"
-    manager.disable_offload()
-    manager.reset()
-    manager.init_model_chunk_offload_handler(None, None, 1)
-    assert same_bits(got, torch.autograd.grad(loss(x * 1), [x, weight]))
+    assert_same(got, torch.autograd.grad(compute(x * 1).sum(), [x, weight]))
 
 
 @pytest.mark.parametrize("how", ["reset_instance", "use_backend"])
@@ -48,12 +43,12 @@ def test_a_manager_that_goes_gives_its_idle_memory_back(how: str) -> None:
     config = OffloadConfig(min_offloaded_tensor_size=1)
     if how == "use_backend":
         with use_backend(CpuBackend(), config=config) as manager:
-            run_step(make_model(), batches(2))
+            train(Net(), inputs(2), True)
             assert reserved_bytes() > before
     else:
         manager = PipelineOffloadManager(config=config, backend=CpuBackend())
         PipelineOffloadManager.OFFLOAD_MGR = manager
-        run_step(make_model(), batches(2))
+        train(Net(), inputs(2), True)
         assert reserved_bytes() > before
         PipelineOffloadManager.reset_instance()
     assert reserved_bytes() == before
@@ -66,23 +61,17 @@ def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
     def fail(*args: object) -> None:
         raise RuntimeError("no such memory")
 
-    config = OffloadConfig(min_offloaded_tensor_size=1)
     x = torch.linspace(-1, 1, 40).requires_grad_()
-    (expected,) = torch.autograd.grad((x * 1).sin().sum(), x)
-    with use_backend(CpuBackend(inline_bytes=0), config=config) as manager:
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        h = x * 1
+    with session("threads") as manager:
+        begin_step()
         with monkeypatch.context() as patch:
             patch.setattr(cpu, "foreach_copy_", fail)
-            with off_interface(True, h, "g"):
-                y = h.sin()
-            loss = off_interface.group_commit(y, name="g").sum()
-            del h, y
+            loss = group(x * 1, torch.sin).sum()
             with pytest.raises(RuntimeError, match="no such memory"):
                 manager.backend.synchronize()
         manager.statistics()
-        (got,) = torch.autograd.grad(loss, x)
-        assert same_bits([got], [expected]), "the source is still there"
+        got = torch.autograd.grad(loss, x)
+        assert_same(got, torch.autograd.grad((x * 1).sin().sum(), x))  # the source is still there
 
 
 @pytest.mark.parametrize("kind", ["late", "random"])
@@ -111,7 +100,7 @@ def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
     model = make_model(device=manager.backend.device.type)
     losses, groups = [], []
     for x in batches(3):
-        manager.init_model_chunk_offload_handler(None, None, 1)
+        begin_microbatch()
         losses.append(model(x.to(manager.backend.device)).sum())
         chunk = manager.cur_forward_chunk()
         assert chunk is not None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from conftest import BEFORE_2_13, on_two_backends
+from helpers.sessions import begin_microbatch, begin_step, drawn, group
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, checkpoint, use_backend
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend
@@ -31,11 +30,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def in_groups(x: Tensor) -> Tensor:
-    for name in ("a", "b"):
-        with off_interface(True, x, name) as x:
-            y = compute(x)
-        x = off_interface.group_commit(y, name=name)
-    return x
+    return group(group(x, compute, name="a"), compute, name="b")  # type: ignore[no-any-return]
 
 
 def in_context(x: Tensor) -> Tensor:
@@ -47,34 +42,28 @@ CONTEXTS: list[OffloadActivations] = []
 
 
 def checkpointed(x: Tensor) -> Tensor:
-    for _ in range(2):
-        x = checkpoint(compute, x, offload_inputs=True)
-    return x
+    return checkpoint(compute, checkpoint(compute, x, offload_inputs=True), offload_inputs=True)
 
 
-PRODUCTS = {
-    "groups": in_groups,
-    "context": in_context,
-    "checkpoint": checkpointed,
-}
+products = pytest.mark.parametrize("run", [in_groups, in_context, checkpointed])
 
 
 @pytest.fixture
-def manager(backend: Backend) -> Any:
+def manager(backend: Backend) -> Iterator[Manager]:
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(backend, config=config) as manager:
-        off_interface.init_chunk_handler(None, None, 1)
-        context = OffloadActivations(
-            min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
-        )
-        CONTEXTS[:] = [context]
+        begin_microbatch()
+        CONTEXTS[:] = [
+            OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
+            )
+        ]
         yield manager
         CONTEXTS.clear()
 
 
 def inputs(backend: Backend, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(WIDTH, WIDTH, generator=generator).to(backend.device)
+    return drawn(WIDTH, WIDTH, seed=seed).to(backend.device)
 
 
 def gradient(run: Function, x: Tensor) -> Tensor:
@@ -85,9 +74,6 @@ def gradient(run: Function, x: Tensor) -> Tensor:
 def jacfwd(run: Function, x: Tensor) -> Tensor:
     x = x[:4, :4].detach().contiguous().requires_grad_()
     return torch.func.jacfwd(run)(x)
-
-
-products = pytest.mark.parametrize("run", PRODUCTS.values(), ids=PRODUCTS)
 
 
 @on_two_backends
@@ -128,10 +114,9 @@ def test_a_transformed_step_is_right(manager: Manager, backend: Backend, run: Fu
 
 def assert_a_step_goes_on(manager: Manager, backend: Backend, run: Function) -> None:
     """What follows is offloaded as ever."""
-    off_interface.reset()
-    off_interface.init_chunk_handler(None, None, 1)
+    begin_step()
     x = inputs(backend, 2)
     assert torch.equal(gradient(run, x), gradient(plain, x))
-    off_interface.reset()
+    manager.reset()
     assert manager.statistics().live_tensors == 0
     assert CONTEXTS[0].stash.statistics().live_tensors == 0
