@@ -7,14 +7,16 @@ what is called once a microbatch after gpt_model.py, and once a step after sched
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from helpers.sessions import gradients
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pp_offload import PipelineOffloadManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 
 WIDTH = 16
@@ -109,11 +111,15 @@ class Model(nn.Module):
         self.is_on = is_on
         self.is_replaying = False
         self.has_marked = False
-        self.options: dict[str, Any] = {"pp_rank": 0, "vp_size": None, "vp_stage": None}
-        self.options["min_offloaded_tensor_size"] = 1
-        self.options["delta_offload_bytes_across_pp_ranks"] = 0
-        self.options["activation_offload_fraction"] = 1.0
-        self.options["max_inflight_offloads"] = None
+        self.options: dict[str, Any] = {
+            "pp_rank": 0,
+            "vp_size": None,
+            "vp_stage": None,
+            "min_offloaded_tensor_size": 1,
+            "delta_offload_bytes_across_pp_ranks": 0,
+            "activation_offload_fraction": 1.0,
+            "max_inflight_offloads": None,
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_on:
@@ -133,6 +139,14 @@ class Model(nn.Module):
             layer.may_delay = True
 
 
+def models(manager: PipelineOffloadManager, **options: Any) -> tuple[Model, Model]:
+    """With offload and without."""
+    device = manager.backend.device
+    on, off = Model(device), Model(device, is_on=False)
+    on.options.update(options)
+    return on, off
+
+
 def batches(device: torch.device, num: int = 4, seed: int = 0) -> list[Tensor]:
     """Inputs of a step."""
     generator = torch.Generator().manual_seed(seed)
@@ -141,38 +155,46 @@ def batches(device: torch.device, num: int = 4, seed: int = 0) -> list[Tensor]:
 
 def step(model: Model, inputs: Sequence[Tensor], num_ahead: int = 2) -> list[Tensor]:
     """1F1B with this many forwards ahead: losses, and gradients of inputs and parameters."""
-    waiting: list[tuple[Tensor, Tensor]] = []
-    tensors: list[Tensor] = []
+    waiting: list[Tensor] = []
+    losses: list[Tensor] = []
+    leaves = [x.clone().requires_grad_() for x in inputs]
 
-    def backward() -> Iterator[Tensor]:
-        loss, leaf = waiting.pop(0)
-        loss.backward()
-        assert leaf.grad is not None
-        yield from (loss.detach(), leaf.grad)
+    def backward() -> None:
+        losses.append(waiting.pop(0))
+        losses[-1].backward()
 
-    for x in inputs:
-        leaf = x.clone().requires_grad_()
-        waiting.append((model(leaf * 1).square().mean(), leaf))
+    for leaf in leaves:
+        waiting.append(model(leaf * 1).square().mean())
         if len(waiting) > num_ahead:
-            tensors += backward()
+            backward()
     while waiting:
-        tensors += backward()
-    tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
+        backward()
     if model.is_on:
         off_interface.reset(process_group=None)
-    return tensors
+    return [*(loss.detach() for loss in losses), *gradients(*leaves, *model.parameters())]
 
 
-def assert_steps_equal(on: Model, off: Model, device: torch.device, **options: Any) -> None:
+def assert_steps_equal(on: Model, off: Model, device: torch.device) -> None:
     """Three steps of each."""
     for seed in range(3):
         inputs = batches(device, seed=seed)
-        assert same_bits(step(on, inputs, **options), step(off, inputs, **options)), seed
+        assert same_bits(step(on, inputs), step(off, inputs)), seed
+
+
+def begin(most: int | None = None) -> None:
+    """A microbatch, with at most so many offloads in flight."""
+    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
+
+
+def in_group(
+    x: Tensor, compute: Callable[[Tensor], Tensor], name: str = "act", **offload: Any
+) -> Tensor:
+    """``compute(x)`` as a group that is closed at once."""
+    group = off_interface(True, x, name)
+    with group as inside:
+        y = compute(inside)
+    return group.group_offload(y, **offload)
 
 
 def exp_in_a_group(x: Tensor, name: str) -> Tensor:
-    group = off_interface(True, x, name)
-    with group as x:
-        y = (x / 2).exp()
-    return group.group_offload(y)
+    return in_group(x, lambda h: (h / 2).exp(), name)

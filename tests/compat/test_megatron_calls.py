@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
+from helpers.captures import manager_of
 from helpers.toy import assert_idle, same_bits
-from main_layer import GROUPS, Model, assert_steps_equal, batches, exp_in_a_group, step
+from main_layer import (
+    GROUPS,
+    assert_steps_equal,
+    batches,
+    begin,
+    exp_in_a_group,
+    in_group,
+    models,
+    step,
+)
 from torch import Tensor
 
-from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
+from pp_offload import OffloadError, PipelineOffloadManager, RaceError
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.testing import SimulatedBackend
 from pp_offload.testing.copies import unwatched
-
-
-def models(manager: PipelineOffloadManager, **options: Any) -> tuple[Model, Model]:
-    device = manager.backend.device
-    on, off = Model(device), Model(device, is_on=False)
-    on.options.update(options)
-    return on, off
 
 
 @pytest.mark.parametrize("most", [None, 0, 1])
@@ -38,7 +39,7 @@ def test_steps(manager: PipelineOffloadManager, most: int | None) -> None:
 def test_replays_with_delayed_groups(manager: PipelineOffloadManager) -> None:
     on, off = models(manager)
     device = manager.backend.device
-    assert_steps_equal(on, off, device)
+    assert same_bits(step(on, batches(device)), step(off, batches(device)))
     on.delay()
     before = manager.statistics().bytes_offloaded
     assert_steps_equal(on, off, device)
@@ -46,35 +47,32 @@ def test_replays_with_delayed_groups(manager: PipelineOffloadManager) -> None:
     assert_idle(manager)
 
 
-def moved_at_each_end(manager: PipelineOffloadManager, *, in_replay: bool) -> list[bool]:
-    """Whether bytes have left after the commit, and after the flush."""
-    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+@pytest.mark.parametrize("in_replay", [False, True])
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_commits_are_delayed_in_a_replay(
+    manager: PipelineOffloadManager, in_replay: bool, is_given_up: bool
+) -> None:
+    """Else bytes leave with the commit. A replay ends where its step is given up."""
+    begin()
     x = torch.ones(9).to(manager.backend.device).requires_grad_()
     if in_replay:
         off_interface.enter_replay()
-    group = off_interface(True, x, "moe_act")
-    with group as y:
-        y = (y * 2).exp()
-    y = group.group_offload(y, delay_offload=True)
+    if is_given_up:
+        manager.abort()
+        begin()
+    y = in_group(x, lambda y: (y * 2).exp(), delay_offload=True)
+    assert (manager.statistics().bytes_offloaded > 0) is (is_given_up or not in_replay)
     off_interface.exit_replay()
-    moved = [manager.statistics().bytes_offloaded > 0]
     off_interface.flush_delayed_groups()
-    moved.append(manager.statistics().bytes_offloaded > 0)
+    assert manager.statistics().bytes_offloaded > 0
     y.sum().backward()
-    return moved
-
-
-@pytest.mark.parametrize("in_replay", [False, True])
-def test_commits_are_delayed_in_a_replay(manager: PipelineOffloadManager, in_replay: bool) -> None:
-    assert moved_at_each_end(manager, in_replay=in_replay) == [not in_replay, True]
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 3), (0, 0), (1, 1), (2, 2)])
 def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: int) -> None:
     """Of each name: what has another one is not waited for."""
-    config = OffloadConfig(min_offloaded_tensor_size=1, rematerialize="none")
-    with use_backend(SimulatedBackend("late"), config=config) as manager:
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
+    with manager_of("late", rematerialize="none") as (manager, _):
+        begin(most)
         queue = manager.offloader.engine.mover.in_flight.queue
         y = torch.ones(9, requires_grad=True) * 1
         for name in ("a", "a", "a"):
@@ -88,19 +86,16 @@ def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: in
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 @pytest.mark.parametrize("delta", [0, 1000])
 def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, delta: int) -> None:
-    device = torch.device("cpu")
     plans = []
     for is_given in (True, False):
         options = {
             "delta_offload_bytes_across_pp_ranks": delta,
             "activation_offload_fraction": fraction,
         }
-        config = OffloadConfig(min_offloaded_tensor_size=1, **({} if is_given else options))
-        with use_backend(SimulatedBackend("late"), config=config) as manager:
-            model = Model(device)
-            model.options.update(options if is_given else {}, pp_rank=2)
+        with manager_of("late", **({} if is_given else options)) as (manager, device):
+            model, _ = models(manager, pp_rank=2, **(options if is_given else {}))
             for seed in range(2):
-                step(model, batches(device, seed=seed))
+                step(model, batches(device.device, seed=seed))
             plans.append((manager.offloader.plan.kept, manager.statistics().bytes_offloaded))
     assert plans[0] == plans[1]
     assert plans[0][0]
@@ -114,47 +109,36 @@ class Discarded:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-        with torch.no_grad():
-            made = self.compute()
-        self.output = made.requires_grad_()
+        self.output = self.compute().requires_grad_()
 
     def compute(self) -> Tensor:
-        return torch.sin(self.x.detach() * 2)
+        return torch.sin(self.x * 2)
 
     def discard_until_gradient_of(self, later: Tensor) -> None:
-        self.output.untyped_storage().resize_(0)
-        later.register_hook(lambda _: self._restore())
+        storage = self.output.untyped_storage()
+        storage.resize_(0)
 
-    def _restore(self) -> None:
-        with torch.no_grad():
+        def restore(_: Tensor) -> None:
             again = self.compute().untyped_storage()
-            self.output.untyped_storage().resize_(again.nbytes())
-            self.output.untyped_storage().copy_(again)
+            storage.resize_(again.nbytes())
+            storage.copy_(again)
 
-
-def gradients_with_a_discarded_input(device: torch.device, is_on: bool, most: int | None) -> Any:
-    leaf = torch.linspace(-1, 1, 600, requires_grad=True)
-    x = leaf.detach().to(device)
-    if is_on:
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
-    norm = Discarded(x)
-    group = off_interface(is_on, norm.output, "qkv_linear")
-    with group as saved:
-        y = saved * saved
-    out = group.group_offload(y) * 1
-    if is_on:
-        norm.discard_until_gradient_of(out)
-    others = [torch.full_like(x, 7.0) for _ in range(4)]  # into the memory that is free now
-    out.sum().backward()
-    del others
-    return [norm.output.grad]
+        later.register_hook(restore)
 
 
 def test_what_is_discarded_after_its_copy_is_right(manager: PipelineOffloadManager) -> None:
-    device = manager.backend.device
-    got = gradients_with_a_discarded_input(device, True, 0)
+    x = torch.linspace(-1, 1, 600).to(manager.backend.device)
+    begin(0)
+    norm = Discarded(x)
+    out = in_group(norm.output, lambda saved: saved * saved) * 1
+    norm.discard_until_gradient_of(out)
+    others = [torch.full_like(x, 7.0) for _ in range(4)]  # into the memory that is free now
+    out.sum().backward()
+    del others
     assert manager.statistics().bytes_offloaded > 0
-    assert same_bits(got, gradients_with_a_discarded_input(device, False, 0))
+    leaf = Discarded(x).output
+    (leaf * leaf).sum().backward()
+    assert same_bits([norm.output.grad], [leaf.grad])
 
 
 @pytest.mark.parametrize("is_filled_again", [False, True])
@@ -163,14 +147,10 @@ def test_what_is_discarded_before_its_copy_is_an_error(
     is_filled_again: bool, is_seen_early: bool
 ) -> None:
     """Also where it is back before anybody looks: the copy may have read what others had there."""
-    simulated = SimulatedBackend("late")
-    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+    with manager_of("late") as (manager, _):
+        begin()
         x = torch.ones(9, requires_grad=True) * 1
-        group = off_interface(True, x, "qkv_linear")
-        with group as x:
-            y = x * x
-        y = group.group_offload(y)
+        y = in_group(x, lambda x: x * x, "qkv_linear")
         storage, nbytes, address = x.untyped_storage(), x.nbytes, x.data_ptr()
         storage.resize_(0)
         others = [torch.full((9,), 7.0) for _ in range(20)]

@@ -9,26 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.scenarios import manager_on
 from helpers.toy import same_bits
 from helpers.wrapped import KeepsSaved, Pair
-from main_layer import Model, batches, step
+from main_layer import batches, begin, in_group, models, step
 from torch import Tensor
 
-from pp_offload import CpuBackend, OffloadConfig, use_backend
+from pp_offload import CpuBackend
 from pp_offload import PipelineOffloadManager as IntroducedManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.compat.megatron import (
-    PipelineOffloadManager,
-    print_offload_summary_table,
-)
+from pp_offload.compat.megatron import PipelineOffloadManager, print_offload_summary_table
 
 
 @pytest.fixture
 def face() -> Iterator[PipelineOffloadManager]:
     """The manager as main sees it, with a chunk begun, for tensors of any size."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config):
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+    with manager_on(CpuBackend()):
+        begin()
         yield PipelineOffloadManager.get_instance()
 
 
@@ -54,13 +51,9 @@ class Squares(torch.autograd.Function):
 
 @pytest.mark.parametrize("flag", [None, "_TE_do_not_offload", "_do_not_offload", "_unknown"])
 def test_what_is_flagged_stays(manager: Any, flag: str | None) -> None:
-    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+    begin()
     x = torch.linspace(0, 1, 9).view(3, 3).to(manager.backend.device).requires_grad_()
-    group = off_interface(True, x, "act")
-    with group as y:
-        y = Squares.apply(y, flag)
-    y = group.group_offload(y)
-    y.backward()
+    in_group(x, lambda y: Squares.apply(y, flag)).backward()
     assert x.grad is not None
     assert same_bits([x.grad], [(x * x).detach()])
     leaves = flag in (None, "_unknown")
@@ -82,10 +75,7 @@ def test_what_is_flagged_may_be_made_of_tensors(
     if flagged:
         (pair if flagged == "whole" else pair.second)._do_not_offload = True
     x = torch.ones(3, requires_grad=True)
-    group = off_interface(True, x, "act")
-    with group as y:
-        y = KeepsSaved.apply(y, pair)
-    group.group_offload(y).sum().backward()
+    in_group(x, lambda y: KeepsSaved.apply(y, pair)).sum().backward()
     assert KeepsSaved.seen.pop().first.sum() == 9
     assert (face.statistics().bytes_offloaded == 0) is is_flagged
 
@@ -93,10 +83,7 @@ def test_what_is_flagged_may_be_made_of_tensors(
 def test_what_is_flagged_is_not_released(face: PipelineOffloadManager) -> None:
     x = torch.ones(9, requires_grad=True) * 1
     x._do_not_offload = True  # type: ignore[attr-defined]
-    group = off_interface(True, x, "act")
-    with group as inside:
-        y = (inside * 2).exp()
-    group.group_offload(y, forced_released_tensors=[x])
+    in_group(x, lambda inside: (inside * 2).exp(), forced_released_tensors=[x])
     face.statistics()
     assert x.untyped_storage().nbytes() == 36
 
@@ -139,37 +126,21 @@ def test_a_hook_that_waits_keeps_no_tensor_alive(face: PipelineOffloadManager) -
     assert [[tensor is held for tensor in tensors] for tensors in called] == [[True], [True]]
 
 
-def test_a_replay_ends_where_the_step_is_given_up(face: PipelineOffloadManager) -> None:
-    off_interface.enter_replay()
-    face.abort()
-    assert not face.graphs.is_in_replay
-    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
-    group = off_interface(True, torch.ones(9, requires_grad=True), "act")
-    with group as x:
-        y = x.exp()
-    y = group.group_offload(y, delay_offload=True)
-    assert face.statistics().bytes_offloaded > 0
-    y.sum().backward()
-
-
 # Steps and the table
 
 
 def test_a_reset_takes_part_in_no_collective(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, face: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("a collective")
 
     for name in ("all_gather_object", "all_reduce", "barrier", "gather_object"):
         monkeypatch.setattr(dist, name, refuse)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config):
-        step(Model(torch.device("cpu")), batches(torch.device("cpu")))
-        off_interface.reset(process_group=dist.group.WORLD)
-        manager = PipelineOffloadManager.get_instance()
-        manager.post_warmup_callback(process_group=dist.group.WORLD)
-        manager.reset()
+    step(models(face)[0], batches(face.backend.device))
+    off_interface.reset(process_group=dist.group.WORLD)
+    face.post_warmup_callback(process_group=dist.group.WORLD)
+    face.reset()
 
 
 def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
