@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
 import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import processes
 from helpers.injected import Injected, files, interrupt_at, num_lines
-from helpers.processes import HANG_S
+from helpers.processes import HANG_S, run_each
 
 from pp_offload._common import workers as module
 from pp_offload._common.workers import Workers
@@ -76,83 +73,65 @@ def test_a_shutdown_after_an_interrupted_one_waits_for_the_work() -> None:
         assert piece.done(), number
 
 
-def run_to_the_end(code: str, tmp_path: Path) -> str:
-    program = textwrap.dedent(code)
-    result = processes.run([sys.executable, "-c", program], tmp_path)
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
+PROLOGUE = """
+import atexit, os, sys, threading
+import torch
+late = int
+atexit.register(lambda: late())  # behind what the package registers: the last comes first
+from pp_offload._common.workers import Workers, inside_torch
+from pp_offload.errors import ClosedError
+torch.set_num_threads(1)
+"""
+
+INSIDE_TORCH = """
+source, target = torch.ones(2**16), torch.ones(2**16)
+
+def copy():
+    while True:
+        with inside_torch():
+            target.copy_(source)
+
+workers = Workers("copies", num_threads=4)
+pieces = [workers.submit(copy) for _ in range(4)]
+print("over")
+"""
+"""Each copy gives the interpreter's lock up, so one is always about to take it again."""
+
+LATE = """
+def late():
+    for ask in (pieces[0].result, lambda: workers.submit(print)):
+        try:
+            ask()
+        except ClosedError as error:
+            print("the process ends" in str(error))
+
+workers = Workers("stuck")
+pieces = [workers.submit(threading.Event().wait)]
+"""
+
+FORKED = """
+def stay():
+    with inside_torch():
+        is_inside.set()
+        gate.wait()
+
+is_inside, gate, workers = threading.Event(), threading.Event(), Workers("one")
+piece = workers.submit(stay)
+is_inside.wait()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+gate.set()
+piece.result()
+"""
 
 
-def test_no_thread_is_inside_torch_when_python_ends(tmp_path: Path) -> None:
-    """Each copy gives the interpreter's lock up, so one is always about to take it again."""
-    output = run_to_the_end(
-        """
-        import torch
-        from pp_offload._common.workers import Workers, inside_torch
-        torch.set_num_threads(1)
-        source, target = torch.ones(2**16), torch.ones(2**16)
-
-        def copy():
-            while True:
-                with inside_torch():
-                    target.copy_(source)
-
-        workers = Workers("copies", num_threads=4)
-        pieces = [workers.submit(copy) for _ in range(4)]
-        print("over")
-        """,
-        tmp_path,
-    )
-    assert output == "over\n"
-
-
-def test_who_asks_for_work_when_the_process_ends_hears_of_it(tmp_path: Path) -> None:
-    """By a function that runs after ours, for it was registered before."""
-    output = run_to_the_end(
-        """
-        import atexit
-        atexit.register(lambda: late())
-        import threading
-        from pp_offload._common.workers import Workers
-        from pp_offload.errors import ClosedError
-
-        def late():
-            for ask in (pieces[0].result, lambda: workers.submit(print)):
-                try:
-                    ask()
-                except ClosedError as error:
-                    print("the process ends" in str(error))
-
-        workers = Workers("stuck")
-        pieces = [workers.submit(threading.Event().wait)]
-        """,
-        tmp_path,
-    )
-    assert output == "True\nTrue\n"
-
-
-def test_a_forked_process_ends_though_a_thread_was_inside_torch(tmp_path: Path) -> None:
-    output = run_to_the_end(
-        """
-        import os, sys, threading
-        from pp_offload._common.workers import Workers, inside_torch
-
-        def stay():
-            with inside_torch():
-                is_inside.set()
-                gate.wait()
-
-        is_inside, gate, workers = threading.Event(), threading.Event(), Workers("one")
-        piece = workers.submit(stay)
-        is_inside.wait()
-        child = os.fork()
-        if child == 0:
-            sys.exit(7)
-        status = os.waitpid(child, 0)[1]
-        print(os.waitstatus_to_exitcode(status))
-        gate.set()
-        piece.result()
-        """,
-        tmp_path,
-    )
-    assert output == "7\n"
+def test_a_process_ends_whatever_its_threads_do(tmp_path: Path) -> None:
+    """They are inside torch when Python ends or forks, or are asked for work at the very end."""
+    programs = {"inside torch": INSIDE_TORCH, "late": LATE, "forked": FORKED}
+    assert run_each(programs, tmp_path, PROLOGUE) == {
+        "inside torch": ["over"],
+        "late": ["True", "True"],
+        "forked": ["7"],
+    }

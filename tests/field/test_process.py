@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import processes
+from helpers.processes import run_each
 from helpers.scenarios import begin, manager_on
 from helpers.sessions import gradients
 from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
@@ -16,25 +14,27 @@ from torch import Tensor
 
 from pp_offload.backends import CpuBackend
 
-PROLOGUE = """
-import os, sys, threading, traceback
+PROLOGUE = f"""
+import atexit, logging, os, sys, threading, traceback
 import torch
+import torch.distributed as dist
 torch.set_num_threads(1)
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from helpers.toy import batches, make_model, run_step, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import CpuBackend, ForkedError, OffloadConfig, PipelineOffloadManager
+from pp_offload import CpuBackend, ForkedError, OffloadConfig, OffloadError, PipelineOffloadManager
+from pp_offload import summary, summary_table
 from pp_offload.testing import SimulatedBackend
-
-directory, tier, kind = sys.argv[2:5]
+"""
+SETUP = """
+tier, kind = {tier!r}, {kind!r}
 config = OffloadConfig(
-    min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=directory if tier == "disk" else None,
-    max_in_flight_bytes=int(sys.argv[5]),
+    min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=folder if tier == "disk" else None,
+    max_in_flight_bytes=40_000,
 )
 backend = CpuBackend(inline_bytes=0) if kind == "cpu" else SimulatedBackend(kind)
 manager = PipelineOffloadManager(config=config, backend=backend)
 PipelineOffloadManager.OFFLOAD_MGR = manager
-disk = manager.offloader.engine.mover.tier.disk if tier == "disk" else None
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
 def is_right(step):
@@ -45,151 +45,123 @@ def is_right(step):
 def forward(step=0):
     off_interface.init_chunk_handler(None, None, 1)
     return model(batches(1, 32, step)[0]).sum()
-
-def graph():
-    off_interface.reset()
-    return forward()
-
-def in_child(work):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-gate = threading.Event()
 """
 
+TABLE = r"""
+logging.disable()  # of the warning before
+summary.WARN_S, summary.PATIENCE_S = 0.2, 0.5
 
-def printed_by(
-    code: str, tmp_path: Path, tier: str = "disk", kind: str = "cpu", in_flight: int = 40_000
-) -> list[str]:
-    """The lines that a program prints, which writes no error."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").mkdir()
-    program = textwrap.dedent(PROLOGUE) + textwrap.dedent(code)
-    arguments = [Path(__file__).parent.parent, tmp_path / "disk", tier, kind, in_flight]
-    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
-    result = processes.run(command, tmp_path / "out")
-    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
-    return result.stdout.splitlines()
+def asked():
+    try:
+        return summary_table()
+    except OffloadError as failure:
+        return str(failure)
 
+pid = os.fork()
+number = int(pid == 0)
+dist.init_process_group(
+    "gloo", init_method="file://" + folder + "/store", rank=number, world_size=2
+)
+store = dist.distributed_c10d._get_default_store()
+if number == 1:
+    store.wait(["given up"])
+# A line in one write: the two ranks share a file, and print may write word by word.
+sys.stdout.write(f"{number} {asked().split(';')[0]}\n")
+sys.stdout.flush()
+store.set("given up", "")
+summary.PATIENCE_S = 300
+sys.stdout.write(f"{number} {'mix' in asked()} {'total MiB' in asked()}\n")
+sys.stdout.flush()
+dist.destroy_process_group()
+if number == 1:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+"""The rank that asks alone raises, and so does one that asks later; then both have their table."""
 
-# F68: a table that not all ranks ask for
+FORK = """
+gate = threading.Event()
+manager.backend.d2h.submit(gate.wait)
+for _ in range(4):
+    manager.offloader.engine.mover.tier.disk._threads.submit(gate.wait)
+off_interface.reset()
+living = forward()
 
+def work():
+    global living, manager
+    print(is_right(0))
+    manager = None
+    try:
+        living.backward()
+    except ForkedError:
+        print("refused")
+    living = None
+    print(is_right(1), flush=True)
 
-@pytest.mark.field("F68")
-def test_ranks_that_do_not_ask_for_the_table_are_named(tmp_path: Path) -> None:
-    """The one that asks raises, and so does one that asks later; then both have their table."""
-    code = """
-        import torch.distributed as dist
-        import logging
-        import pp_offload.summary as summary
-        from pp_offload import OffloadError, summary_table
-        logging.disable()  # of the warning before
-        summary.WARN_S, summary.PATIENCE_S = 0.2, 0.5
-        def asked():
-            try:
-                return summary_table()
-            except OffloadError as failure:
-                return str(failure)
-        def rank(number):
-            dist.init_process_group(
-                "gloo", init_method="file://" + directory + "/store", rank=number, world_size=2
-            )
-            store = dist.distributed_c10d._get_default_store()
-            if number == 1:
-                store.wait(["given up"])
-            # A line in one write: the two ranks share a file, and print may write word by word.
-            sys.stdout.write(f"{number} {asked().split(';')[0]}\\n")
-            store.set("given up", "")
-            summary.PATIENCE_S = 300
-            sys.stdout.write(f"{number} {'mix' in asked()} {'total MiB' in asked()}\\n")
-            dist.destroy_process_group()
-        pid = os.fork()
-        rank(int(pid == 0))
-        sys.stdout.flush()
-        if pid == 0:
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        """
-    lines = [line for line in printed_by(code, tmp_path, "host") if line[:2] in ("0 ", "1 ")]
-    assert sorted(lines) == [
-        "0 False True",
-        "0 the table was asked for on rank 0, and ranks [1] did not ask for it within 0.5 s",
-        "1 False True",
-        "1 the table was asked for on rank 1, and another rank has given up waiting for this one",
-    ]
+pid = os.fork()
+if pid == 0:
+    try:
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+gate.set()
+living.backward()
+model.zero_grad()
+print(code, is_right(2))
+"""
+"""While copies and writes are under way: they never end in the forked process, whose threads begin
+anew.
+"""
 
+END = """
+print(is_right(0))
+graphs = [forward(step) for step in range(4)]
+cycle = [manager, graphs]
+cycle.append(cycle)
 
-# F58: forked processes
+def train():
+    threading.main_thread().join()  # the program is over, the process is not
+    print(is_right(0), is_right(1), manager.statistics().disk_bytes_written > 0)
+
+if kind == "cpu":
+    atexit.register(lambda: print(is_right(0), is_right(1)))
+    threading.Thread(target=train).start()
+"""
+"""Graphs alive, copies under way, a thread and an exit handler that still train."""
+
+PROGRAMS: dict[str, tuple[str, str, str, list[str]]] = {
+    "table": (
+        TABLE,
+        "host",
+        "cpu",
+        [
+            "0 False True",
+            "0 the table was asked for on rank 0, and ranks [1] did not ask for it within 0.5 s",
+            "1 False True",
+            "1 the table was asked for on rank 1, and another rank has given up waiting for this"
+            " one",
+        ],
+    ),
+    "fork": (FORK, "disk", "cpu", ["0 True", "True", "True", "refused"]),
+    "end": (END, "disk", "cpu", ["True", "True True", "True True True"]),
+    "simulated end": (END, "disk", "late", ["True"]),
+}
+"""Each with where bytes go, on what device, and the sorted lines that it prints."""
 
 
 @pytest.mark.field("F58")
-@pytest.mark.parametrize("tier", ["disk"])
-def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tier: str) -> None:
-    """They never end in the forked process, whose threads begin anew."""
-    lines = printed_by(
-        """
-        manager.backend.d2h.submit(gate.wait)
-        if disk is not None:
-            for _ in range(4):
-                disk._threads.submit(gate.wait)
-        living = graph()
-        def work():
-            global living, manager
-            print(is_right(0))
-            manager = None
-            try:
-                living.backward()
-            except ForkedError:
-                print("refused")
-            living = None
-            print(is_right(1))
-        code = in_child(work)
-        gate.set()
-        living.backward()
-        model.zero_grad()
-        print(code, is_right(2))
-        """,
-        *(tmp_path, tier),
-    )
-    assert lines == ["True", "refused", "True", "0 True"]
-
-
-# F59: the end of a process, and a loop without a reset
-
-
 @pytest.mark.field("F59")
-@pytest.mark.parametrize("kind", ["cpu", "late"])
-def test_a_process_ends_with_its_program(tmp_path: Path, kind: str) -> None:
-    """Graphs alive, copies under way, a thread and an exit handler that still train."""
-    lines = printed_by(
-        """
-        import atexit
-        print(is_right(0))
-        graphs = [forward(step) for step in range(4)]
-        cycle = [manager, graphs]
-        cycle.append(cycle)
-        def train():
-            threading.main_thread().join()  # the program is over, the process is not
-            print(is_right(0), is_right(1), manager.statistics().disk_bytes_written > 0)
-        if kind == "cpu":
-            atexit.register(lambda: print(is_right(0), is_right(1)))
-            threading.Thread(target=train).start()
-        """,
-        *(tmp_path, "disk", kind),
-    )
-    assert lines == ["True"] + ["True True True", "True True"] * (kind == "cpu")
+@pytest.mark.field("F68")
+def test_processes_that_fork_ask_and_end(tmp_path: Path) -> None:
+    programs = {
+        name: SETUP.format(tier=tier, kind=kind) + code
+        for name, (code, tier, kind, _) in PROGRAMS.items()
+    }
+    for name, lines in run_each(programs, tmp_path, PROLOGUE).items():
+        lines = [line for line in lines if not line.startswith("[")]  # of gloo
+        assert sorted(lines) == PROGRAMS[name][3], name
 
 
 def num_objects() -> int:

@@ -7,9 +7,12 @@ it is asked for the stacks of its threads before it is ended.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -92,6 +95,44 @@ def run(
     return subprocess.CompletedProcess(
         command, process.returncode, out.read_text(), err.read_text()
     )
+
+
+FORKS = """
+import json, os, sys
+folder, programs = sys.argv[1], json.loads(sys.argv[2])
+{prologue}
+for name, program in programs.items():
+    child = os.fork()
+    if child == 0:
+        for number in (1, 2):
+            os.dup2(os.open(f"{{folder}}/{{name}}.{{number}}", os.O_CREAT | os.O_WRONLY), number)
+        break
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+exec(program)
+"""
+
+
+def run_each(programs: Mapping[str, str], folder: Path, prologue: str) -> dict[str, list[str]]:
+    """Run programs to their end, each in a process of its own: the lines that each has printed.
+
+    Args:
+        programs: Code by name. None writes an error, and all end with status 0.
+        folder: An empty one, for what they write.
+        prologue: Code that runs once, before they are forked: so imports are made once.
+    """
+    codes = {name: textwrap.dedent(code) for name, code in programs.items()}
+    code = FORKS.format(prologue=textwrap.dedent(prologue))
+    done = run([sys.executable, "-W", "ignore", "-c", code, str(folder), json.dumps(codes)], folder)
+    assert done.returncode == 0, done.stderr
+    ended = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    printed = {}
+    for name in programs:
+        output, errors = ((folder / f"{name}.{number}").read_text() for number in (1, 2))
+        assert (ended[name], errors) == ("0", ""), f"{name}:\n{output}{errors}"
+        printed[name] = output.splitlines()
+    return printed
 
 
 def _failed(process: subprocess.Popen) -> bool:
