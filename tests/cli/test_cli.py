@@ -1,4 +1,4 @@
-"""The command line as a new user types it: help, versions, and what is refused before torch."""
+"""The command line as a new user types it: help, versions, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cli import check_refused, good
+from helpers.cli import check_refused, good, run
 
 from pp_offload import OffloadConfig, __version__
 from pp_offload.cli.arguments import ARGUMENTS, COMMANDS
 from pp_offload.simulate import DEVICES
 from pp_offload.simulate.schedules import SCHEDULES
-
-ROOT = Path(__file__).parents[2]
 
 WITHOUT_TORCH = """
 import sys
@@ -24,15 +22,6 @@ sys.modules["torch"] = sys.modules["numpy"] = None
 from pp_offload.cli import main
 main(sys.argv[1:])
 """
-
-
-def run_python(*arguments: str) -> str:
-    """What a new process prints, which has exit code 0 and no error."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def test_versions_are_those_of_a_bug_report() -> None:
@@ -43,24 +32,29 @@ def test_versions_are_those_of_a_bug_report() -> None:
 @pytest.mark.parametrize("typed", ["--help", "--version", "plan -h"])
 def test_help_and_version_take_no_torch(typed: str) -> None:
     """Its import takes seconds."""
-    assert run_python("-c", WITHOUT_TORCH, *typed.split())
+    command = [sys.executable, "-c", WITHOUT_TORCH, *typed.split()]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_names_its_options(name: str) -> None:
-    output = " ".join(good(name, "--help").split())
-    assert output.startswith(f"usage: pp-offload {name} [OPTIONS]")
-    assert all(text.split()[0] in output for text in COMMANDS[name].arguments if text[0] == "-")
-
-
-def test_help_names_all_devices_and_schedules() -> None:
-    output = " ".join(good("simulate", "-h").split())
-    assert f"{', '.join(DEVICES)}, or a file" in output
-    assert f"{', '.join(SCHEDULES)}, or a CSV" in output
+def test_help_of_each_command_names_its_options() -> None:
+    for name, command in COMMANDS.items():
+        output = " ".join(good(name, "--help").split())
+        assert output.startswith(f"usage: pp-offload {name} [OPTIONS]")
+        assert all(text.split()[0] in output for text in command.arguments if text[0] == "-")
+        if name == "simulate":
+            assert f"{', '.join(DEVICES)}, or a file" in output
+            assert f"{', '.join(SCHEDULES)}, or a CSV" in output
     assert ARGUMENTS["--min-numel"]["default"] == OffloadConfig().min_offloaded_tensor_size
 
 
+MODELS = "helpers.cli_models"
+SIMULATE = f"simulate {MODELS}:good --ranks 2"
+PLAN = f"plan {MODELS}:good --ranks 2"
+DEEP = f"plan {MODELS}:deep --ranks 2 --microbatches 4 --min-numel 1 --length 1024 --gib 0.01"
 WRONG = {
+    # Before torch is imported
     "simulat": "invalid choice: 'simulat' (choose from ",
     "plan x:y": "the following arguments are required: --limit",
     "plan x:y --limi 1": "the following arguments are required: --limit",
@@ -72,9 +66,60 @@ WRONG = {
     "plan x:y --limit 1GiB --host-gib inf": "found inf, expected a finite number of at least 0",
     "simulate x:y --network-gb 0": "found 0, expected a finite number of at least 0.001",
     "sweep x:y --limits 1": "found 1, expected an integer of at least 2",
+    # Models
+    "simulate": "found neither of module:function and --hf, expected one of the two",
+    f"simulate {MODELS}:good --hf x": "found both of module:function and --hf",
+    "simulate cli_models": "Invalid value for MODEL: found 'cli_models', expected module:function",
+    "simulate no_file:stages": "no module 'no_file' here or installed",
+    f"simulate {MODELS}:nothing": "nothing of helpers.cli_models is not there, expected a",
+    f"simulate {MODELS}:without_length": "unexpected keyword argument 'length'",
+    f"simulate {MODELS}:a_list": "returned a list, expected a function that takes num_st",
+    f"simulate {MODELS}:too_few": "returned 3 stages, expected num_stages: 4",
+    f"simulate {MODELS}:on_the_cpu": "weight of stages[0] is on cpu, expected meta",
+    f"simulate {MODELS}:unmarked --groups mlp": "found 'mlp', but the model marks",
+    f"plan {MODELS}:head_on_the_last --ranks 2 --limit 1GiB": "pattern 'head' matches no",
+    f"plan {MODELS}:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
+    f"profile {MODELS}:with_lbfgs": "for MODEL or --schedule: the optimizer is LBFGS",
+    # Values that need torch or the model
+    f"{SIMULATE} --groups moe": "found 'moe', expected some of linear,gelu with commas",
+    f"{SIMULATE} --device H10": "found 'H10' (did you mean H100?), expected one of A100, H100",
+    f"{SIMULATE} --schedule 1F1B": "(did you mean 1f1b?)",
+    f"{SIMULATE} --virtual-stages 2": "1f1b takes --virtual-stages 1; try interleaved1f1b",
+    f"{SIMULATE} --microbatches 1": "--schedule: Schedule1F1B is no schedule of 2 stages",
+    f"{SIMULATE} --trace no_such_folder/out.json": "expected a file in a directory that is there",
+    f"{SIMULATE} --plan nowhere.json": "No such file or directory",
+    f"{SIMULATE} --optimizer adamw": "found 'adamw' (did you mean AdamW?)",
+    f"{SIMULATE} --optimizer Adafactor": "--optimizer: the optimizer is Adafactor, expected one th",
+    f"{PLAN} --limit 80": "--limit: limit_bytes is 80, expected at least",
+    f"{PLAN} --limit 1Gb": "found '1Gb', expected a number above 0 with a unit of B, kB",
+    f"{PLAN} --limit 1GiB -o /nowhere/plan.json": "--output: found /nowhere/plan.json, expected a",
+    f"{DEEP} --limit 75MiB --for megatron": "expected names of Megatron",
+    f"sweep {MODELS}:good --png front.txt": "front.txt ends otherwise than pictures do",
 }
 
 
 @pytest.mark.parametrize("command", WRONG)
 def test_what_cannot_be_right_is_refused(command: str) -> None:
     check_refused(command, WRONG[command])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{}", "'hardware'"),
+        ('{"hardware": {"nam": "x"}}', "Hardware has unknown options 'nam' (did you mean name?)"),
+        ("no JSON", "Expecting value"),
+    ],
+)
+def test_a_file_that_is_no_hardware_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "out.json").write_text(text)
+    command = f"{SIMULATE} --hardware {tmp_path / 'out.json'}"
+    check_refused(command, "is no file of pp-offload doctor --measure")
+    check_refused(command, problem)
+
+
+def test_errors_of_the_user_keep_their_traceback() -> None:
+    with pytest.raises(ValueError, match="what went wrong in my model"):
+        run("simulate", f"{MODELS}:broken")
+    with pytest.raises(ValueError, match="what went wrong in my optimizer"):
+        run(*SIMULATE.split(), "--optimizer", f"{MODELS}:broken_optimizer")

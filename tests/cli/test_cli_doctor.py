@@ -41,27 +41,21 @@ def test_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(budget) == pytest.approx(HostBudget().limit_bytes / GIB, rel=0.2)
 
 
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-
-
 @pytest.mark.parametrize(
     ("limit", "of_v1"),
     [(2 * GIB, "; version 1: 1.00 GiB used of 2.00 GiB"), (9223372036854771712, "")],
 )
 def test_cgroups_of_both_versions(limit: int, of_v1: str, tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/job\n4:cpu:/other\n5:memory,hugetlb:/job\n",
-            "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
-            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
-            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{limit}\n",
-            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
-        },
-    )
+    files = {
+        "proc/self/cgroup": "0::/job\n4:cpu:/other\n5:memory,hugetlb:/job\n",
+        "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+        "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{limit}\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     facts = doctor.facts_of(tmp_path, root=tmp_path)["host memory"]["cgroups"]
     assert facts == f"version 2: 3.00 GiB used of 8.00 GiB{of_v1}"
 

@@ -24,10 +24,8 @@ def file(tmp_path: Path) -> Path:
 def rows_of(output: str) -> dict[str, dict[str, str]]:
     """Cells by column, by rank."""
     lines = output.splitlines()
-    head = next(line for line in lines if line.startswith("rank"))
+    head = next(line for line in lines if line.startswith("rank")).replace(" peak", "  peak")
     names = [name.strip() for name in head.split("  ") if name.strip()]
-    # A column may be no further than one space from the next.
-    names = [part for name in names for part in name.replace(" peak", "\npeak").split("\n")]
     rows = [line.split() for line in lines if line[:1].isdigit()]
     return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
 

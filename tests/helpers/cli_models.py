@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,15 @@ from pp_offload.simulate import Modules
 KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 
 
-def modules(num_stages: int, length: int, **options: Any) -> Modules:
-    stages = [nn.Sequential(nn.Linear(64, 64, **KIND), nn.GELU()) for _ in range(num_stages)]
-    example = torch.empty(length, 64, **KIND)
+def modules(
+    num_stages: int,
+    length: int,
+    make: Callable[[], Sequence[nn.Module]] = lambda: [nn.Linear(64, 64, **KIND), nn.GELU()],
+    width: int = 64,
+    **options: Any,
+) -> Modules:
+    stages = [nn.Sequential(*make()) for _ in range(num_stages)]
+    example = torch.empty(length, width, **KIND)
     return Modules(stages, example=example, loss_fn=lambda y: y.sum(), **options)
 
 
@@ -22,8 +29,30 @@ def good(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"linear": "0", "gelu": "1"})
 
 
+def deep(num_stages: int, length: int, **options: Any) -> Modules:
+    """Groups hold more than may be on its way at once, and nothing is computed again."""
+
+    def layers() -> list[nn.Module]:
+        return [nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.Softplus()) for _ in range(6)]
+
+    return modules(num_stages, length, layers, 1024, **{"groups": {"layer": "*"}} | options)
+
+
+def as_megatron(num_stages: int, length: int) -> Modules:
+    """Groups named as Megatron's modules, in layers that may be recomputed."""
+    groups = {"core_attn": "*.0", "attn_proj": "*.1"}
+    return deep(num_stages, length, groups=groups, layers="*")
+
+
 def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+# Refused
+
+
+def broken(num_stages: int, length: int) -> Modules:
+    raise ValueError("what went wrong in my model")
 
 
 def broken_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -36,21 +65,11 @@ def with_lbfgs(num_stages: int, length: int) -> Modules:
 
 def twice(num_stages: int, length: int) -> Modules:
     """Stages that save what they return, which the next one saves as well."""
-    stages = [nn.Sequential(nn.Linear(256, 256, **KIND), nn.Sigmoid()) for _ in range(num_stages)]
-    example = torch.empty(length, 256, **KIND)
-    return Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups={"layer": "*"})
 
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(256, 256, **KIND), nn.Sigmoid()]
 
-def deep(num_stages: int, length: int) -> Modules:
-    """Groups hold more than may be on its way at once, and nothing is computed again."""
-    stages = [
-        nn.Sequential(
-            *(nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.Softplus()) for _ in range(12))
-        )
-        for _ in range(num_stages)
-    ]
-    example = torch.empty(length, 1024, **KIND)
-    return Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups={"layer": "*"})
+    return modules(num_stages, length, layers, 256, groups={"layer": "*"})
 
 
 def unmarked(num_stages: int, length: int) -> Modules:
@@ -70,22 +89,10 @@ def too_few(num_stages: int, length: int) -> Modules:
 
 
 def on_the_cpu(num_stages: int, length: int) -> Modules:
-    stages = [nn.Linear(8, 8) for _ in range(num_stages)]
-    return Modules(stages, example=torch.empty(length, 8), loss_fn=lambda y: y.sum())
+    return modules(num_stages, length, lambda: [nn.Linear(64, 64)])
 
 
 def head_on_the_last(num_stages: int, length: int) -> Modules:
     work = modules(num_stages, length, groups={"linear": "0", "head": "head"})
     work.stages[-1].add_module("head", nn.Linear(64, 64, **KIND))
-    return work
-
-
-def broken(num_stages: int, length: int) -> Modules:
-    raise ValueError("what went wrong in my model")
-
-
-def as_megatron(num_stages: int, length: int) -> Modules:
-    """Groups named as Megatron's modules, in layers that may be recomputed."""
-    work = deep(num_stages, length)
-    work.layers, work.groups = "*", {"core_attn": "*.0", "attn_proj": "*.1"}
     return work
