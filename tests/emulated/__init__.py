@@ -44,25 +44,6 @@ class EmulatedDeviceError(RuntimeError):
     """The emulated device cannot be built here, or not be loaded any more."""
 
 
-def why_not() -> str | None:
-    """Why :func:`load` would raise here; None where it would not."""
-    name = torch._C._get_privateuse1_backend_name()
-    if name not in ("privateuseone", NAME):
-        return f"another device has PyTorch's free place: found {name!r}, expected none"
-    if not sys.platform.startswith("linux"):
-        return f"found {sys.platform}, expected Linux"
-    if _library().exists():
-        return None
-    compiler = os.environ.get("CXX", "c++")
-    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool, path=_path()) is None]
-    if missing:
-        return (
-            f"no {' and no '.join(missing)} found on PATH, expected a C++ compiler and ninja; "
-            "install g++ and ninja"
-        )
-    return None
-
-
 def load() -> ModuleType:
     """The module ``torch.emulated``; builds and registers the device when called first.
 
@@ -70,13 +51,20 @@ def load() -> ModuleType:
         EmulatedDeviceError: It cannot be built; it says what is missing.
     """
     loaded = sys.modules.get(f"torch.{NAME}")
-    if loaded is not None:
-        return loaded
-    reason = why_not()
-    if reason is not None:
-        raise EmulatedDeviceError(f"the emulated device cannot be loaded: {reason}")
-    native = _import(_built())
-    return _register(native)
+    return _register(_import(_built())) if loaded is None else loaded
+
+
+def _check() -> None:
+    """Whether it can be built here."""
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", NAME):
+        raise EmulatedDeviceError(f"device {name!r} has PyTorch's free place, expected none")
+    if not sys.platform.startswith("linux"):
+        raise EmulatedDeviceError(f"found {sys.platform}, expected Linux")
+    tools = os.environ.get("CXX", "c++"), "ninja"
+    missing = [tool for tool in tools if shutil.which(tool, path=_path()) is None]
+    if missing and not _library().exists():
+        raise EmulatedDeviceError(f"no {' and no '.join(missing)} on PATH; install g++ and ninja")
 
 
 def _path() -> str:
@@ -85,19 +73,17 @@ def _path() -> str:
 
 
 def _library() -> Path:
-    return _folder() / f"{NAME}_device.so"
-
-
-def _folder() -> Path:
-    """By what it is built from, so that a checkout never loads what another one built."""
+    """In a folder named by its sources, so that a checkout never loads what another one built."""
     key = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sys.version}".encode())
     for path in sorted(_HERE.glob("*.cpp")) + sorted(_HERE.glob("*.h")):
         key.update(path.read_bytes())
-    return Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}-{key.hexdigest()[:16]}"
+    folder = f"{NAME}-{os.getuid()}-{key.hexdigest()[:16]}"
+    return Path(tempfile.gettempdir()) / folder / f"{NAME}_device.so"
 
 
 def _built() -> Path:
     """The library; processes that want it at once wait for the first of them to build it."""
+    _check()
     library = _library()
     library.parent.mkdir(mode=0o700, exist_ok=True)
     if library.parent.stat().st_uid != os.getuid():
@@ -140,25 +126,19 @@ def _import(library: Path) -> ModuleType:
 
 
 def _register(native: ModuleType) -> ModuleType:
-    from .module import make_module
+    from . import module
 
+    module.native = native
     torch.utils.rename_privateuse1_backend(NAME)
-    module = make_module(f"torch.{NAME}", native)
     torch._register_device_module(NAME, module)
-    sys.modules[module.__name__] = module
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     # Threads of the device must not run into an interpreter that is torn down.
     atexit.register(native.synchronize)
-    _start_autograd()
-    return module
-
-
-def _start_autograd() -> None:
-    """Start autograd's thread for the device, which a process does once, at its first backward."""
-    try:
+    try:  # a process starts autograd's threads once, at its first backward
         torch.zeros((), device=NAME, requires_grad=True).clone().backward()
     except RuntimeError as failure:
         raise EmulatedDeviceError(
             "a backward ran in this process before the device was loaded, so autograd has no "
             "thread for it; load it first, or in a process of its own"
         ) from failure
+    return module

@@ -8,7 +8,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "memory.h"
-#include "operators.h"
 #include "queues.h"
 
 namespace emulated {
@@ -178,12 +177,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 // A task that stops its stream until Python lets it go on.
 class Gate {
  public:
-  explicit Gate(int stream)
-      : reached_(std::make_shared<Mark>()), released_(std::make_shared<Mark>()) {
-    push(stream, Work::order, [reached = reached_, released = released_] {
-      reached->set();
-      released->wait();
-    });
+  explicit Gate(int stream) : released_(std::make_shared<Mark>()) {
+    wait_for(stream, released_);
   }
   ~Gate() {
     release(); // a test that failed leaves no stream stopped
@@ -193,15 +188,9 @@ class Gate {
       released_->set();
     }
   }
-  bool is_reached() const {
-    return reached_->is_set();
-  }
-  void wait_until_reached() const {
-    await(*reached_);
-  }
 
  private:
-  const MarkPtr reached_, released_;
+  const MarkPtr released_;
 };
 
 } // namespace
@@ -213,22 +202,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
       .def("release", &Gate::release)
-      .def("wait_until_reached", &Gate::wait_until_reached)
-      .def_property_readonly("is_reached", &Gate::is_reached)
       .def("__enter__", [](std::shared_ptr<Gate> self) { return self; })
       .def("__exit__", [](Gate& self, const py::args&) { self.release(); });
   m.def("hold", [](int stream) { return std::make_shared<Gate>(stream); });
-  m.def(
-      "set_delays",
-      [](int64_t kernel, int64_t h2d, int64_t d2h, int64_t d2d, int64_t jitter, uint64_t seed) {
-        set_delays({kernel, h2d, d2h, d2d, jitter, seed});
-      });
-  m.def("num_queued", [] {
-    return std::map<std::string, int64_t>{
-        {"kernel", num_queued(Work::kernel)}, {"h2d", num_queued(Work::h2d)},
-        {"d2h", num_queued(Work::d2h)}, {"d2d", num_queued(Work::d2d)}};
+  m.def("set_delays", [](int64_t kernel, int64_t h2d, int64_t d2h, int64_t jitter, uint64_t seed) {
+    set_delays({kernel, h2d, d2h, jitter, seed});
   });
   m.def("device_count", [] { return NUM_DEVICES; });
-  m.def("run_at_once", &run_at_once_counts);
   m.def("synchronize", &synchronize_all);
 }

@@ -6,9 +6,7 @@
 // and what draws random numbers, drains the current stream and runs at once in the caller.
 #include <algorithm>
 #include <map>
-#include <mutex>
 #include <string>
-#include <unordered_map>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -23,7 +21,6 @@
 #include <torch/library.h>
 
 #include "memory.h"
-#include "operators.h"
 #include "queues.h"
 
 namespace emulated {
@@ -156,16 +153,6 @@ struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
-
-struct AtOnce {
-  std::mutex mutex;
-  std::unordered_map<std::string, int64_t> counts;
-};
-
-AtOnce& at_once() {
-  static auto* one = new AtOnce();
-  return *one;
-}
 
 class Call {
  public:
@@ -392,10 +379,6 @@ class Call {
   }
 
   void run_at_once() {
-    {
-      std::lock_guard<std::mutex> guard(at_once().mutex);
-      ++at_once().counts[name()];
-    }
     synchronize(current());
     Aliases cpu(c10::DeviceType::CPU);
     Stack values = cpu(args_);
@@ -657,11 +640,6 @@ void record_stream(Tensor& self, at::Stream stream) {
 }
 
 } // namespace
-
-std::unordered_map<std::string, int64_t> run_at_once_counts() {
-  std::lock_guard<std::mutex> guard(at_once().mutex);
-  return at_once().counts;
-}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -68,11 +68,6 @@ Failures& failures() {
   return *one;
 }
 
-std::array<std::atomic<int64_t>, 5>& counts() {
-  static auto* one = new std::array<std::atomic<int64_t>, 5>();
-  return *one;
-}
-
 class Queue {
  public:
   explicit Queue(int stream) : stream_(stream) {}
@@ -172,7 +167,7 @@ class Queue {
       us = kind == Work::kernel ? delays.kernel_us
           : kind == Work::h2d   ? delays.h2d_us
           : kind == Work::d2h   ? delays.d2h_us
-                                : delays.d2d_us;
+                                : 0;
       if (delays.jitter_us > 0) {
         us += random_() % (delays.jitter_us + 1);
       }
@@ -228,7 +223,6 @@ thread_local std::array<int, NUM_DEVICES> streams_now = default_streams();
 } // namespace
 
 void push(int stream, Work kind, std::function<void()> task) {
-  ++counts()[static_cast<size_t>(kind)];
   queue(stream).push({kind, std::move(task)});
 }
 
@@ -341,10 +335,6 @@ void set_delays(const Delays& delays) {
   std::lock_guard<std::mutex> guard(settings().mutex);
   settings().delays = delays;
   ++settings().epoch;
-}
-
-int64_t num_queued(Work kind) {
-  return counts()[static_cast<size_t>(kind)];
 }
 
 } // namespace emulated

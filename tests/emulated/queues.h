@@ -41,7 +41,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 enum class Work { kernel, h2d, d2h, d2d, order };
 
 struct Delays {
-  int64_t kernel_us = 0, h2d_us = 0, d2h_us = 0, d2d_us = 0;
+  int64_t kernel_us = 0, h2d_us = 0, d2h_us = 0;
   int64_t jitter_us = 0;
   // Added to each delay: 0 to jitter_us, drawn for each stream from a generator of its own, so that
   // what a stream draws does not depend on how the threads take turns.
@@ -86,7 +86,5 @@ void synchronize_all();
 void throw_failure();
 
 void set_delays(const Delays& delays);
-// Tasks that were queued in this process, by kind.
-int64_t num_queued(Work kind);
 
 } // namespace emulated

@@ -33,10 +33,6 @@ SECOND: Any = "emulated:1"
 """There is no such device before it is loaded, so it is a name here."""
 
 
-def second() -> torch.device:
-    return torch.device(SECOND)
-
-
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 
@@ -50,23 +46,18 @@ def on_the_first_device(emulated: ModuleType) -> Iterator[None]:
     assert current == 0, f"emulated:{current} is the current device now"
 
 
-# The devices themselves
-
-
 # The engine on the one that is not current
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        wide = 4 * WIDTH
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH))
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.norm(x + self.mlp(x))
-        return output
+        return self.norm(x + self.mlp(x))  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
@@ -106,12 +97,13 @@ def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Te
 def test_each_product_has_the_same_bits_on_a_device_that_is_not_current(
     emulated: ModuleType, name: str, delays: str
 ) -> None:
-    expected = train(Product(AcceleratorBackend(second())), second())
+    second = torch.device(SECOND)
+    expected = train(Product(AcceleratorBackend(second)), second)
     first_bytes = torch.accelerator.max_memory_allocated(0)
     emulated.set_delays(**DELAYS[delays])
-    with use_backend(default_backend(second()), config=CONFIG) as manager:
+    with use_backend(default_backend(second), config=CONFIG) as manager:
         product = PRODUCTS[name](manager.backend)
-        got = train(product, second())
+        got = train(product, second)
         statistics = product.statistics()
         PipelineOffloadManager.reset_instance()
     assert same_bits(got, expected)
@@ -133,11 +125,6 @@ def test_a_device_without_a_number_is_the_current_one(emulated: ModuleType, inde
     for backend in backends:
         assert backend.device == torch.device("emulated", index)
         assert backend.current_stream() == torch.accelerator.current_stream(index)
-
-
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    model(x).square().mean().backward()
-    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
 def test_another_kind_of_device_is_refused(emulated: ModuleType) -> None:
@@ -165,6 +152,3 @@ def test_tensors_on_another_device_than_the_engine_are_warned_of(
     (line,) = [record.getMessage() for record in caplog.records]
     assert "offloaded nothing" in line
     assert "tensors on emulated:1 were saved, and this engine works on emulated:0" in line
-
-
-# A default device, as programs set it
