@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from helpers.fuzz.programs import Program, drawn, script, simpler
-from helpers.fuzz.run import Report, check
+from helpers.fuzz.run import check
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,10 @@ class Totals:
         self.counts = Counter[str]()
         self.failures: list[Failure] = []
 
-    def add(self, report: Report) -> None:
-        self.counts["operations"] += report.num_ops
-        self.counts["offloaded"] += report.statistics.bytes_offloaded > 0
-        self.counts["computed again"] += report.statistics.bytes_computed_again > 0
-        self.counts["refused by autograd"] += report.is_refused
-
     def __str__(self) -> str:
         counts = [f"{num} {name}" for name, num in self.counts.items() if name != "programs"]
-        return f"{self.counts['programs']} programs, {len(self.failures)} failures; " + ", ".join(
-            counts
-        )
+        head = f"{self.counts['programs']} programs, {len(self.failures)} failures; "
+        return head + ", ".join(counts)
 
 
 def explore(seed: int, programs: int, backend: str | None = None) -> Totals:
@@ -65,12 +58,16 @@ def explore(seed: int, programs: int, backend: str | None = None) -> Totals:
             program = program if backend is None else replace(program, backend=backend)
             totals.counts["programs"] += 1
             try:
-                totals.add(check(program))
+                report = check(program)
             except Exception as error:
                 # At once, for to make it small may take minutes.
-                sys.stderr.write(f"{type(error).__name__}: {error}\n{script(program)}\n")
+                sys.stderr.write(f"{text_of(error)}\n{script(program)}\n")
                 totals.failures.append(shrunk(Failure(program, text_of(error)), type(error)))
                 break
+            totals.counts["operations"] += report.num_ops
+            totals.counts["offloaded"] += report.statistics.bytes_offloaded > 0
+            totals.counts["computed again"] += report.statistics.bytes_computed_again > 0
+            totals.counts["refused by autograd"] += report.is_refused
     return totals
 
 
@@ -80,17 +77,15 @@ def text_of(error: Exception) -> str:
 
 def shrunk(failure: Failure, kind: type[Exception]) -> Failure:
     """The smallest program that raises an error of this kind, of those that lead there."""
-    at, num_tried = 0, 0
-    while True:
-        candidates = list(simpler(failure.program))
-        if num_tried >= len(candidates):
-            return failure
+    at = num_tried = 0
+    while num_tried < len(candidates := list(simpler(failure.program))):
         candidate = candidates[at % len(candidates)]
         try:
             check(candidate)
         except kind as error:
             failure, num_tried = Failure(candidate, text_of(error)), 0
-        except Exception:  # it means nothing, such as one without a stage
-            at, num_tried = at + 1, num_tried + 1
-        else:
-            at, num_tried = at + 1, num_tried + 1
+            continue
+        except Exception:
+            pass  # it means nothing, such as one without a stage
+        at, num_tried = at + 1, num_tried + 1
+    return failure

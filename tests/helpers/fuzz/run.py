@@ -37,7 +37,7 @@ from helpers.fuzz.programs import (
     Step,
 )
 from helpers.processes import HANG_S
-from helpers.sessions import as_bytes, assert_no_hooks, end_reads, in_use, unseen
+from helpers.sessions import assert_no_hooks, assert_same, end_reads, in_use, unseen
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
@@ -79,8 +79,7 @@ class Plain:
         """Around the body of a group."""
         return nullcontext()
 
-    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None:
-        """A group ends."""
+    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None: ...
 
     def call(self, what: str) -> None:
         """``flush``, ``enable``, ``disable`` or ``synchronize``."""
@@ -90,7 +89,6 @@ class Plain:
         return nullcontext()
 
     def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
-        """Change a tensor in place."""
         how(tensor)
 
     def check_left(self, is_empty: bool) -> None:
@@ -202,6 +200,7 @@ def end_failed_backward(device: torch.device) -> None:
 def offload(program: Program) -> Iterator[Offload]:
     """The engine that the program is to run on."""
     options, backend = program.options, make_backend(program.backend, program.seed)
+    config = config_of(options)
     with ExitStack() as stack:
         logger = logging.getLogger("pp_offload")
         stack.callback(logger.setLevel, logger.level)
@@ -209,15 +208,12 @@ def offload(program: Program) -> Iterator[Offload]:
         if options.is_fine:
             stack.enter_context(fine_thresholds())
         if options.stash is None:
-            manager = stack.enter_context(use_backend(backend, config=config_of(options)))
+            manager = stack.enter_context(use_backend(backend, config=config))
             yield OffloadGroups(manager, backend)
         else:
             stack.enter_context(backend.activate())
-            size, config = options.stash, config_of(options)
-            context = OffloadActivations(
-                min_offload_size=1, max_fwd_stash_size=size, config=config, backend=backend
-            )
-            yield Offload(context, backend)
+            sizes = {"min_offload_size": 1, "max_fwd_stash_size": options.stash}
+            yield Offload(OffloadActivations(config=config, backend=backend, **sizes), backend)
 
 
 def config_of(options: Options) -> OffloadConfig:
@@ -335,9 +331,6 @@ class Frame:
             self.tensors.append(y)
 
 
-# A backward: each kind says whether the microbatch is done
-
-
 @dataclass(eq=False)
 class Microbatch:
     """On a stage, from its forward to the end of its backward."""
@@ -347,6 +340,7 @@ class Microbatch:
     y: Tensor
     frame: Frame
     """Its forward's, whose tensors are held, or none."""
+    weights: list[nn.Parameter]
     next_x: Tensor | None = None
     """The leaf that the next stage made of ``y``."""
     parts: list[dict[str, Any]] | None = None
@@ -362,71 +356,42 @@ class Microbatch:
         y = self.y
         return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
 
+    def backward(self, how: str, together: list[Microbatch]) -> bool:
+        """A backward of one of ``programs.HOWS``, or ``whole``; whether the microbatch is done.
 
-def whole(machine: Machine, batch: Microbatch) -> bool:
-    batch.y.backward(batch.gradient())
-    return True
+        Args:
+            how: Which.
+            together: All microbatches of the stage that can go backward.
+        """
+        y, x, gradient = self.y, self.x, self.gradient()
+        match how:
+            case "retain":
+                y.backward(gradient, retain_graph=True)
+                return False
+            case "weight":
+                gradients = torch.autograd.grad(y, self.weights, gradient, allow_unused=True)
+                for weight, grad in zip(self.weights, gradients, strict=True):
+                    if grad is not None:
+                        weight.grad = grad if weight.grad is None else weight.grad + grad
+            case "stage input":  # as the schedules with a split backward do
+                if x.requires_grad:
+                    _, self.parts = stage_backward_input([y], [gradient], [x], iter(self.weights))
+                return False
+            case "double" if x.requires_grad:  # gradients of the gradient of the input
+                (first,) = torch.autograd.grad(y, x, gradient, create_graph=True, allow_unused=True)
+                if first is not None and first.requires_grad:
+                    first.square().sum().backward()
+            case "together":
+                gradients = [batch.gradient() for batch in together]
+                torch.autograd.backward([batch.y for batch in together], gradients)
+            case _:
+                y.backward(gradient)
+        return True
 
-
-def retain(machine: Machine, batch: Microbatch) -> bool:
-    batch.y.backward(batch.gradient(), retain_graph=True)
-    return False
-
-
-def of_weights(machine: Machine, batch: Microbatch) -> bool:
-    weights = machine.weights[batch.stage]
-    gradients = torch.autograd.grad(batch.y, weights, batch.gradient(), allow_unused=True)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        if gradient is not None:
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
-    return True
-
-
-def stage_input(machine: Machine, batch: Microbatch) -> bool:
-    """The gradient of the input, as the schedules with a split backward do."""
-    if batch.x.requires_grad:
-        weights = iter(machine.weights[batch.stage])
-        _, batch.parts = stage_backward_input([batch.y], [batch.gradient()], [batch.x], weights)
-    return False
-
-
-def stage_weight(machine: Machine, batch: Microbatch) -> bool:
-    parts, batch.parts = batch.parts, None
-    if parts is None:
-        return whole(machine, batch)
-    stage_backward_weight(iter(machine.weights[batch.stage]), parts)
-    return True
-
-
-def double(machine: Machine, batch: Microbatch) -> bool:
-    """Gradients of the gradient of the input."""
-    if not batch.x.requires_grad:
-        return whole(machine, batch)
-    (first,) = torch.autograd.grad(
-        batch.y, batch.x, batch.gradient(), create_graph=True, allow_unused=True
-    )
-    if first is not None and first.requires_grad:
-        first.square().sum().backward()
-    return True
-
-
-def together(machine: Machine, batch: Microbatch) -> bool:
-    """With all the others of the stage that can."""
-    batches = [b for b in machine.waiting if b.stage == batch.stage and b.can_backward()]
-    torch.autograd.backward([b.y for b in batches], [b.gradient() for b in batches])
-    machine.waiting = [b for b in machine.waiting if b not in batches]
-    return True
-
-
-HOWS: dict[str, Callable[[Machine, Microbatch], bool]] = {
-    "whole": whole,
-    "retain": retain,
-    "weight": of_weights,
-    "stage input": stage_input,
-    "stage weight": stage_weight,
-    "double": double,
-    "together": together,
-}
+    def finish(self) -> None:
+        """The rest of a split backward."""
+        parts, self.parts = self.parts or [], None
+        stage_backward_weight(iter(self.weights), parts)
 
 
 # Steps
@@ -440,18 +405,6 @@ class Result:
     error: str = ""
     """Empty if there was none, ``refused`` if a saved tensor was changed in place."""
     tensors: Sequence[Tensor] = ()
-
-    def differs(self, other: Result) -> str:
-        """The difference; empty if there is none."""
-        if (self.where, self.error) != (other.where, other.error):
-            return f"{self.where} raised {self.error!r}, expected {other.where}: {other.error!r}"
-        if len(self.tensors) != len(other.tensors):
-            return f"{self.where} gave another number of tensors"
-        for got, expected in zip(self.tensors, other.tensors, strict=True):
-            same_kind = got.dtype == expected.dtype and got.shape == expected.shape
-            if not (same_kind and torch.equal(as_bytes(got), as_bytes(expected))):
-                return f"{self.where}: a tensor is\n{got}\nexpected\n{expected}"
-        return ""
 
 
 class Machine:
@@ -551,21 +504,23 @@ class Machine:
             before.next_x = x
         if not op.is_held:
             frame.tensors.clear()
-        self.waiting.append(Microbatch(stage, x, y, frame))
+        self.waiting.append(Microbatch(stage, x, y, frame, self.weights[stage]))
         return [y.detach().clone()]
 
     def _backward(self, batch: Microbatch, how: str, stream: int) -> list[Tensor]:
         """After an error the microbatch is gone."""
-        is_done = True
+        gone = [batch]
         try:
             with self.engine.on_stream(stream):
                 if batch.parts is not None:
-                    stage_weight(self, batch)
+                    batch.finish()
                 elif batch.can_backward():
-                    is_done = HOWS[how](self, batch)
+                    waiting = [b for b in self.waiting if b.stage == batch.stage]
+                    together = [b for b in waiting if b.can_backward()]
+                    is_done = batch.backward(how, together)
+                    gone = [batch] * is_done if how != "together" else together
         finally:
-            if is_done and batch in self.waiting:
-                self.waiting.remove(batch)
+            self.waiting = [b for b in self.waiting if b not in gone]
         if batch.x.grad is None:
             return []
         # It may be the very memory that was saved; the next backward would add to that in place, as
@@ -652,8 +607,11 @@ def check(program: Program) -> Report:
     for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         for result, right in zip(ours, theirs, strict=False):
             is_refused = is_refused or "refused" in (result.error, right.error)
-            difference = "" if is_refused else result.differs(right)
-            assert not difference, f"step {number}, {difference}"
+            if not is_refused:
+                where, outcomes = f"step {number}, {right.where}", (result.error, right.error)
+                assert result.where == right.where, f"{where} instead of {result.where}"
+                assert result.error == right.error, f"{where} raised, and was expected: {outcomes}"
+                assert_same(result.tensors, right.tensors, where)
         assert is_refused or len(ours) == len(theirs), f"step {number} ended early"
     can_change = any(f"kind='{name}'" in repr(program) for name in CHANGES)
     can_change |= "touch" in repr(program)
