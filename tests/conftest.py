@@ -187,10 +187,8 @@ def training(request: pytest.FixtureRequest) -> Iterator[Training]:
     """See ``helpers.virtual_training.with_limit``."""
     from helpers.virtual_training import Training
 
-    from pp_offload._memory.budget import as_another_process
-
     training = Training(**request.param)
-    with as_another_process(), use_backend(training.backend, config=training.config):
+    with training.running():
         yield training
 
 

@@ -1,51 +1,94 @@
-"""A training on a virtual device below a limit, and what the device took in each step."""
+"""A training on a virtual device, perhaps below a limit, and what the device took in each step.
+
+training = Training(None, device=hardware(2.0))
+with training.running():
+    training.steady(in_flight=3).seconds
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager
-from pp_offload.simulate import VirtualBackend
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._memory.budget import as_another_process
+from pp_offload.simulate import Hardware, VirtualBackend
 
 NUM_LAYERS = 24
 
 
+@dataclass(frozen=True)
+class Steady:
+    """A turn of a forward and a backward in the steady state."""
+
+    seconds: float
+    stalled_s: float
+    peak_bytes: int
+
+
 class Training:
-    """Steps of microbatches in turn, as on a stage of 1F1B, and what the device took in each."""
+    """Steps of microbatches in turn, as on a stage of 1F1B, and what the device took in each.
+
+    Args:
+        limit_bytes: The option ``device_limit_bytes``.
+        device: Of the engine; by default a layer's copy takes as long as its forward.
+        model: By default layers that are groups.
+        size: Of its input, after a batch of ``rows``.
+        offload: Whether groups leave.
+        is_blocking: Whether the host waits for each operator.
+        resets: Whether a program that logs peaks resets them before each step.
+        options: More options of the engine.
+    """
 
     def __init__(
-        self, limit_bytes: int | str, *, resets: bool = False, num_layers: int = NUM_LAYERS
+        self,
+        limit_bytes: int | str | None,
+        *,
+        device: Hardware | None = None,
+        model: nn.Module | None = None,
+        size: tuple[int, ...] = (WIDTH,),
+        offload: bool = True,
+        is_blocking: bool = False,
+        resets: bool = False,
+        **options: Any,
     ) -> None:
-        self.config = OffloadConfig(
-            device_limit_bytes=limit_bytes,
-            host_budget_bytes=2**40,  # numbers alone, whatever this machine has
-            min_offloaded_tensor_size=1,
-            max_in_flight_bytes=2 * SAVED_BYTES,
-            prefetch_bytes=2 * SAVED_BYTES,
-        )
-        self.backend = VirtualBackend(hardware(1.0))
-        self.model = Layers(num_layers, WIDTH)
-        self.resets = resets
-        self.states: list[Tensor] = []
+        defaults = {
+            "host_budget_bytes": 2**40,  # numbers alone, whatever this machine has
+            "min_offloaded_tensor_size": 1,
+            "max_in_flight_bytes": 2 * SAVED_BYTES,
+            "prefetch_bytes": 2 * SAVED_BYTES,
+        }
+        self.config = OffloadConfig(device_limit_bytes=limit_bytes, **{**defaults, **options})
+        self.backend = VirtualBackend(device or hardware(1.0), is_blocking=is_blocking)
+        self.model = model or Layers(NUM_LAYERS, WIDTH)
+        self.size, self.offload, self.resets = size, offload, resets
         self.rows = ROWS
         self.loss_bytes = 0
+        """Of what is in no group, and not there when backward begins."""
+
+    @contextmanager
+    def running(self) -> Iterator[PipelineOffloadManager]:
+        """Inside, its engine is the process's."""
+        with as_another_process(), use_backend(self.backend, config=self.config) as manager:
+            yield manager
 
     def forward(self) -> Tensor:
-        off_interface.init_chunk_handler(None, None, 1)
-        x = torch.empty(self.rows, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
-        return self.model(x, offload=True)  # type: ignore[no-any-return]
+        off_interface.init_chunk_handler(None, None, self.config.min_offloaded_tensor_size)
+        x = torch.empty(self.rows, *self.size, device="meta", dtype=torch.bfloat16)
+        return self.model(x.requires_grad_(), offload=self.offload)  # type: ignore[no-any-return]
 
-    def step(self, in_flight: int = 3, num: int = 6) -> int:
+    def step(self, in_flight: int = 3, num: int = 4) -> int:
         """The peak of its forwards and backwards."""
-        if self.resets:  # as by a program that logs peaks
+        if self.resets:
             self.backend.memory.take_peak()
         off_interface.reset()
         own = self.backend.memory.take_peak() if not self.resets else 0
@@ -68,12 +111,22 @@ class Training:
                 del y
             yield number
 
-    def optimizer_step(self, nbytes: int) -> None:
-        """The first one makes states, which stay."""
-        if not self.states:
-            self.states = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
+    def steady(self, in_flight: int = 4, rounds: int = 4) -> Steady:
+        """A step, and the mean of so many of its turns."""
+        off_interface.reset()
+        compute, memory = self.backend.compute, self.backend.memory
+        for number in self.turns(in_flight, in_flight + 1 + rounds):
+            if number == in_flight:
+                begin_s, stalled_s = compute.free_at_s, compute.stalled_s
+                memory.take_peak()
+            elif number == in_flight + rounds:
+                seconds, stalled_s = compute.free_at_s - begin_s, compute.stalled_s - stalled_s
+                steady = Steady(seconds / rounds, stalled_s / rounds, memory.peak_bytes)
+        self.backend.synchronize()
+        return steady
 
     def run(self, num_steps: int, **how: Any) -> list[int]:
+        """Peaks of so many steps."""
         return [self.step(**how) for _ in range(num_steps)]
 
     @property
@@ -94,7 +147,6 @@ class Training:
 
 def with_limit(num_saved: float | None, **how: Any) -> Any:
     """A training whose limit is as much as so many layers save beside what is there anyway."""
-    limit = (
-        "auto" if num_saved is None else int(num_saved * SAVED_BYTES) + NUM_LAYERS * WIDTH**2 * 4
-    )
+    weights = NUM_LAYERS * WIDTH**2 * 4
+    limit = "auto" if num_saved is None else int(num_saved * SAVED_BYTES) + weights
     return pytest.mark.parametrize("training", [{"limit_bytes": limit, **how}], indirect=True)

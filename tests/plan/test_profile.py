@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers.virtual_models import Stage
+from helpers.virtual_models import KIND, Layer, Stage
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -16,35 +14,24 @@ from pp_offload.simulate import DEVICES, Modules, PipelineOrder, VirtualBackend
 
 WIDTH, LENGTH, NUM_LAYERS = 4096, 8192, 3
 H100 = DEVICES["H100"]
-GROUPS = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
 
 
-def square(y: Tensor) -> Tensor:
-    return y.float().square().mean()
-
-
-def profiled(
-    stages: list[Any], example: Tensor, config: OffloadConfig | None = None, **options: Any
-) -> Profile:
-    """That of a rank for each stage."""
-    work = Modules(stages, example=example, loss_fn=square, **options)
-    sizes = {"num_ranks": len(stages), "num_stages": len(stages)}
-    order = PipelineOrder(Schedule1F1B, num_microbatches=len(stages), **sizes)
-    return profile(record(order, work, H100, config), H100)
+def microbatch() -> Tensor:
+    return torch.empty(1, LENGTH, WIDTH, **KIND, requires_grad=True)
 
 
 @pytest.fixture(scope="module")
-def llama() -> Stage:
-    return Stage("llama", WIDTH, LENGTH, NUM_LAYERS)
-
-
-@pytest.fixture(scope="module")
-def of_llama(llama: Stage) -> Profile:
-    """Of two stages."""
-    stages = [llama, Stage("llama", WIDTH, LENGTH, NUM_LAYERS)]
-    example = llama.microbatch().detach()
-    config = OffloadConfig(rematerialize="none")
-    return profiled(stages, example, config, groups=GROUPS, layers="layers.*")
+def of_gpt() -> Profile:
+    """Of two stages on two ranks."""
+    work = Modules(
+        [Stage(WIDTH, NUM_LAYERS) for _ in range(2)],
+        example=microbatch().detach(),
+        loss_fn=lambda y: y.float().square().mean(),
+        groups={"attn": "layers.*.attn", "mlp": "layers.*.mlp"},
+        layers="layers.*",
+    )
+    order = PipelineOrder(Schedule1F1B, num_ranks=2, num_stages=2, num_microbatches=2)
+    return profile(record(order, work, H100, OffloadConfig(rematerialize="none")), H100)
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
@@ -68,17 +55,17 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
     return nbytes
 
 
-def test_a_group_saves_what_hooks_see(llama: Stage, of_llama: Profile) -> None:
-    """41 bytes a token and unit of the width: 9 of attention, 32 of a SwiGLU of 3.5 widths."""
-    layer = llama.layers[1]
+def test_a_group_saves_what_hooks_see(of_gpt: Profile) -> None:
+    """Bytes of a token and unit of the width: 12 of attention, 20 of an MLP of four widths."""
+    layer = Layer(WIDTH)
     for number, part in enumerate((layer.attn, layer.mlp)):
-        assert of_llama.groups[2 + number].nbytes == saved_bytes(part, llama.microbatch())
-    assert [each.nbytes / (WIDTH * LENGTH) for each in of_llama.groups] == [9, 32] * 6
+        assert of_gpt.groups[2 + number].nbytes == saved_bytes(part, microbatch())
+    assert [each.nbytes / (WIDTH * LENGTH) for each in of_gpt.groups] == [12, 20] * 6
 
 
-def test_the_tables(of_llama: Profile) -> None:
-    rows = profile_table(of_llama).splitlines()
-    assert rows[3].split() == "mlp 0-1 6 1024.0 5.35 11.13 21.53 191.5".split()
-    assert "The link carries 47.7" in profile_table(of_llama)
+def test_the_tables(of_gpt: Profile) -> None:
+    rows = profile_table(of_gpt).splitlines()
+    assert rows[3].split() == "mlp 0-1 6 640.0 3.95 8.28 13.46 161.9".split()
+    assert "The link carries 47.7" in profile_table(of_gpt)
     stages = rows[next(i for i, row in enumerate(rows) if row.startswith("stage")) :]
-    assert stages[2].split() == "0 0 1.47 3.85 3.91 0.55 22.89 48.35 5.94 1.22".split()
+    assert stages[2].split() == "0 0 1.38 3.00 3.07 0.38 20.79 44.89 5.00 0.94".split()

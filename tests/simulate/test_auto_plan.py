@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from helpers.plans.random_pipelines import Drawn
 from helpers.plans.small import planned
-from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH
+from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, hardware
 from helpers.virtual_training import NUM_LAYERS, Training, with_limit
 from torch import Tensor, nn
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups import auto_bounds
-from pp_offload._memory.budget import as_another_process
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, run_pipeline
 
@@ -29,7 +30,7 @@ MIB = 2**20
 def test_the_limit_is_filled_and_kept(training: Training) -> None:
     limit = training.limit_bytes
     first = training.sent_by_a_step()
-    peaks = training.run(10)
+    peaks = training.run(6)
     sent = training.sent_by_a_step()
     assert 0 < sent < first * 0.75
     moving = 4 * SAVED_BYTES
@@ -58,20 +59,19 @@ def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -
     limit = training.limit_bytes
     training.loss_bytes = 9 * SAVED_BYTES  # is in no group, and not there when backward begins
     first = training.sent_by_a_step()
-    assert all(peak <= limit for peak in training.run(10))
+    assert all(peak <= limit for peak in training.run(6))
     assert 0 < training.sent_by_a_step() < first
 
 
 @with_limit(40)
 def test_states_that_an_optimizer_makes_have_their_room(training: Training) -> None:
     """After the first step, so that one does not say what the second one needs."""
-    limit = training.limit_bytes
-    peaks = []
-    for _ in range(8):
-        peaks.append(training.step())
-        training.optimizer_step(16 * SAVED_BYTES)
+    limit, peaks = training.limit_bytes, [training.step()]
+    states = torch.empty(16 * SAVED_BYTES, dtype=torch.uint8, device="meta")
+    peaks += training.run(6)
     assert all(peak <= limit for peak in peaks)
     assert peaks[-1] > limit - 8 * SAVED_BYTES
+    del states
 
 
 @with_limit(60)
@@ -80,11 +80,11 @@ def test_steps_that_ask_for_more_begin_anew(training: Training) -> None:
     limit = training.limit_bytes
     training.run(6)
     few = training.sent_by_a_step()
-    more = training.run(7, in_flight=5, num=6)
+    more = training.run(4, in_flight=5, num=6)
     training.rows = ROWS * 3 // 2
-    longer = training.run(7, in_flight=5, num=6)
+    longer = training.run(4, in_flight=5, num=6)
     training.rows = ROWS
-    again = training.run(3, in_flight=5, num=6)
+    again = training.run(2, in_flight=5, num=6)
     assert all(peak <= limit for peak in more + longer + again)
     assert few < training.sent_by_a_step(in_flight=5, num=6) < NUM_LAYERS * 6 * SAVED_BYTES
 
@@ -126,14 +126,88 @@ class Feedforward(nn.Module):
 
 @pytest.mark.parametrize(("num_saved", "resets"), [(40, True), (160, False)])
 def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets: bool) -> None:
-    weights = 2 * NUM_LAYERS * WIDTH**2 * 2
-    limit = num_saved * SAVED_BYTES + 2 * weights
-    training = Training(limit, resets=resets)
-    training.model = Feedforward(NUM_LAYERS)  # type: ignore[assignment]
-    with as_another_process(), use_backend(training.backend, config=training.config):
+    limit = num_saved * SAVED_BYTES + 4 * NUM_LAYERS * WIDTH**2 * 2
+    training = Training(limit, resets=resets, model=Feedforward(NUM_LAYERS))
+    with training.running():
         first = training.sent_by_a_step()
-        assert all(peak <= limit for peak in training.run(8))
+        assert all(peak <= limit for peak in training.run(6))
         assert 0 < training.sent_by_a_step() < 0.9 * first
+
+
+# A loop that evaluates, loads a checkpoint and changes its batch
+
+
+NUM_SETTLING, NUM_CHANGED = 6, 4
+"""Steps at first, and after a change. In the last two of those the time must be the best."""
+
+Event = Callable[[Training], None]
+
+
+def nothing(training: Training) -> None: ...
+
+
+def evaluates(training: Training) -> None:
+    """A batch four times as long, without grad."""
+    rows, training.rows = training.rows, 4 * training.rows
+    with torch.no_grad():
+        training.forward()
+    training.rows = rows
+
+
+def loads_a_checkpoint(training: Training) -> None:
+    """All weights are there twice for a moment."""
+    state = {name: torch.empty_like(p) for name, p in training.model.state_dict().items()}
+    training.model.load_state_dict(state)
+
+
+def loop() -> Training:
+    """On a slow link, with room for 60 of the 72 groups in flight of a step of ``ROWS``."""
+    return Training(60 * SAVED_BYTES + NUM_LAYERS * WIDTH**2 * 4, device=hardware(4.0))
+
+
+def seconds(training: Training, num: int, rows: int) -> list[float]:
+    """Times of so many steps, all below the limit."""
+    training.rows, times = rows, []
+    for _ in range(num):
+        begin_s = training.backend.seconds
+        assert training.step() <= training.limit_bytes
+        training.backend.synchronize()
+        times.append(training.backend.seconds - begin_s)
+    return times
+
+
+@cache
+def best_s(rows: int) -> float:
+    """Time of a settled step of a loop that never had another batch."""
+    training = loop()
+    with training.running():
+        return seconds(training, NUM_SETTLING, rows)[-1]
+
+
+LONGER, SHORTER = ROWS * 3 // 2, ROWS // 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([(evaluates, ROWS), (loads_a_checkpoint, ROWS)], id="pauses"),
+        pytest.param([(nothing, SHORTER)], id="shorter"),
+        pytest.param([(nothing, LONGER), (evaluates, ROWS)], id="back"),
+    ],
+)
+def test_steps_are_below_the_limit_and_the_best_two_steps_after_a_change(
+    changes: list[tuple[Event, int]],
+) -> None:
+    best = [best_s(rows) for _, rows in changes]
+    training = loop()
+    with training.running():
+        seconds(training, NUM_SETTLING, ROWS)
+        for (event, rows), least_s in zip(changes, best, strict=True):
+            event(training)
+            assert max(seconds(training, NUM_CHANGED, rows)[2:]) < least_s * (1 + 1e-6)
+
+
+# A device without figures
 
 
 def test_a_device_that_tells_nothing_has_all_groups_leave(
