@@ -167,6 +167,13 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
+def active(backend: Backend) -> Iterator[Backend]:
+    """Each backend in turn, activated."""
+    with backend.activate():
+        yield backend
+
+
+@pytest.fixture
 def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models whose plans are tested are small, and the floor would leave nothing to choose."""
     monkeypatch.setattr("pp_offload._groups.auto_bounds.LEAST_IN_FLIGHT_BYTES", 1)

@@ -143,6 +143,25 @@ class Inner(nn.Module):
         return y + slope
 
 
+class Asks(nn.Module):
+    """Asks for the gradient of one parameter in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.enable_grad():
+            inner = self.second(hidden).square().sum()
+            (gradient,) = torch.autograd.grad(inner, self.second.weight)
+        return hidden + gradient.mean()
+
+
+def asks() -> nn.Sequential:
+    return nn.Sequential(Asks(), *mlp(2), Asks())
+
+
 def inner() -> nn.Sequential:
     return nn.Sequential(*mlp(3), Inner(), nn.ReLU(inplace=True), *mlp(2))
 
@@ -160,7 +179,7 @@ def parametrized() -> nn.Sequential:
 
 
 MODELS: list[Callable[[], nn.Sequential]] = [
-    *(mlp, uneven, norms, across, within, frozen, named, images, waves, parametrized, inner),
+    *(mlp, uneven, norms, across, within, frozen, named, images, waves, parametrized, inner, asks),
 ]
 """Each takes (batch, WIDTH)."""
 

@@ -7,7 +7,7 @@ an optimizer would change parameters that no forward uses any more, and nothing 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -15,53 +15,41 @@ import pytest
 import torch
 from conftest import make_backend
 from helpers.injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
-from helpers.sliced import WIDTH, Inside, input_for, state
+from helpers.sliced import (
+    WIDTH,
+    Inside,
+    Offload,
+    as_layers,
+    as_slices,
+    input_for,
+    run_again,
+    state,
+)
 from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
 
-from pp_offload import OffloadModel, offload_layers
 from pp_offload._hooks.regions import all_packs
 from pp_offload.backends import Backend
 
 PATHS = folders("_slices") | {str(ROOT / "offload_model.py")}
 CHECKPOINT = "_gradient_checkpointing_func"
+OFFLOADS = {
+    "slices": partial(as_slices, num_slices=2),
+    "run again": partial(run_again, num_slices=2),
+    "layers": as_layers,
+}
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(Inside(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.layers[1].weight = self.layers[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
-
-
-def in_slices(backend: Backend) -> nn.Module:
-    return OffloadModel(Stack().layers, backend.device, num_slices=2, backend=backend)
-
-
-def run_again(backend: Backend) -> nn.Module:
-    return OffloadModel(
-        Stack().layers, backend.device, num_slices=2, checkpoint_activation=True, backend=backend
-    )
-
-
-def on_host(backend: Backend) -> nn.Module:
-    model = Stack()
-    offload_layers(model, "layers", backend=backend)
-    return model
-
-
-def inputs(backend: Backend, number: int) -> Tensor:
-    return input_for(backend, number)
+def make(offload: Offload, backend: Backend) -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Sequential(Inside(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    layers[1].weight = layers[0].weight
+    return offload(layers, backend)[0]
 
 
 def step(model: nn.Module, backend: Backend, number: int) -> list[Tensor]:
     """The loss and the state after it, on the host."""
-    loss = model(inputs(backend, number)).square().mean()
+    loss = model(input_for(backend, number)).square().mean()
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,27 +70,25 @@ def may_be_interrupted(point: Point) -> bool:
     return "deque(" not in linecache.getline(str(ROOT / point.file), point.line)
 
 
-@pytest.mark.parametrize("every", [pytest.param(4), pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [pytest.param(8), pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["cpu", "late"])
-@pytest.mark.parametrize("make", [in_slices, run_again, on_host])
-def test_an_interrupt_at_every_line(
-    kind: str, make: Callable[[Backend], nn.Module], every: int
-) -> None:
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_an_interrupt_at_every_line(kind: str, offload: str, every: int) -> None:
     backend = make_backend(kind)
     with backend.activate():
-        model = make(backend)
+        model = make(OFFLOADS[offload], backend)
         expected = [step(model, backend, number) for number in range(3)]
-        points = points_in(PATHS, lambda: model(inputs(backend, 1)))
+        points = points_in(PATHS, lambda: model(input_for(backend, 1)))
         points = [point for point in chosen(points, every=every) if may_be_interrupted(point)]
     assert len(points) > 100 // every
     for point in points:
         backend = make_backend(kind)
         with backend.activate():
-            model = make(backend)
+            model = make(OFFLOADS[offload], backend)
             before = exchanged(model)
             assert same_bits(step(model, backend, 0), expected[0])
             with interrupt_at(point.number, PATHS), pytest.raises(Injected):
-                model(inputs(backend, 1))
+                model(input_for(backend, 1))
             assert all(map(is_, exchanged(model), before)), f"something else stands there: {point}"
             assert not all_packs(), f"hooks stay: {point}"
             for number in (1, 2):

@@ -51,13 +51,13 @@ def stack(change: Change) -> nn.Sequential:
 @on_two_backends
 @both_ways
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_advice(backend: Backend, offload: Offload, name: str) -> None:
+def test_refused_with_advice(active: Backend, offload: Offload, name: str) -> None:
     """And the model is as before."""
     change, message = REFUSED[name]
     model = stack(change)
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    with backend.activate(), pytest.raises(ValueError, match=rf"0' .*{message}"):
-        offload(model, backend)
+    with pytest.raises(ValueError, match=rf"0' .*{message}"):
+        offload(model, active)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert all("_apply" not in vars(module) for module in model.modules())
 
@@ -65,15 +65,13 @@ def test_refused_with_advice(backend: Backend, offload: Offload, name: str) -> N
 @on_two_backends
 @both_ways
 @pytest.mark.parametrize("change", INSTEAD)
-def test_what_the_advice_says_works(backend: Backend, offload: Offload, change: Change) -> None:
-    with backend.activate():
-        plain = stack(change).to(backend.device)
-        model, _ = offload(stack(change), backend)
-        assert same_training(plain, model, backend)
+def test_what_the_advice_says_works(active: Backend, offload: Offload, change: Change) -> None:
+    model, _ = offload(stack(change), active)
+    assert same_training(stack(change).to(active.device), model, active)
 
 
 @on_two_backends
-def test_modules_whose_parameters_stay_are_taken(backend: Backend) -> None:
+def test_modules_whose_parameters_stay_are_taken(active: Backend) -> None:
     def build() -> nn.Sequential:
         model = stack(nn.utils.spectral_norm)
         for layer in model:
@@ -81,29 +79,26 @@ def test_modules_whose_parameters_stay_are_taken(backend: Backend) -> None:
             layer.append(torch.jit.script(nn.Tanh()))
         return model
 
-    with backend.activate():
-        plain = build().to(backend.device)
-        model, _ = as_layers(build(), backend, frozen_only=True)
-        assert same_training(plain, model, backend)
+    model, _ = as_layers(build(), active, frozen_only=True)
+    assert same_training(build().to(active.device), model, active)
 
 
 @on_two_backends
 @pytest.mark.parametrize("change", [pruned, parametrizations.weight_norm])
-def test_a_parameter_that_gets_another_name_later(backend: Backend, change: Change) -> None:
+def test_a_parameter_that_gets_another_name_later(active: Backend, change: Change) -> None:
     """Is an error until the handle is closed; one that becomes None is not missed."""
-    with backend.activate():
-        plain, layers = (stack(lambda layer: layer) for _ in range(2))
-        model, handle = as_layers(layers, backend)
-        x = input_for(backend)
-        model(x)
-        for each in (plain, layers):
-            change(each[1][0])
-            each[2][0].bias = None
-        message = r"Linear in 0\.1 had a parameter 'weight'.* now has \[.*'bias'.*close\(\)"
-        for _ in range(2):
-            with pytest.raises(OffloadError, match=message):
-                model(x)
-        assert handle.parameter_bytes_on_device == 0
-        handle.close()  # type: ignore[attr-defined]
-        model.to(backend.device)
-        assert same_training(plain.to(backend.device), model, backend)
+    plain, layers = (stack(lambda layer: layer) for _ in range(2))
+    model, handle = as_layers(layers, active)
+    x = input_for(active)
+    model(x)
+    for each in (plain, layers):
+        change(each[1][0])
+        each[2][0].bias = None
+    message = r"Linear in 0\.1 had a parameter 'weight'.* now has \[.*'bias'.*close\(\)"
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=message):
+            model(x)
+    assert handle.parameter_bytes_on_device == 0
+    handle.close()  # type: ignore[attr-defined]
+    model.to(active.device)
+    assert same_training(plain.to(active.device), model, active)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend
 from torch.nn import Parameter
 
 from pp_offload import OffloadConfig
@@ -19,31 +18,33 @@ from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.slices import partition, slice_bytes
 from pp_offload.testing import SimulatedBackend
 
+late = pytest.mark.parametrize("backend", ["late"], indirect=True)
 
-def largest(layers, slices) -> int:
+
+def largest(layers: list[dict[int, int]], slices: list[Any]) -> int:
     return max(slice_bytes([layers[i] for i in indices]) for indices in slices)
 
 
-def smallest_largest(layers, num_slices: int) -> int:
+def smallest_largest(layers: list[dict[int, int]], num_slices: int) -> int:
     """Over all ways to cut."""
     cuts = itertools.combinations(range(1, len(layers)), num_slices - 1)
     ways = (zip((0, *cut), (*cut, len(layers)), strict=True) for cut in cuts)
     return min(largest(layers, [range(*ends) for ends in way]) for way in ways)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_no_way_to_cut_is_better(seed: int) -> None:
+def test_no_way_to_cut_is_better() -> None:
     """With layers that share parameters, and some that have none."""
-    draw = random.Random(seed)
-    layers = [
-        {key: 10 + key for key in draw.sample(range(6), draw.randrange(4))}
-        for _ in range(draw.randrange(1, 9))
-    ]
-    for num_slices in range(1, len(layers) + 1):
-        slices = partition(layers, num_slices)
-        assert len(slices) == num_slices and all(slices)
-        assert [i for indices in slices for i in indices] == list(range(len(layers)))
-        assert largest(layers, slices) == smallest_largest(layers, num_slices)
+    for seed in range(50):
+        draw = random.Random(seed)
+        layers = [
+            {key: 10 + key for key in draw.sample(range(6), draw.randrange(4))}
+            for _ in range(draw.randrange(1, 9))
+        ]
+        for num_slices in range(1, len(layers) + 1):
+            slices = partition(layers, num_slices)
+            assert len(slices) == num_slices and all(slices)
+            assert [i for indices in slices for i in indices] == list(range(len(layers)))
+            assert largest(layers, slices) == smallest_largest(layers, num_slices), seed
 
 
 class Run:
@@ -53,107 +54,109 @@ class Run:
 RUN = Run()
 
 
-def slices_of(num: int) -> list[Slice]:
-    return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),), ()) for i in range(num)]
+@pytest.fixture
+def slice_() -> Slice:
+    return Slice("slice 0", (Parameter(torch.zeros(4)),), ())
 
 
+@pytest.fixture
+def cache(active: SimulatedBackend) -> SliceCache:
+    return SliceCache(PlainCopies(active, OffloadConfig()))
+
+
+@late
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_what_the_program_has_written_is_brought_again(is_replaced: bool) -> None:
-    backend = SimulatedBackend("late")
-    with backend.activate():
-        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
-        (slice_,) = slices_of(1)
-        (parameter,) = slice_.parameters
-        cache.use(slice_, RUN)
-        for index in (None, 0):
-            with torch.no_grad():
-                if is_replaced:
-                    parameter.data = parameter + 1
-                else:
-                    parameter.add_(1)
-            (tensor,) = cache.use(slice_, RUN, index)
-            assert tensor.tolist() == parameter.tolist()
+def test_what_the_program_has_written_is_brought_again(
+    cache: SliceCache, slice_: Slice, is_replaced: bool
+) -> None:
+    (parameter,) = slice_.parameters
+    cache.use(slice_, RUN)
+    for index in (None, 0):
+        with torch.no_grad():
+            if is_replaced:
+                parameter.data = parameter + 1
+            else:
+                parameter.add_(1)
+        (tensor,) = cache.use(slice_, RUN, index)
+        assert tensor.tolist() == parameter.tolist()
 
 
-def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
+@late
+def test_a_slice_on_one_stream_is_brought_again_for_another(
+    active: SimulatedBackend, cache: SliceCache, slice_: Slice
+) -> None:
     """Its memory returns to the stream that it belongs to, which does not wait for the other."""
-    backend = SimulatedBackend("late")
-    with backend.activate():
-        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
-        (slice_,) = slices_of(1)
-        (first,) = cache.use(slice_, RUN)
-        with backend.stream(backend.new_stream("other")):
-            (second,) = cache.use(slice_, RUN)
-            assert second is not first and second.add(1).eq(1).all()
-        backend.check()
+    (first,) = cache.use(slice_, RUN)
+    with active.stream(active.new_stream("other")):
+        (second,) = cache.use(slice_, RUN)
+        assert second is not first and second.add(1).eq(1).all()
+    active.check()
 
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
 
 
-def test_there_and_back(backend) -> None:
-    with backend.activate():
-        copies = PlainCopies(backend, OffloadConfig())
-        sources = [torch.randn(shape).to(backend.device) for shape in SHAPES]
-        sources[4] = sources[4].to(memory_format=torch.channels_last)
-        sources.append(torch.randn(3, 1).to(backend.device).expand(3, 4))
-        sources.append(torch.randn(3, dtype=torch.complex64).to(backend.device).conj())
-        sources.append(torch.arange(5, device=backend.device)[::2])
-        sent = copies.synchronize(copies.copy_to_host(sources, "gradients"))
-        assert all(tensor.device.type == "cpu" for tensor in sent)
-        brought = copies.synchronize(copies.copy_to_device(sent, "parameters"))
-        for tensor, host, source in zip(brought, sent, sources, strict=True):
-            assert tensor.device == backend.device and tensor.dtype == source.dtype
-            assert torch.equal(tensor, source) and torch.equal(host, source.cpu())
-        assert sent[4].stride() == sources[4].stride()
-        assert brought[4].stride() == sources[4].stride()
-        moved = sum(tensor.numel() * tensor.itemsize for tensor in sources)
-        statistics = copies.statistics()
-        assert statistics.bytes_offloaded == statistics.bytes_reloaded == moved
-        assert statistics.bytes_in_flight == 0
+def test_there_and_back(active: Any) -> None:
+    copies = PlainCopies(active, OffloadConfig())
+    sources = [torch.randn(shape).to(active.device) for shape in SHAPES]
+    sources[4] = sources[4].to(memory_format=torch.channels_last)
+    sources.append(torch.randn(3, 1).to(active.device).expand(3, 4))
+    sources.append(torch.randn(3, dtype=torch.complex64).to(active.device).conj())
+    sources.append(torch.arange(5, device=active.device)[::2])
+    sent = copies.synchronize(copies.copy_to_host(sources, "gradients"))
+    assert all(tensor.device.type == "cpu" for tensor in sent)
+    brought = copies.synchronize(copies.copy_to_device(sent, "parameters"))
+    for tensor, host, source in zip(brought, sent, sources, strict=True):
+        assert tensor.device == active.device and tensor.dtype == source.dtype
+        assert torch.equal(tensor, source) and torch.equal(host, source.cpu())
+    assert sent[4].stride() == brought[4].stride() == sources[4].stride()
+    moved = sum(tensor.numel() * tensor.itemsize for tensor in sources)
+    statistics = copies.statistics()
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == moved
+    assert statistics.bytes_in_flight == 0
 
 
+@late
 @pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
-def test_copies_that_are_still_queued_end_before_their_memory_is_freed(way: str) -> None:
+def test_copies_that_are_still_queued_end_before_their_memory_is_freed(
+    active: SimulatedBackend, way: str
+) -> None:
     """A model may be dropped while its next slice is on the way."""
-    backend = make_backend("late")
-    with backend.activate():
-        copies = PlainCopies(backend, OffloadConfig())
-        getattr(copies, way)([torch.ones(4)], "parameters")
-        assert backend.pending == 1
-        del copies
-        gc.collect()
-        assert backend.pending == 0
-        backend.synchronize()  # it raises if a copy uses what was freed
-        backend.check()
+    copies = PlainCopies(active, OffloadConfig())
+    getattr(copies, way)([torch.ones(4)], "parameters")
+    assert active.pending == 1
+    del copies
+    gc.collect()
+    assert active.pending == 0
+    active.synchronize()  # it raises if a copy uses what was freed
+    active.check()
 
 
+@late
 @pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
-def test_memory_outlives_a_copy_that_was_cut_off(way: str, monkeypatch) -> None:
-    backend = make_backend("late")
-    with backend.activate():
-        copies = PlainCopies(backend, OffloadConfig())
-        copy = backend.copy
+def test_memory_outlives_a_copy_that_was_cut_off(
+    active: SimulatedBackend, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, copy = PlainCopies(active, OffloadConfig()), active.copy
 
-        def and_interrupt(*args: Any) -> None:
-            copy(*args)
-            raise KeyboardInterrupt
+    def and_interrupt(*args: Any) -> None:
+        copy(*args)
+        raise KeyboardInterrupt
 
-        monkeypatch.setattr(backend, "copy", and_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            getattr(copies, way)([torch.ones(4)], "parameters")
-        copies.poll()
-        backend.synchronize()  # it raises if a copy uses what was freed
-        statistics = copies.statistics()
-        assert statistics.bytes_in_flight == statistics.host_bytes_in_use == 0
-        backend.check()
+    monkeypatch.setattr(active, "copy", and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(copies, way)([torch.ones(4)], "parameters")
+    copies.poll()
+    active.synchronize()  # it raises if a copy uses what was freed
+    statistics = copies.statistics()
+    assert statistics.bytes_in_flight == statistics.host_bytes_in_use == 0
+    active.check()
 
 
-def test_bytes_in_flight_are_bounded() -> None:
-    backend = make_backend("late")
-    with backend.activate():
-        copies = PlainCopies(backend, OffloadConfig(max_in_flight_bytes=64))
-        for _ in range(4):
-            copies.copy_to_host([torch.ones(10)], "gradients")
-            assert copies.statistics().bytes_in_flight <= 64
-        assert backend.pending == 1
+@late
+def test_bytes_in_flight_are_bounded(active: SimulatedBackend) -> None:
+    copies = PlainCopies(active, OffloadConfig(max_in_flight_bytes=64))
+    for _ in range(4):
+        copies.copy_to_host([torch.ones(10)], "gradients")
+        assert copies.statistics().bytes_in_flight <= 64
+    assert active.pending == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TWO_BACKENDS, make_backend
+from conftest import make_backend, on_two_backends
 from helpers.sliced import WIDTH, input_for, same_training, state
 from helpers.toy import assert_no_hooks, moved, same_bits
 from torch import Tensor, nn
@@ -65,14 +65,11 @@ ORDERS = {
 
 @pytest.mark.parametrize("num_resident", [1, 2, 99])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_layers_in_any_order(backend, order: list[int] | None, num_resident: int) -> None:
-    with backend.activate():
-        plain, model, handle = plain_and_streamed(
-            backend, stack(order=order), num_resident=num_resident
-        )
-        assert same_training(plain, model, backend)
-        assert handle.parameter_bytes_on_device == 0
-        assert handle.peak_parameter_bytes_on_device <= num_resident * ONE
+def test_layers_in_any_order(active: Backend, order: list[int] | None, num_resident: int) -> None:
+    plain, model, handle = plain_and_streamed(active, stack(order=order), num_resident=num_resident)
+    assert same_training(plain, model, active)
+    assert handle.parameter_bytes_on_device == 0
+    assert handle.peak_parameter_bytes_on_device <= num_resident * ONE
     assert_no_hooks()
 
 
@@ -96,17 +93,9 @@ def test_from_the_second_forward_on_each_call_is_foreseen(order: list[int] | Non
         repeats = [i + 1 < len(calls) and calls[i] == calls[i + 1] for i in range(len(calls))]
         expected = [1 if last or same else 2 for last, same in zip(is_last, repeats, strict=True)]
         assert seen == [num * ONE for num in expected]
-
-
-def test_nothing_is_prefetched_behind_a_forward() -> None:
-    """The program may write parameters there; a layer that was foreseen is given up."""
-    backend = SimulatedBackend("late")
-    with backend.activate():
-        model = stack()
-        handle = offload_layers(model, "layers", backend=backend)
-        model(input_for(backend))
-        model.order = [0]
-        y = model(input_for(backend))
+        model.order = [0]  # a layer that was foreseen is given up: the program may write now
+        with torch.enable_grad():
+            y = model(input_for(backend))
         assert handle.parameter_bytes_on_device == ONE and y.requires_grad
 
 
@@ -150,52 +139,48 @@ def test_device_memory_is_arithmetic(order: str, num_resident: int) -> None:
     backend.check()
 
 
-def test_only_what_is_frozen_waits(backend) -> None:
-    with backend.activate():
-        model = stack()
-        for number in (0, 2, 3):
-            model.layers[number].weight.requires_grad_(False)
-        plain, model, handle = plain_and_streamed(backend, model, frozen_only=True)
-        devices = [layer.weight.device for layer in model.layers]
-        host = torch.device("cpu")
-        assert devices == [host if i in (0, 2, 3) else backend.device for i in range(DEPTH)]
-        values = [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
-        assert same_training(plain, model, backend)
-        assert values == [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
-        assert handle.statistics().bytes_offloaded == 0
-        assert handle.statistics().bytes_reloaded > 0
+def test_only_what_is_frozen_waits(active: Backend) -> None:
+    model = stack()
+    for number in (0, 2, 3):
+        model.layers[number].weight.requires_grad_(False)
+    plain, model, handle = plain_and_streamed(active, model, frozen_only=True)
+    devices = [layer.weight.device for layer in model.layers]
+    host = torch.device("cpu")
+    assert devices == [host if i in (0, 2, 3) else active.device for i in range(DEPTH)]
+    values = [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
+    assert same_training(plain, model, active)
+    assert values == [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
+    assert handle.statistics().bytes_offloaded == 0
+    assert handle.statistics().bytes_reloaded > 0
 
 
-def test_a_weight_that_something_else_has_stays_on_the_device(backend) -> None:
+def test_a_weight_that_something_else_has_stays_on_the_device(active: Backend) -> None:
     """Outside of its layer nobody would bring it."""
-    with backend.activate():
-        model = stack()
-        model.head.weight = model.layers[0].weight
-        plain, model, handle = plain_and_streamed(backend, model)
-        assert model.head.weight is model.layers[0].weight
-        assert model.head.weight.device == backend.device
-        assert same_training(plain, model, backend)
-        assert handle.peak_parameter_bytes_on_device == 2 * ONE
+    model = stack()
+    model.head.weight = model.layers[0].weight
+    plain, model, handle = plain_and_streamed(active, model)
+    assert model.head.weight is model.layers[0].weight
+    assert model.head.weight.device == active.device
+    assert same_training(plain, model, active)
+    assert handle.peak_parameter_bytes_on_device == 2 * ONE
 
 
-@pytest.mark.parametrize("kind", TWO_BACKENDS)
-def test_a_model_that_is_moved_keeps_its_layers_on_the_host(kind: str) -> None:
+@on_two_backends
+def test_a_model_that_is_moved_keeps_its_layers_on_the_host(active: Backend) -> None:
     """A trainer moves it to the device when it prepares it."""
-    backend = make_backend(kind)
-    with backend.activate():
-        plain, model, handle = plain_and_streamed(backend, stack())
-        before = [layer.weight.data_ptr() for layer in model.layers]
-        model.to(backend.device)
-        assert [layer.weight.data_ptr() for layer in model.layers] == before
-        assert same_training(plain, model, backend)
-        with pytest.raises(OffloadError, match="turned into torch.float64"):
-            model.double()
-        handle.close()
-        moved(model, backend.device)
-        moved(plain, backend.device)
-        assert {p.device for p in model.parameters()} == {backend.device}
-        assert same_training(plain, model, backend), "it is a plain model again"
+    plain, model, handle = plain_and_streamed(active, stack())
+    before = [layer.weight.data_ptr() for layer in model.layers]
+    model.to(active.device)
+    assert [layer.weight.data_ptr() for layer in model.layers] == before
+    assert same_training(plain, model, active)
+    with pytest.raises(OffloadError, match="turned into torch.float64"):
         model.double()
+    handle.close()
+    moved(model, active.device)
+    moved(plain, active.device)
+    assert {p.device for p in model.parameters()} == {active.device}
+    assert same_training(plain, model, active), "it is a plain model again"
+    model.double()
 
 
 def test_when_it_is_closed_the_model_is_as_it_was() -> None:
@@ -224,12 +209,7 @@ def views_of_one_outside() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "layers", "options", "message"),
     [
-        (
-            stack,
-            "head",
-            {},
-            r"no module 'head' that is a ModuleList.*it has \['layers'\]",
-        ),
+        (stack, "head", {}, r"no module 'head' that is a ModuleList.*it has \['layers'\]"),
         (stack, "layers", {"num_resident": 0}, "num_resident is 0, expected an integer of at le"),
         (stack, "layers", {"frozen_only": True}, "have no frozen parameters.*freeze the base"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, TWO_BACKENDS, make_backend, skip_on_emulated
+from conftest import BACKENDS, make_backend
 from helpers.sliced import as_layers, as_slices, run_again
 from helpers.toy import moved, same_bits
 from torch import Tensor, nn
@@ -29,20 +29,6 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts[int(x[0, 0].detach().abs())](x).sin() + x
-
-
-class AsksInForward(nn.Module):
-    """Asks for the gradient of one parameter in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        inner = self.second(hidden).square().sum()
-        (gradient,) = torch.autograd.grad(inner, self.second.weight)
-        return hidden + gradient.mean()
 
 
 def of_kind(kind: str, model: nn.Sequential, backend: Backend) -> nn.Module:
@@ -153,21 +139,3 @@ def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward
         [("", gradient) for gradient in grads], [("", gradient) for gradient in plain]
     )
     assert any(gradient is None for gradient in grads), "nobody used the spare ones"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("device", TWO_BACKENDS)
-def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str, kind: str) -> None:
-    """Nodes of the slice's other parameters are still there for the backward."""
-    results = []
-    for way in (plain_of(kind), kind):
-        backend = make_backend(device)
-        if kind == "checkpointed":
-            skip_on_emulated(backend, "the layer runs again on another thread: see docs/limits.md")
-        with backend.activate():
-            torch.manual_seed(0)
-            model = of_kind(way, nn.Sequential(AsksInForward(), AsksInForward()), backend)
-            for step in range(2):
-                computed(way, model, inputs(step, (0, 0), backend.device)).sum().backward()
-            results.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
-    assert len(results[0]) == 4 and same_bits(*results)
