@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from helpers.sliced import (
+    Call,
+    Order,
+    first_in_first_out,
+    last_in_first_out,
+    one_by_one,
+    twice,
+)
 from pp_offload import OffloadConfig
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.backends import Backend
@@ -109,65 +115,26 @@ def apply(model: nn.Module, layers: str, way: str, backend: Backend) -> Recomput
     )
 
 
-Losses = list[tuple[Tensor, Tensor]]
-
-
-def one_by_one(model: nn.Module, inputs: list[Any]) -> Losses:
-    return [_backward(*_forward(model, x)) for x in inputs]
-
-
-def first_in_first_out(model: nn.Module, inputs: list[Any]) -> Losses:
-    losses = [_forward(model, x) for x in inputs]
-    return [_backward(*pair) for pair in losses]
-
-
-def last_in_first_out(model: nn.Module, inputs: list[Any]) -> Losses:
-    losses = [_forward(model, x) for x in inputs]
-    return [_backward(*pair) for pair in reversed(losses)]
-
-
-def dropped(model: nn.Module, inputs: list[Any]) -> Losses:
-    losses = [_forward(model, x) for x in inputs]
+def dropped(call: Call, leaves: list[Tensor]) -> list[Tensor]:
+    losses = [call(x).square().mean() for x in leaves]
     del losses[1]
-    return [_backward(*pair) for pair in losses]
+    for loss in losses:
+        loss.backward()
+    return losses
 
 
-ORDERS: list[Callable[[nn.Module, list[Any]], Losses]] = [
-    one_by_one,
-    first_in_first_out,
-    last_in_first_out,
-    dropped,
-]
+ORDERS: list[Order] = [one_by_one, first_in_first_out, last_in_first_out, dropped, twice]
 
 
-def _forward(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    x = inputs[0].clone().requires_grad_()
-    return model(x, *inputs[1:]).square().sum(), x
-
-
-def _backward(loss: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    loss.backward()
-    assert x.grad is not None
-    return loss.detach(), x.grad
-
-
-def results(
-    model: nn.Module,
-    order: Callable[[nn.Module, list[Any]], Losses],
-    step: int,
-    device: torch.device,
-) -> list[Tensor]:
+def results(model: nn.Module, order: Order, step: int, device: torch.device) -> list[Tensor]:
     """Losses, gradients and buffers of a step of three microbatches."""
     generator = torch.Generator().manual_seed(step)
     draw = [[torch.randn(6, 8, generator=generator).to(device) for _ in range(3)] for _ in "abc"]
+    others = {x.requires_grad_(): rest for x, *rest in draw}
     torch.manual_seed(50 + step)
-    tensors = [tensor for pair in order(model, draw) for tensor in pair]
+    losses = order(lambda x: model(x, *others[x]), list(others))
+    tensors = [*(loss.detach() for loss in losses), *(x.grad for x in others if x.grad is not None)]
     tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     tensors += [buffer.clone() for buffer in model.buffers()]
     model.zero_grad()
     return tensors
-
-
-def params(**values: Any) -> types.SimpleNamespace:
-    """Parameters as another library may have them."""
-    return types.SimpleNamespace(**values)

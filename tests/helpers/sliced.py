@@ -262,6 +262,13 @@ def first_in_first_out(call: Call, leaves: list[Tensor]) -> list[Tensor]:
     return losses
 
 
+def last_in_first_out(call: Call, leaves: list[Tensor]) -> list[Tensor]:
+    losses = [call(x).square().mean() for x in leaves]
+    for loss in reversed(losses):
+        loss.backward()
+    return losses
+
+
 def together(call: Call, leaves: list[Tensor]) -> list[Tensor]:
     losses = [call(x).square().mean() for x in leaves]
     torch.stack(losses).sum().backward()
@@ -299,6 +306,7 @@ def only_some(call: Call, leaves: list[Tensor]) -> list[Tensor]:
 
 ORDERS: list[Order] = [
     *(one_by_one, first_in_first_out, together, evaluated_between, twice, only_some),
+    last_in_first_out,
 ]
 
 
