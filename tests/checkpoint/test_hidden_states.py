@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pp_offload import OffloadConfig, OffloadHiddenStates, checkpoint_wrapper
-from pp_offload.backends import CpuBackend
+from pp_offload.backends import Backend, CpuBackend
 
 LAYERS, ROWS, WIDTH = 4, 6, 8
 HIDDEN_BYTES = ROWS * WIDTH * 4
@@ -100,20 +100,18 @@ def step(model: Model, device: torch.device, context: Any = None, num: int = 2) 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("how", HOW)
 @on_two_backends
-def test_so_many_bytes_and_no_bit_changes(backend, how: str, use_reentrant: bool) -> None:
-    with backend.activate():
-        plain = make(backend.device, how, use_reentrant=use_reentrant)
-        model = make(backend.device, how, use_reentrant=use_reentrant)
-        config = OffloadConfig(device_limit_bytes=None)
-        offload = OffloadHiddenStates(model, min_offload_size=1, config=config, backend=backend)
-        for _ in range(3):
-            expected = step(plain, backend.device)
-            assert same_bits(step(model, backend.device, offload), expected)
-            assert_no_hooks()
-        gc.collect()
-        statistics = offload.statistics()
-        assert statistics.bytes_offloaded == 3 * 2 * LAYERS * HIDDEN_BYTES
-        assert statistics.live_tensors == statistics.host_bytes_in_use == 0
+def test_so_many_bytes_and_no_bit_changes(active: Backend, how: str, use_reentrant: bool) -> None:
+    plain, model = (make(active.device, how, use_reentrant=use_reentrant) for _ in range(2))
+    config = OffloadConfig(device_limit_bytes=None)
+    offload = OffloadHiddenStates(model, min_offload_size=1, config=config, backend=active)
+    for _ in range(3):
+        expected = step(plain, active.device)
+        assert same_bits(step(model, active.device, offload), expected)
+        assert_no_hooks()
+    gc.collect()
+    statistics = offload.statistics()
+    assert statistics.bytes_offloaded == 3 * 2 * LAYERS * HIDDEN_BYTES
+    assert statistics.live_tensors == statistics.host_bytes_in_use == 0
 
 
 class ByKeyword(Layer):
@@ -123,17 +121,9 @@ class ByKeyword(Layer):
         return self._gradient_checkpointing_func(partial(self.compute, x=x, mask=mask))
 
 
-def nothing(model: Model) -> None:
-    pass
-
-
 def by_keyword(model: Model) -> None:
     for layer in model.layers:
         layer.__class__ = ByKeyword
-
-
-def in_evaluation(model: Model) -> None:
-    model.eval()
 
 
 def compiled(model: Model) -> None:
@@ -150,14 +140,14 @@ def first_alone(model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "size", "num_left"),
     [
-        (nothing, LAYERS - 1, LAYERS - 1),
+        (id, LAYERS - 1, LAYERS - 1),
         (by_keyword, 1, 0),
-        (in_evaluation, 1, 0),
+        (nn.Module.eval, 1, 0),
         (compiled, 1, 0),
         (first_alone, 1, 1),
     ],
 )
-def test_what_stays(change: Callable[[Model], None], size: int, num_left: int) -> None:
+def test_what_stays(change: Callable[[Model], object], size: int, num_left: int) -> None:
     """An unfinished stash, and layers whose hidden states a checkpoint does not save by itself."""
     backend = CpuBackend()
     plain, model = make(backend.device), make(backend.device)

@@ -4,14 +4,13 @@ also where these were None or not registered yet.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
-from conftest import ACCELERATORS, make_backend
+from conftest import on_two_backends
 from helpers.checkpointed import apply
 from helpers.toy import same_bits
 from torch import Tensor, nn
@@ -109,10 +108,6 @@ class Model(nn.Module):
         return self.layers(x)
 
 
-def called(model: Model, backend: Backend, **options: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(model, x, backend=backend, **options)
-
-
 def by_operator(model: Model, backend: Backend) -> nn.Module:
     apply(model, "layers", "all, offload", backend)
     return model
@@ -131,8 +126,10 @@ def in_slices(model: Model, backend: Backend) -> nn.Module:
 
 
 PRODUCTS: dict[str, Callable[[Model, Backend], Callable[[Tensor], Tensor]]] = {
-    "call": called,
-    "call, reentrant": partial(called, use_reentrant=True),
+    "call": lambda model, backend: partial(checkpoint, model, backend=backend),
+    "call, reentrant": lambda model, backend: partial(
+        checkpoint, model, backend=backend, use_reentrant=True
+    ),
     "by operator": by_operator,
     "recomputed layers on the host": streamed,
     "slices": in_slices,
@@ -168,7 +165,7 @@ def steps(
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("order", [(0,), (1, 2, 0)], ids=str)
-@pytest.mark.parametrize("where", ["cpu", "late", *ACCELERATORS])
+@on_two_backends
 @pytest.mark.parametrize(
     ("kind", "product"),
     [
@@ -179,12 +176,10 @@ def steps(
     ],
 )
 def test_buffers_that_were_not_there_change_once(
-    kind: type[nn.Module], product: str, where: str, order: tuple[int, ...]
+    kind: type[nn.Module], product: str, active: Backend, order: tuple[int, ...]
 ) -> None:
-    backend = make_backend(where)
-    with backend.activate():
-        results, names = steps(kind, product, backend, order)
-        expected, expected_names = steps(kind, None, backend, order)
+    results, names = steps(kind, product, active, order)
+    expected, expected_names = steps(kind, None, active, order)
     assert same_bits(results, expected)
     assert names == expected_names
 
@@ -216,18 +211,19 @@ def with_and_without(
     return same_bits(*results)
 
 
-def test_the_mode_of_the_forward_is_that_of_the_recomputation() -> None:
-    layers = nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-    evaluates = nn.Module.eval
-    assert with_and_without(lambda: nn.Sequential(*copy.deepcopy(layers)), then=evaluates)
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(momentum=None))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_lazy_norm_is_initialized_and_counts_once(use_reentrant: bool) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(momentum=None))
-
-    assert with_and_without(make, use_reentrant=use_reentrant)
+def test_the_mode_and_lazy_parameters_are_those_of_the_forward(use_reentrant: bool) -> None:
+    """The model is switched to evaluation before its backward; a lazy norm counts once."""
+    assert with_and_without(norms, then=nn.Module.eval, use_reentrant=use_reentrant)
+    assert with_and_without(lazy, use_reentrant=use_reentrant)
 
 
 class Masked(nn.Module):
@@ -284,11 +280,7 @@ class Layer(nn.Module):
 
 
 def scaled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    @wraps(function)
-    def inner(x: Tensor) -> Tensor:
-        return 3 * function(x)
-
-    return inner
+    return wraps(function)(lambda x: 3 * function(x))
 
 
 GLOBAL = Layer()
@@ -303,19 +295,12 @@ def by_global(layer: Layer) -> Callable[[Tensor], Tensor]:
     return with_global
 
 
-def by_default(layer: Layer) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor, layer: Layer = layer) -> Tensor:
-        return layer(x)
-
-    return function
-
-
 CALLS: dict[str, Callable[[Layer], Callable[[Tensor], Tensor]]] = {
     "method": lambda layer: layer.forward,
     "partial that is given it": lambda layer: partial(Layer.forward, layer, factor=2.0),
     "decorated lambda over a dict": lambda layer: scaled(lambda x, a={"b": [layer]}: a["b"][0](x)),  # noqa: B006
     "closure": lambda layer: lambda x: layer(x),
-    "default": by_default,
+    "default": lambda layer: lambda x, given=layer: given(x),
     "global": by_global,
 }
 
