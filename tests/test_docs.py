@@ -71,72 +71,121 @@ def trained(model: nn.Module, rows: int = 64) -> dict[str, Any]:
     }
 
 
-def on_cpu(code: str, names: dict[str, Any]) -> int:
-    """Run a block; bytes that its manager offloaded."""
-    with use_backend(CpuBackend()):
-        exec(code, names)
-        return PipelineOffloadManager.get_instance().statistics().bytes_offloaded
+def run(page: str, number: int = 0, names: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Run a block of a page; the names behind it."""
+    names = {**(names or {}), **more}
+    exec(blocks(page)[number], names)
+    return SimpleNamespace(**names)
 
 
-@pytest.mark.parametrize("page", ["README", "index"])
+@pytest.fixture
+def on_cpu() -> Iterator[PipelineOffloadManager]:
+    """Offload on the CPU, which is worth nothing there."""
+    with use_backend(CpuBackend()) as manager:
+        yield manager
+
+
+def loader(rows: int) -> Any:
+    """Batches of 1024 rows, with the same rows for targets."""
+    x = torch.randn(rows, 1024)
+    data = torch.utils.data.TensorDataset(x, x)
+    return torch.utils.data.DataLoader(data, batch_size=1024)
+
+
 def test_the_six_lines_are_six_and_run(
-    page: str, one_rank: None, capsys: pytest.CaptureFixture[str]
+    one_rank: None, on_cpu: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = blocks(page)
+    (code,) = blocks("README")
+    assert blocks("index") == [code]
     assert len([line for line in code.splitlines() if line]) == 6
     x = torch.randn(2 * 1024, 1024)
     stage = PipelineStage(Model(1), 0, 1, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-    assert on_cpu(code, {"schedule": schedule, "data": [(x, x), (x, x)]}) > 0
+    run("README", schedule=schedule, data=[(x, x), (x, x)])
+    manager = PipelineOffloadManager.get_instance()
+    assert manager.statistics().bytes_offloaded > 0
     printed = capsys.readouterr().out
     assert "attn" in printed and "mlp" in printed
 
 
-def test_the_loop_without_a_schedule_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_without_a_schedule_runs(
+    on_cpu: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = trained(Model(2), 1024)
-    assert on_cpu(blocks("pipelining")[0], {**names, "data": [names["data"]] * 2}) > 0
+    run("pipelining", names=names, data=[names["data"]] * 2)
+    assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
     assert "mlp" in capsys.readouterr().out
+
+
+def test_the_markers_run(on_cpu: PipelineOffloadManager) -> None:
+    layer: Any = Layer()
+    layer.offload_mlp = True
+    x = torch.randn(2048, 1024, requires_grad=True)
+    off_interface.reset()
+    off_interface.init_chunk_handler(None, None, 1024 * 1024)
+    names = run("pipelining", 1, {"self": layer, "x": x})
+    assert on_cpu.statistics().bytes_offloaded > 0
+    names.y.sum().backward()
+    assert x.grad is not None
 
 
 def test_training_on_one_device_runs() -> None:
     names = trained(Model())
     names["model"].head = nn.Linear(1024, 1024)
-    exec(blocks("activations")[0], names)
-    assert names["offload"].statistics().bytes_offloaded > 0
-    assert names["offload"].statistics().live_tensors == 0
-
-
-def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names = trained(Model())
-    exec(blocks("checkpointing")[0], names)
-    assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
-    statistics = names["recompute"].stash.statistics()
+    statistics = run("activations", names=names).offload.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
 
 
-def test_one_call_and_one_module_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of layers, of one call, and of one module."""
+    statistics = run("checkpointing", names=trained(Model())).recompute.stash.statistics()
+    assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
+    assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
     x = torch.randn(64, 1024, requires_grad=True)
-    names: dict[str, Any] = {"block": nn.Linear(1024, 1024), "x": x * 1}
-    exec(blocks("checkpointing")[1], names)
+    names = run("checkpointing", 1, block=nn.Linear(1024, 1024), x=x * 1)
     assert "CheckpointCounts(" in capsys.readouterr().out
-    assert names["block"].recompute is names["recompute"]
+    assert names.block.recompute is names.recompute
 
 
-def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def a_trainer(folder: Path, **options: Any) -> dict[str, Any]:
+    """Names of a Trainer of Hugging Face."""
     pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     from helpers.tiny_llama import make_data, make_llama
 
-    names: dict[str, Any] = {
-        "model": make_llama(),
-        "args": transformers.TrainingArguments(
-            str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no"
-        ),
-        "data": make_data(),
-    }
-    exec(blocks("activations")[1], names)
-    assert names["trainer"].activation_offload.statistics().bytes_offloaded > 0
+    args = transformers.TrainingArguments(
+        str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no"
+    )
+    return {"model": make_llama(**options), "args": args, "data": make_data()}
+
+
+def test_the_trainers_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = run("activations", 1, a_trainer(tmp_path)).trainer
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert "OffloadStatistics(" in capsys.readouterr().out
+    trainer = run("offload-layers", 1, a_trainer(tmp_path, lora={})).trainer
+    assert trainer.layer_offload.statistics().bytes_reloaded > 0
+    assert "OffloadStatistics(" in capsys.readouterr().out
+
+
+def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = a_trainer(tmp_path)
+    batch = {name: tensor.unsqueeze(0) for name, tensor in names["data"][0].items()}
+    whole = sum(parameter.nbytes for parameter in names["model"].model.layers.parameters())
+    names |= {"data": [batch, batch], "device": torch.device("cpu")}
+    offloaded = run("offload-layers", names=names).offloaded
+    assert offloaded.peak_parameter_bytes_on_device == whole
+    assert offloaded.statistics().bytes_offloaded == 2 * whole
+    assert "bytes reloaded" in capsys.readouterr().out
+
+
+def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {**trained(Model()), "device": torch.device("cpu"), "layers": Model(4).layers}
+    model = run("offload-model", names=names).model
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 < model.peak_parameter_bytes_on_device < whole
+    assert model.statistics().bytes_offloaded == 2 * whole
+    assert "bytes reloaded" in capsys.readouterr().out
 
 
 def test_the_configurations_of_torchtitan_offload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +197,10 @@ def test_the_configurations_of_torchtitan_offload(monkeypatch: pytest.MonkeyPatc
         training=SimpleNamespace(),
     )
     monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)
-    names: dict[str, Any] = {}
-    exec(blocks("integrations")[0], names)
+    names = run("integrations")
     with pytest.raises(TypeError, match="schedule is None"):
-        names["pipeline"]().model_spec.pipelining_fn()  # it is attached
-    assert isinstance(names["no_pipeline"]().activation_checkpoint, names["OffloadAC"].Config)
+        names.pipeline().model_spec.pipelining_fn()  # it is attached
+    assert isinstance(names.no_pipeline().activation_checkpoint, names.OffloadAC.Config)
 
 
 def test_a_patch_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,11 +210,13 @@ def test_a_patch_runs(capsys: pytest.CaptureFixture[str]) -> None:
             y = torch.special.erf(x)
         y.sum().backward()
 
-    exec(blocks("patch")[0], {"train": train})
+    run("patch", train=train)
     assert "active, 4.0 MiB offloaded, 0.0 MiB computed again" in capsys.readouterr().out
 
 
-def test_the_callback_of_lightning_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_callback_of_lightning_runs(
+    on_cpu: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
+) -> None:
     pl = pytest.importorskip("lightning.pytorch")
 
     class Trained(pl.LightningModule):
@@ -181,69 +231,22 @@ def test_the_callback_of_lightning_runs(capsys: pytest.CaptureFixture[str]) -> N
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    x = torch.randn(2 * 1024, 1024)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=1024)
-    names: dict[str, Any] = {"model": Trained(), "data": data}
     quiet = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
     code = blocks("integrations")[1].replace("max_epochs=1", "max_epochs=1, **quiet")
-    on_cpu(code, {**names, "quiet": quiet})
+    exec(code, {"model": Trained(), "data": loader(2 * 1024), "quiet": quiet})
     printed = capsys.readouterr().out
     assert int(re.findall(r"bytes_offloaded=(\d+)", printed)[0]) > 0
 
 
-def test_the_loop_of_accelerate_runs() -> None:
+def test_the_loop_of_accelerate_runs(on_cpu: PipelineOffloadManager) -> None:
     pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    x = torch.randn(4 * 1024, 1024)
-    names = trained(Model(1))
-    names["data"] = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(x, x), batch_size=1024
-    )
-    code = blocks("integrations")[2].replace("Accelerator(", "Accelerator(cpu=True, ")
-    with use_backend(CpuBackend()):
-        exec(code, names)
-        assert names["offload"].statistics().bytes_offloaded > 0
-
-
-def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names = {**trained(Model()), "device": torch.device("cpu"), "layers": Model(4).layers}
-    exec(blocks("offload-model")[0], names)
-    model = names["model"]
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    assert 0 < model.peak_parameter_bytes_on_device < whole
-    assert model.statistics().bytes_offloaded == 2 * whole
-    assert "bytes reloaded" in capsys.readouterr().out
-
-
-def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    from helpers.tiny_llama import make_data, make_llama
-
-    batch = {name: tensor.unsqueeze(0) for name, tensor in make_data(1)[0].items()}
-    names: dict[str, Any] = {
-        "model": make_llama(),
-        "device": torch.device("cpu"),
-        "data": [batch, batch],
-    }
-    whole = sum(parameter.nbytes for parameter in names["model"].model.layers.parameters())
-    exec(blocks("offload-layers")[0], names)
-    assert names["offloaded"].peak_parameter_bytes_on_device == whole
-    assert names["offloaded"].statistics().bytes_offloaded == 2 * whole
-    names = {
-        "model": make_llama(lora={}),
-        "args": transformers.TrainingArguments(
-            str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no"
-        ),
-        "data": make_data(),
-    }
-    exec(blocks("offload-layers")[1], names)
-    assert names["trainer"].layer_offload.statistics().bytes_reloaded > 0
-    text = capsys.readouterr().out
-    assert text.count("OffloadStatistics(") == text.count("bytes reloaded") == 1
+    names = {**trained(Model(1)), "data": loader(4 * 1024)}
+    exec(blocks("integrations")[2].replace("Accelerator(", "Accelerator(cpu=True, "), names)
+    assert names["offload"].statistics().bytes_offloaded > 0
 
 
 def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,29 +262,34 @@ def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.Monke
 
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(CpuBackend(), config=config):
-        exec(blocks("trace")[0], {"train": train})
+        run("trace", train=train)
     assert [step.name for step in read("out.json.gz").of(0, "steps")] == ["step 2", "step 3"]
     for rank in range(2):
         write(Timeline(1, metadata={rank: {"num_ranks": 2}}), f"out.rank{rank}.json.gz")
-    exec(blocks("trace")[1], {"num_ranks": 2})
+    run("trace", 1, num_ranks=2)
     assert read("out.json.gz").ranks == [0, 1]
 
 
-def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
-    exec(blocks("simulate")[0], names)
+def test_a_virtual_pipeline_does_what_was_planned_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run("simulate")
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[::2]] == ["0", "1", "2", "3"]
-    saved = 4 * 4096 * 8192 * 2
-    """Of a microbatch, on a rank."""
-    for rank in names["step"].ranks:
+    saved = 4 * 4096 * 8192 * 2  # of a microbatch, on a rank
+    for rank in names.step.ranks:
         assert 8 * saved < rank.bytes_offloaded <= 16 * saved
         assert 0 < rank.peak_bytes < DEVICES["H100"].memory_bytes
-    ran = names["step"]
-    exec(blocks("simulate")[1], names)
+    predicted = run("simulate", 1, vars(names))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["1.0", "0.5", "0.25"]
-    assert float(lines[0][1]) == pytest.approx(ran.seconds, rel=1e-9)
+    assert float(lines[0][1]) == pytest.approx(names.step.seconds, rel=1e-9)
+    run("planning", 3, vars(predicted))
+    *others, planned, measured, least = capsys.readouterr().out.splitlines()
+    assert "linear     0-3   15  64.0" in "\n".join(others)
+    assert planned.split("[")[1] == measured.split("[")[1]
+    assert 2 * 2**30 < int(least) < 4 * 2**30
 
 
 @pytest.fixture
@@ -292,11 +300,16 @@ def folder_of_my_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def rows_of(page: str, command: str, *more: str) -> list[list[str]]:
+    """What a command that a page shows prints for ranks."""
+    shown = re.search(rf"^pp-offload ({command} my_model.*)$", PAGES[page], flags=re.MULTILINE)
+    assert shown is not None
+    output = good(*shown[1].split(), *more)
+    return [line.split() for line in output.splitlines() if line[:1].isdigit()]
+
+
 def test_the_model_of_the_command_line_runs(folder_of_my_model: None) -> None:
-    command = re.search(r"^pp-offload (simulate my_model.*)$", PAGES["cli"], flags=re.MULTILINE)
-    assert command is not None
-    arguments = [*command[1].split(), "--microbatches", "4"]  # fewer than shown
-    rows = [line.split() for line in good(*arguments).splitlines() if line[:1].isdigit()]
+    rows = rows_of("cli", "simulate", "--microbatches", "4")  # fewer than shown
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert all(0 < float(with_it) < float(without) for _, without, with_it, *_ in rows[:3])
 
@@ -319,36 +332,21 @@ def as_rank(rank: int, num: int) -> Iterator[None]:
 def test_a_plan_is_made_and_followed(
     folder_of_my_model: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = re.search(r"^pp-offload (plan my_model.*)$", PAGES["planning"], flags=re.MULTILINE)
-    assert command is not None
-    rows = [line.split() for line in good(*command[1].split()).splitlines() if line[:1].isdigit()]
+    rows = rows_of("planning", "plan")
     assert [float(row[1]) > 7 for row in rows] == [True, False, False, False]
     assert all(float(row[2]) <= 7 for row in rows)
     given: list[OffloadConfig] = []
     with monkeypatch.context() as patch:
         patch.setattr(pp_offload, "attach", lambda schedule, groups, config: given.append(config))
-        exec(blocks("planning")[0], {"schedule": None})
+        run("planning", schedule=None)
     assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
-    exec(blocks("planning")[1], {"pipeline_rank": 3, "stage_modules": [nn.Linear(1, 1)]})
+    run("planning", 1, pipeline_rank=3, stage_modules=[nn.Linear(1, 1)])
     for rank in (0, 1):
         with as_rank(rank, 2):
-            exec(blocks("trace")[0], {"train": steps_of_another_model})
-    exec(blocks("planning")[2], {})
+            run("trace", train=steps_of_another_model)
+    run("planning", 2)
     printed = capsys.readouterr().out
     assert printed.startswith("False") and "rank 1: sent GiB 0.0, planned" in printed
-
-
-def test_a_plan_in_python_is_what_its_pipeline_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for code in (*blocks("simulate"), blocks("planning")[3]):
-        exec(code, names)
-    *others, planned, measured, least = capsys.readouterr().out.splitlines()
-    assert "linear     0-3   15  64.0" in "\n".join(others)
-    assert planned.split("[")[1] == measured.split("[")[1]
-    assert 2 * 2**30 < int(least) < 4 * 2**30
 
 
 def test_a_sharded_optimizer_counts_its_slices(folder_of_my_model: None) -> None:
@@ -405,17 +403,3 @@ def test_the_table_of_layers_is_true() -> None:
     lines = section("architecture", "Folders").splitlines()
     heads = [re.findall(r"`([^`]+)`", line.split(":")[0]) for line in lines if line[:1] == "-"]
     assert [name for head in heads for name in head] == [name for name in RANK if name]
-
-
-def test_the_markers_run() -> None:
-    layer: Any = Layer()
-    layer.offload_mlp = True
-    x = torch.randn(2048, 1024, requires_grad=True)
-    with use_backend(CpuBackend()) as manager:
-        off_interface.reset()
-        off_interface.init_chunk_handler(None, None, 1024 * 1024)
-        names = {"self": layer, "x": x}
-        exec(blocks("pipelining")[1], names)
-        assert manager.statistics().bytes_offloaded > 0
-        names["y"].sum().backward()
-    assert x.grad is not None
