@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import make_backend
 from helpers.backward_orders import (
     Program,
     first_in_first_out,
@@ -17,7 +17,7 @@ from helpers.backward_orders import (
     last_in_first_out,
     one_by_one,
 )
-from helpers.toy import assert_no_hooks, batches, make_model, same_bits
+from helpers.toy import assert_idle, assert_no_hooks, batches, make_model, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,12 +28,8 @@ from pp_offload._activations.output_head import (
     get_lora_act_offloading_ctx_manager,
 )
 from pp_offload._activations.stash import ActivationStash
+from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
-
-
-@pytest.fixture
-def offload(activations: OffloadActivations) -> OffloadActivations:
-    return activations
 
 
 def device_of(offload: OffloadActivations) -> torch.device:
@@ -79,34 +75,25 @@ def recomputed(model, leaves, offload):
 
 
 PROGRAMS = [
-    one_by_one,
-    first_in_first_out,
-    last_in_first_out,
-    together,
-    some_dropped,
-    inside,
+    *(one_by_one, first_in_first_out, last_in_first_out, together, some_dropped, inside),
     recomputed,
 ]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_equal_bit_for_bit(offload: OffloadActivations, program: Program) -> None:
-    on, off = pair(offload)
+def test_equal_bit_for_bit(activations: OffloadActivations, program: Program) -> None:
+    on, off = pair(activations)
     for step in range(3):
         runs = []
-        for model, context in ((on, offload), (off, None)):
+        for model, context in ((on, activations), (off, None)):
             inputs = batches(4, step=step, length=4 + step)
-            leaves = [x.to(device_of(offload)).requires_grad_() for x in inputs]
+            leaves = [x.to(device_of(activations)).requires_grad_() for x in inputs]
             runs.append(program(model, leaves, context))
         assert same_bits(*runs), step
         gc.collect()
-        statistics = offload.statistics()
-        assert statistics.host_bytes_in_use == 0
-        assert statistics.live_tensors == 0
-        assert statistics.bytes_reloaded_unused == 0
-        assert_no_hooks()
-    assert offload.statistics().bytes_offloaded > 0
+        assert_idle(activations)
+    assert activations.statistics().bytes_offloaded > 0
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])
@@ -155,25 +142,16 @@ def test_small_ones_and_those_of_a_no_op_manager_stay() -> None:
 
 @pytest.mark.parametrize("use_pin_memory", [True, False])
 @pytest.mark.parametrize("use_streams", [True, False])
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_options(kind: str, use_streams: bool, use_pin_memory: bool) -> None:
-    backend = make_backend(kind)
-    with backend.activate():
-        offload = OffloadActivations(
-            use_pin_memory,
-            use_streams,
-            min_offload_size=1,
-            max_fwd_stash_size=2,
-            backend=backend,
-        )
-        on, off = pair(offload)
-        runs = []
-        for model, context in ((on, offload), (off, None)):
-            leaves = [x.to(device_of(offload)).requires_grad_() for x in batches(3)]
-            runs.append(first_in_first_out(model, leaves, context))
-        assert same_bits(*runs)
-        if not use_streams:
-            assert offload.statistics().bytes_in_flight == 0
+def test_options(active: Backend, use_streams: bool, use_pin_memory: bool) -> None:
+    offload = OffloadActivations(
+        use_pin_memory, use_streams, min_offload_size=1, max_fwd_stash_size=2, backend=active
+    )
+    runs = []
+    for model, context in zip(pair(offload), (offload, None), strict=True):
+        leaves = [x.to(active.device).requires_grad_() for x in batches(3)]
+        runs.append(first_in_first_out(model, leaves, context))
+    assert same_bits(*runs)
+    assert use_streams or offload.statistics().bytes_in_flight == 0
 
 
 class Decoder(nn.Module):
@@ -209,34 +187,33 @@ def test_without_a_head_there_is_a_warning() -> None:
         get_lora_act_offloading_ctx_manager(Decoder(), head="tail")
 
 
-def test_it_can_be_switched_off() -> None:
+def test_it_can_be_switched_off_and_has_the_names_of_trl_and_torchtune() -> None:
     assert isinstance(get_act_offloading_ctx_manager(Decoder(), False), NoOpManager)
     offload = get_act_offloading_ctx_manager(Decoder(), use_streams=False, max_fwd_stash_size=2)
-    assert isinstance(offload, OffloadActivations) and offload.max_fwd_stash_size == 2
+    assert isinstance(offload, OffloadActivations)
+    names = ("use_pin_memory", "use_streams", "min_tensor_size_bytes", "max_fwd_stash_size")
+    assert [getattr(offload, name) for name in names] == [True, False, 1024, 2]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
+def test_statistics_of_batch_norm_stay(active: Backend, is_known: bool) -> None:
     """They change without a trace: two forwards in training in flight, then one in evaluation."""
     results = []
     for is_on in (False, True):
-        with backend.activate():
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()).to(backend.device)
-            offload = OffloadActivations(
-                min_offload_size=1, max_fwd_stash_size=2, config=OffloadConfig(), backend=backend
-            )
-            if is_known:
-                offload.keep_module(model)
-            leaves = [torch.randn(4, 8).to(backend.device).requires_grad_() for _ in range(3)]
-            losses = []
-            for x, mode in zip(leaves, (True, True, False), strict=True):
-                model.train(mode)
-                with offload if is_on else nullcontext():
-                    losses.append(model(x).square().sum())
-            for loss in reversed(losses):
-                loss.backward()
-            results.append(gradients(model, leaves))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()).to(active.device)
+        offload = OffloadActivations(
+            min_offload_size=1, max_fwd_stash_size=2, config=OffloadConfig(), backend=active
+        )
+        if is_known:
+            offload.keep_module(model)
+        leaves = [torch.randn(4, 8).to(active.device).requires_grad_() for _ in range(3)]
+        losses = []
+        for x, mode in zip(leaves, (True, True, False), strict=True):
+            losses.append(forward(model.train(mode), x, offload if is_on else None))
+        for loss in reversed(losses):
+            loss.backward()
+        results.append(gradients(model, leaves))
     assert same_bits(*results)
 
 
@@ -255,22 +232,22 @@ def test_sparse_and_nested_tensors_stay() -> None:
 
 @pytest.mark.parametrize("order", [one_by_one, first_in_first_out])
 def test_after_two_steps_the_log_says_once_what_a_step_takes(
-    offload: OffloadActivations, order: Program, caplog: pytest.LogCaptureFixture
+    activations: OffloadActivations, order: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps without a backward do not count."""
-    (model, _), backend = pair(offload), offload.stash.backend
-    assert offload.statistics().step_ms is None and "a step takes" not in repr(offload)
+    (model, _), backend = pair(activations), activations.stash.backend
+    assert activations.statistics().step_ms is None and "a step takes" not in repr(activations)
     times = []
     with caplog.at_level("INFO"):
         for number in range(6):
             leaves = [x.to(backend.device) for x in batches(2, step=number)]
-            order(model, leaves, offload)
-            forward(model, leaves[0], offload)
+            order(model, leaves, activations)
+            forward(model, leaves[0], activations)
             backend.synchronize()
-            times.append(offload.statistics().step_ms)
+            times.append(activations.statistics().step_ms)
     (line,) = [line for line in caplog.messages if "a step takes" in line]
-    assert f"a step takes {times[-1]:.1f} ms>" in repr(offload)
-    has_clock = offload.statistics().stalled_ms is not None
+    assert f"a step takes {times[-1]:.1f} ms>" in repr(activations)
+    has_clock = activations.statistics().stalled_ms is not None
     assert times[-1] > 0 and (times[-1] == times[-2]) == has_clock
 
 
@@ -292,18 +269,3 @@ def test_that_it_only_copies_is_said_once(
         with OffloadActivations(config=config, backend=make_backend(kind)):
             pass
     assert caplog.text.count("frees none") == is_said
-
-
-def test_all_bad_options_are_told_at_once() -> None:
-    with pytest.raises(ValueError) as error:
-        OffloadActivations(max_fwd_stash_size=0, min_offload_size=-1)
-    assert str(error.value) == (
-        "min_offload_size is -1, expected an integer of at least 0 (bytes); "
-        "max_fwd_stash_size is 0, expected an integer of at least 1 (tensors)"
-    )
-
-
-def test_options_have_the_names_that_users_of_trl_and_torchtune_read() -> None:
-    offload = OffloadActivations(min_offload_size=7, max_fwd_stash_size=1)
-    names = ("use_pin_memory", "use_streams", "min_tensor_size_bytes", "max_fwd_stash_size")
-    assert [getattr(offload, name) for name in names] == [True, True, 7, 1]

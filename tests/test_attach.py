@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,8 @@ def schedule(manager: PipelineOffloadManager) -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = manager.backend.device
     torch.manual_seed(2)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    layers = ({"up": nn.Linear(8, 8), "tanh": nn.Tanh()} for _ in range(3))
+    model = nn.Sequential(*(nn.Sequential(OrderedDict(layer)) for layer in layers))
     stage = PipelineStage(model.to(device), 0, 1, device)
     yield Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     dist.destroy_process_group()
@@ -154,9 +156,14 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
         assert_idle(handle.manager)
 
 
-def test_two_schedules_share_a_manager(schedule: Any) -> None:
+def another(schedule: Any) -> Any:
+    """Over the same model."""
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
-    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    return Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+
+
+def test_two_schedules_share_a_manager(schedule: Any) -> None:
+    other = another(schedule)
     expected = step(schedule)
     with attach(other, None, ALL) as first:
         with attach(schedule, {"layer": "*"}) as handle:
@@ -169,8 +176,7 @@ def test_two_schedules_share_a_manager(schedule: Any) -> None:
 
 
 def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> None:
-    stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
-    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    other = another(schedule)
     with attach(schedule, {"layer": "*"}, ALL):
         options = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=2)
         differ = r"options( differ)?: min_offloaded_tensor_size is 1 there and 2 here"
@@ -212,6 +218,28 @@ def test_a_handle_tells_what_it_did(schedule: Any) -> None:
     with offload_modules(schedule._stage.submod, {"layer": "0"}) as modules:
         assert f"groups layer (1 modules); at the peak of the last step {did}" in repr(modules)
     assert "removed" in repr(modules)
+
+
+@pytest.mark.parametrize(
+    ("groups", "config", "message"),
+    [
+        ({"up": "*.upp"}, None, r"'\*\.upp'.*near names.*0\.up"),
+        (5, None, "groups is 5, expected a mapping of group names"),
+        ({}, None, "groups is empty, expected.*leave it out"),
+        ({"up": "*.up"}, {}, r"config is the dict.*OffloadConfig\(\*\*"),
+    ],
+)
+def test_bad_options_leave_the_schedule_alone(
+    schedule: Any, groups: Any, config: Any, message: str
+) -> None:
+    expected, before = step(schedule), dict(vars(schedule))
+    with pytest.raises((TypeError, ValueError), match=message):
+        attach(schedule, groups, config)
+    assert vars(schedule) == before
+    with attach(schedule, {"up": "*.up"}):
+        assert same_bits(step(schedule), expected)
+        with pytest.raises(OffloadError, match=r"Schedule1F1B is attached already; detach\(\)"):
+            attach(schedule)
 
 
 def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ from pp_offload import (
     GroupStateError,
     OffloadActivations,
     OffloadConfig,
-    OffloadError,
     OffloadModel,
     PipelineOffloadManager,
     SelectiveLayerACParams,
@@ -139,10 +138,6 @@ def op_params(**options: Any) -> SelectiveOpACParams:
     return SelectiveOpACParams(**{"save_ops_keys": ["ops.aten.mm.default"], **options})
 
 
-def handler() -> ChunkOffloadHandler:
-    return ChunkOffloadHandler(1, None)
-
-
 context_of = get_act_offloading_ctx_manager
 
 ABSENT: list[tuple[Callable[[], object], str]] = [
@@ -153,7 +148,10 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: pipelining.attach(Net()), "schedule is a Net, which has no stages; expected"),
     (lambda: offload_modules(None, {"mlp": "*"}), "model is None, expected an nn.Module"),
     (lambda: offload_modules(Net(), ["a"]), 'groups is the list.*expected a mapping.*"mlp": "lay'),
-    (lambda: handler().on_group_start_forward(None), "name is None, expected a str"),
+    (
+        lambda: ChunkOffloadHandler(1, None).on_group_start_forward(None),
+        "name is None, expected a str",
+    ),
     (lambda: off_interface.mark_not_offloadable(None), "tensor is None, expected a tensor"),
     (lambda: off_interface.mark_not_offloadable(Net()), "tensor is a Net, .*each tensor on its ow"),
     (lambda: OffloadActivations().keep_module(None), "model is None, expected an nn.Module"),
@@ -170,6 +168,10 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: FullACParams(offload_input=True), r"offload_input \(did you mean offload_inputs\?\)"),
     (lambda: SimulatedBackend("last"), "'last'; expected.*'late'"),
     (lambda: SimulatedBackend("random", seed=None), "seed is None, expected an integer"),
+    (
+        lambda: OffloadActivations(max_fwd_stash_size=0, min_offload_size=-1),
+        "^min_offload_size is -1, expected .*; max_fwd_stash_size is 0, expected",
+    ),
     *(
         (lambda size=size, n=n: off_interface.init_chunk_handler(size, n, 1), message)
         for size, n in [(2, 2), (2, -1), (None, 1)]
@@ -203,16 +205,6 @@ CONFIGS: list[Callable[[Any], object]] = [
 ]
 
 
-@pytest.mark.parametrize("call", CONFIGS)
-def test_options_that_are_no_config(
-    manager: PipelineOffloadManager, call: Callable[[Any], object]
-) -> None:
-    advice = r"config is the dict .*expected an OffloadConfig; write OffloadConfig\(\*\*options\)"
-    refused(manager, lambda: call({"prefetch_bytes": 1}), TypeError, advice)
-    for config in ("late", OffloadConfig, 0):
-        refused(manager, lambda config=config: call(config), TypeError, "expected an OffloadConfig")
-
-
 COUNTS: dict[str, Callable[[Any], object]] = {
     r"min_offloaded_tensor_size is {}, expected an integer of at least 0 \(elements\)": (
         lambda n: off_interface.init_chunk_handler(None, None, n)
@@ -240,18 +232,28 @@ FLAGS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("call", CONFIGS)
+def test_options_that_are_no_config(
+    manager: PipelineOffloadManager, call: Callable[[Any], object]
+) -> None:
+    advice = r"config is the dict .*expected an OffloadConfig; write OffloadConfig\(\*\*options\)"
+    refused(manager, partial(call, {"prefetch_bytes": 1}), TypeError, advice)
+    for config in ("late", OffloadConfig, 0):
+        refused(manager, partial(call, config), TypeError, "expected an OffloadConfig")
+
+
 @pytest.mark.parametrize("message", COUNTS)
 def test_a_count_that_is_none(manager: PipelineOffloadManager, message: str) -> None:
     for value in (2.0, "1", True, [], -1):
         words = message.format(r"the list \[\]" if value == [] else re.escape(repr(value)))
-        refused(manager, lambda value=value: COUNTS[message](value), ValueError, words, "expected")
+        refused(manager, partial(COUNTS[message], value), ValueError, words, "expected")
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_flag_that_is_none(manager: PipelineOffloadManager, name: str) -> None:
     for value in ("yes", "", 0):
         words = f"{name} is {value!r}, expected True,? (or )?F"
-        refused(manager, lambda value=value: FLAGS[name](value), ValueError, words)
+        refused(manager, partial(FLAGS[name], value), ValueError, words)
 
 
 # Groups
@@ -266,7 +268,7 @@ def test_a_group_with_a_name_that_is_none(manager: PipelineOffloadManager, wrong
     with off_interface(True, x, "mlp") as inside:
         y = inside.exp()
     words = "commit of a group whose name is .*, expected a str"
-    refused(manager, lambda: off_interface.group_commit(y, wrong), kind, words)
+    refused(manager, partial(off_interface.group_commit, y, wrong), kind, words)
     off_interface.group_commit(y, "mlp").sum().backward()
     assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
 
@@ -282,7 +284,7 @@ def test_forced_release_of_what_is_no_list_of_tensors(
         (y.detach(), "is a Tensor, expected a list of tensors, or None"),
         ([x, None], r"\[1\] is None, expected a tensor"),
     ]:
-        commit = lambda wrong=wrong: off_interface.group_commit(y, "mlp", wrong, delay)  # noqa: E731
+        commit = partial(off_interface.group_commit, y, "mlp", wrong, delay)
         refused(manager, commit, TypeError, f"forced_released_tensors.*{words}")
     assert [group.name for group in chunk.open_groups] == ["mlp"]
     off_interface.group_commit(y, "mlp", []).sum().backward()
@@ -293,48 +295,8 @@ def test_a_group_without_a_chunk(manager: PipelineOffloadManager) -> None:
     x = ones()
     parts = "'mlp'", "without a chunk", r"init_chunk_handler\(", "attach"
     for call in (
-        lambda: fine_grained_offloading_group_start(x, "mlp"),
-        lambda: off_interface(True, x, "mlp").__enter__(),
-        lambda: off_interface.group_commit(x, "mlp"),
+        partial(fine_grained_offloading_group_start, x, "mlp"),
+        off_interface(True, x, "mlp").__enter__,
+        partial(off_interface.group_commit, x, "mlp"),
     ):
         refused(manager, call, GroupStateError, *parts)
-
-
-# Schedules
-
-
-@pytest.fixture
-def schedule(manager: PipelineOffloadManager) -> Iterator[Any]:
-    """GPipe over one stage in this process."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stage = PipelineStage(make_model(groups=()), 0, 1, manager.backend.device)
-    yield ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
-    dist.destroy_process_group()
-
-
-def test_attach_twice(schedule: Any) -> None:
-    with pipelining.attach(schedule):
-        with pytest.raises(OffloadError, match=r"GPipe is attached already; detach\(\)"):
-            pipelining.attach(schedule)
-    pipelining.attach(schedule).detach()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"groups": {"up": "*.upp"}}, r"'\*.upp'.*near names.*0\.up"),
-        ({"groups": 5}, "groups is 5, expected a mapping of group names"),
-        ({"groups": {}}, "groups is empty, expected.*leave it out"),
-        ({"groups": {"up": "*.up"}, "config": {}}, r"config is the dict.*OffloadConfig\(\*\*"),
-    ],
-)
-def test_attach_with_bad_options_leaves_the_schedule_alone(
-    schedule: Any, manager: PipelineOffloadManager, options: Any, message: str
-) -> None:
-    before = dict(vars(schedule))
-    call = lambda: pipelining.attach(schedule, **options)  # noqa: E731
-    refused(manager, call, (TypeError, ValueError), message)
-    assert vars(schedule) == before
-    pipelining.attach(schedule, groups={"up": "*.up"}).detach()

@@ -3,8 +3,10 @@
 product = PRODUCTS["groups"](backend)
 model = wrap(product.inside(model))   # before others wrap it
 product.outside(model)                # and after
-with product.forward():               # a microbatch
+product.begin_step()                  # before the first microbatch
+with product.forward():               # a microbatch; the one before has begun its backward
     loss = model(x)
+product.statistics()                  # of what was moved
 """
 
 from __future__ import annotations
@@ -32,6 +34,12 @@ from pp_offload.backends import Backend
 class Product:
     """None: a model is trained as it is."""
 
+    counted: Any = None
+    """Has statistics."""
+
+    offloader: Any = None
+    """Has observers, if it hears of activations at all."""
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
@@ -43,20 +51,17 @@ class Product:
         """To what wraps it."""
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around the forward of a microbatch, which is not over before the last one's backward is
-        begun, or is.
-        """
         return nullcontext()
 
-    def begin_step(self) -> None:
-        """Before the first microbatch."""
+    def begin_step(self) -> None: ...
 
     def statistics(self) -> OffloadStatistics | None:
-        """What was moved."""
-        return None
+        return None if self.counted is None else self.counted.statistics()
 
     def listen(self, observer: Observer) -> None:
-        """Have it hear what leaves, if it hears of activations at all."""
+        """Have it hear what leaves."""
+        if self.offloader is not None:
+            self.offloader.observers.add(observer)
 
 
 class Context(Product):
@@ -64,21 +69,16 @@ class Context(Product):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.offload = OffloadActivations(
+        self.offload = self.counted = OffloadActivations(
             min_offload_size=1,
             max_fwd_stash_size=2,
             config=OffloadConfig(device_limit_bytes=None),
             backend=backend,
         )
+        self.offloader = self.offload.stash._offloader
 
     def forward(self) -> AbstractContextManager[Any]:
         return self.offload
-
-    def statistics(self) -> OffloadStatistics:
-        return self.offload.statistics()
-
-    def listen(self, observer: Observer) -> None:
-        self.offload.stash._offloader.observers.add(observer)
 
 
 class Groups(Product):
@@ -86,7 +86,8 @@ class Groups(Product):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.manager = PipelineOffloadManager.get_instance()
+        self.counted = PipelineOffloadManager.get_instance()
+        self.offloader = self.counted.offloader
 
     def outside(self, model: nn.Module) -> None:
         offload_modules(model, {"mlp": "layers.*.mlp"})
@@ -97,12 +98,6 @@ class Groups(Product):
     def forward(self) -> AbstractContextManager[Any]:
         off_interface.init_chunk_handler(None, None, 1)
         return nullcontext()
-
-    def statistics(self) -> OffloadStatistics:
-        return self.manager.statistics()
-
-    def listen(self, observer: Observer) -> None:
-        self.manager.offloader.observers.add(observer)
 
 
 class Marked(nn.Module):
@@ -126,8 +121,7 @@ class Markers(Groups):
             layer.mlp = Marked(layer.mlp)
         return model
 
-    def outside(self, model: nn.Module) -> None:
-        pass
+    def outside(self, model: nn.Module) -> None: ...
 
 
 class Checkpoints(Product):
@@ -138,16 +132,11 @@ class Checkpoints(Product):
         self.way = way
 
     def inside(self, model: nn.Module) -> nn.Module:
-        stash = apply(model, "layers", self.way, self.backend).stash
-        assert stash is not None
-        self.stash = stash
+        self.keep(apply(model, "layers", self.way, self.backend).stash)
         return model
 
-    def statistics(self) -> OffloadStatistics:
-        return self.stash.statistics()
-
-    def listen(self, observer: Observer) -> None:
-        self.stash._offloader.observers.add(observer)
+    def keep(self, stash: Any) -> None:
+        self.counted, self.offloader = stash, stash._offloader
 
 
 class Parameters(Product):
@@ -158,17 +147,14 @@ class Parameters(Product):
         self.checkpoint = checkpoint
 
     def inside(self, model: nn.Module) -> nn.Module:
-        self.model = OffloadModel(
+        self.counted = OffloadModel(
             nn.Sequential(*model.layers),  # type: ignore[misc]
             self.backend.device,
             num_slices=2,
             checkpoint_activation=self.checkpoint,
             backend=self.backend,
         )
-        return self.model
-
-    def statistics(self) -> OffloadStatistics:
-        return self.model.statistics()
+        return self.counted
 
 
 WAYS = ("full, offload", "every second layer, offload", "products offloaded", "all, offload")
@@ -176,8 +162,7 @@ PRODUCTS: dict[str, Any] = {
     "context": Context,
     "groups": Groups,
     "markers": Markers,
-    **{way: partial(Checkpoints, way=way) for way in WAYS},
-    "reentrant, offload": partial(Checkpoints, way="reentrant, offload"),
+    **{way: partial(Checkpoints, way=way) for way in (*WAYS, "reentrant, offload")},
     "parameters": partial(Parameters, checkpoint=False),
     "parameters, checkpoint": partial(Parameters, checkpoint=True),
 }

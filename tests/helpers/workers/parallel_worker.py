@@ -178,11 +178,10 @@ class CheckpointsInPlace(Checkpoints):
     def outside(self, model: nn.Module) -> None:
         variant, params = WAYS[self.way]
         params = SelectiveOpACParams(**params) if variant is BY_OP else params
-        stash = apply_activation_checkpointing_fsdp1_inplace(
+        recompute = apply_activation_checkpointing_fsdp1_inplace(
             model, ["Block"], ac_fun_params=params, backend=self.backend
-        ).stash
-        assert stash is not None
-        self.stash = stash
+        )
+        self.keep(recompute.stash)
 
 
 IN_PLACE = {
