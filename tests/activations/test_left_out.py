@@ -1,102 +1,180 @@
-"""What a left-out module saves stays on the device, and a checkpoint around it loses nothing."""
+"""What a left-out module saves stays on the device: that of the output head, which is found in
+models as Hugging Face makes them, and of chosen others.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from helpers.sessions import gradients
 from helpers.toy import assert_no_hooks, same_bits
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
 
 from pp_offload._activations.context import OffloadActivations, exclude, is_excluded
+from pp_offload._activations.output_head import (
+    find_head,
+    get_lora_act_offloading_ctx_manager,
+    unwrapped,
+)
 from pp_offload.testing import SimulatedBackend
 
-WIDTH, ROWS = 8, 16
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+# The head
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 
 
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
+def make(name: str, config: dict[str, Any] = SMALL, **more: Any) -> Any:
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**config, **more))
+
+
+def lora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+class Parallel(nn.Module):
+    """Wraps as ``DistributedDataParallel`` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+
+class Valued(nn.Module):
+    """Wraps as the value models of TRL do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pretrained_model = model
+        self.v_head = nn.Linear(16, 1)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "llama": (lambda: make("LlamaForCausalLM"), "lm_head"),
+    "classifier": (lambda: make("LlamaForSequenceClassification", pad_token_id=0), "score"),
+    "head of another name": (lambda: make("BertForMaskedLM"), "cls.predictions.decoder"),
+    "encoder and decoder": (lambda: make("T5ForConditionalGeneration", T5), "lm_head"),
+    "encoder": (lambda: make("BertModel"), None),
+    "decoder without a head": (lambda: make("LlamaModel"), "norm"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_of_a_model(name: str) -> None:
+    build, head = MODELS[name]
+    model = build()
+    assert find_head(model) is (None if head is None else model.get_submodule(head))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        get_lora_act_offloading_ctx_manager(model)
+    messages = [str(w.message) for w in caught if "no output head found" in str(w.message)]
+    assert len(messages) == (head is None)
+
+
+WRAPS: dict[str, Callable[[Any], nn.Module]] = {
+    "bare": lambda model: model,
+    "parallel": Parallel,
+    "compiled": torch.compile,
+    "checkpointed": checkpoint_wrapper,
+    "lora": lora,
+    "lora, valued": lambda model: Valued(lora(model)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_the_head_of_a_wrapped_model(wrap: Callable[[Any], nn.Module]) -> None:
+    model = make("LlamaForCausalLM", tie_word_embeddings=True)
+    head, wrapper = model.lm_head, wrap(model)
+    assert unwrapped(wrapper) is model
+    assert find_head(wrapper) is head is model.lm_head
+
+
+# Inside its forward and nowhere else
+
+
+def left_out(model: nn.Module) -> list[bool]:
+    """Of each child, whether it is left out inside its forward."""
+    seen: list[bool] = []
+    for module in model.children():
+        module.register_forward_pre_hook(lambda *_: seen.append(is_excluded()))
+        module(torch.ones(2))
     assert not is_excluded()
     assert_no_hooks()
+    return seen
+
+
+def test_modules_of_liger_are_left_out() -> None:
+    """By the name of the module: others of Liger save what any layer does. Also in a copy."""
+
+    class LigerNorm(nn.Linear):
+        pass
+
+    modules = {name: nn.Linear(2, 2) for name in ("liger_loss", "head", "other")}
+    model = nn.ModuleDict({"norm": LigerNorm(2, 2), **modules})
+    get_lora_act_offloading_ctx_manager(model, head="head")
+    for each in (copy.deepcopy(model), model):
+        assert left_out(each) == [False, True, True, False]
+
+
+def test_a_forward_that_raises_is_left() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    for _ in range(2):
+        exclude(model[0])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(1, 3))
+    assert left_out(model) == [True]
 
 
 class Body(nn.Module):
     """Saves its input, three results, and so on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[bool] = []
-        self.error: BaseException | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(is_excluded())
-        y = x.sin().exp().tanh()
-        if self.error is not None:
-            raise self.error
-        return y
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp().tanh()
 
 
-def make_model(device: torch.device | str = "cpu", seed: int = 3) -> nn.Sequential:
-    torch.manual_seed(seed)
-    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), Body()) for _ in range(3))
-    return nn.Sequential(*layers).to(device)
-
-
-def make_x(device: torch.device | str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(4)
-    return torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_()
-
-
-def test_inside_its_forward_and_nowhere_else() -> None:
-    """Also in a copy, and where it raises."""
-    model = make_model()
-    exclude(model[1])
-    exclude(model[1])
-    copied = copy.deepcopy(model)
-    for same in (model, copied):
-        same(make_x())
-        assert [layer[1].seen for layer in same] == [[False], [True], [False]]
-    model[1][1].error = ValueError("in the forward")
-    with pytest.raises(ValueError, match="in the forward"):
-        model(make_x())
-
-
-KINDS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
-
-
-def checkpointed(model: nn.Sequential, impl: CheckpointImpl) -> nn.Sequential:
-    return nn.Sequential(*(checkpoint_wrapper(layer, impl) for layer in model))
-
-
-@pytest.mark.parametrize("impl", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("impl", list(CheckpointImpl))
 @pytest.mark.parametrize("order", ["late", "eager"])
 def test_in_a_checkpoint_it_keeps_nothing(impl: CheckpointImpl, order: str) -> None:
     """After a forward the device has the same bytes, with left-out modules inside or without."""
-    held, gradients = [], []
+    held, results = [], []
     for num_left_out in (0, 1, 3):
         backend = SimulatedBackend(order, seed=1)
         with backend.activate():
-            model = checkpointed(make_model(backend.device), impl)
-            for layer in model[:num_left_out]:
+            torch.manual_seed(3)
+            layers = [nn.Sequential(nn.Linear(8, 8), Body()) for _ in range(3)]
+            for layer in layers[:num_left_out]:
                 exclude(layer[1])
+            model = nn.Sequential(*(checkpoint_wrapper(layer, impl) for layer in layers))
             offload = OffloadActivations(
                 min_offload_size=1, max_fwd_stash_size=1, use_streams=False, backend=backend
             )
-            x = make_x(backend.device)
+            x = torch.linspace(-1, 1, 128).view(16, 8).requires_grad_()
             before = backend.device_bytes
             with offload:
                 loss = model(x * 1).sum()
             held.append((backend.device_bytes - before, offload.statistics().live_tensors))
             loss.backward()
             assert offload.statistics().live_tensors == 0
-            gradients.append([x.grad, *(p.grad for p in model.parameters())])
-    assert same_bits(gradients[0], gradients[1]) and same_bits(gradients[0], gradients[2])
+            results.append(gradients(x, *model.parameters()))
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
     assert held[0] == held[1] == held[2]
     assert held[0][1] == len(model), "what the checkpoints keep: the input of each"

@@ -6,11 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import on_two_backends
+from helpers.sessions import gradients
 from helpers.toy import same_bits
 from torch import Tensor, nn
 
-from pp_offload import OffloadActivations, checkpoint, use_backend
+from pp_offload import OffloadActivations, checkpoint
+from pp_offload.backends import Backend
 
 
 def step(device: torch.device, context: OffloadActivations | None) -> list[Tensor]:
@@ -18,31 +20,25 @@ def step(device: torch.device, context: OffloadActivations | None) -> list[Tenso
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.RReLU())]
     model = nn.Sequential(*layers).to(device)
     x = torch.randn(4, 8).to(device)
-    if context is None:
+    with context or nullcontext():
         loss = model(x).square().mean()
-    else:
-        with context:
-            loss = model(x).square().mean()
     loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [loss.detach(), *gradients(*model.parameters())]
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("num", [1, 2, 3, 5, 8])
-def test_noise_that_is_drawn_after_it_was_saved(kind: str, num: int) -> None:
+def test_noise_that_is_drawn_after_it_was_saved(backend: Backend, num: int) -> None:
     """Whichever of the tensors of an operator is the last for which there is room."""
-    with use_backend(make_backend(kind)) as manager:
-        backend = manager.backend
+    with backend.activate():
         context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=num, backend=backend)
         for _ in range(2):
             assert same_bits(step(backend.device, context), step(backend.device, None))
         assert context.statistics().bytes_offloaded > 0
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+@on_two_backends
 @pytest.mark.parametrize("offload", [True, False])
-def test_a_checkpoint_computes_until_the_noise_is_drawn(offload: bool, kind: str) -> None:
-    backend = make_backend(kind)
+def test_a_checkpoint_computes_until_the_noise_is_drawn(offload: bool, backend: Backend) -> None:
     results = []
     for is_on in (False, True):
         torch.manual_seed(0)
@@ -52,13 +48,13 @@ def test_a_checkpoint_computes_until_the_noise_is_drawn(offload: bool, kind: str
         with backend.activate():
             y = checkpoint(layer.forward, x, **options) if is_on else layer(x)
             y.square().sum().backward()
-        results.append([x.grad, *(p.grad for p in layer.parameters())])
+        results.append(gradients(x, *layer.parameters()))
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize("max_fwd_stash_size", [1, 5])
+@pytest.mark.parametrize("num", [1, 5])
 def test_a_leaf_that_a_fused_optimizer_changes_between_two_forwards(
-    backend, max_fwd_stash_size: int
+    backend: Backend, num: int
 ) -> None:
     """Its version does not change, and the graph of an earlier forward holds what that saved."""
     results = []
@@ -67,19 +63,19 @@ def test_a_leaf_that_a_fused_optimizer_changes_between_two_forwards(
         with backend.activate():
             w = torch.randn(16, 16).to(backend.device).requires_grad_()
             optimizer = torch.optim.AdamW([w], lr=0.1, fused=True)
-            offload = OffloadActivations(
-                min_offload_size=1, max_fwd_stash_size=max_fwd_stash_size, backend=backend
+            context = OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=num, backend=backend
             )
-            alive, gradients = [], []
+            alive, grads = [], []
             for _ in range(3):
                 for _ in range(2):
                     x = torch.ones(4, 16).to(backend.device).requires_grad_()
-                    with offload if is_on else nullcontext():
+                    with context if is_on else nullcontext():
                         alive.append((x.sin() @ w).cos().sum())
                 optimizer.zero_grad()
                 alive[-1].backward()
                 backend.synchronize()  # or it writes into what is copied, as autograd lets it
                 optimizer.step()
-                gradients.append(x.grad)
-            results.append(gradients)
+                grads.append(x.grad)
+            results.append(grads)
     assert same_bits(*results)

@@ -1,4 +1,4 @@
-"""F27: compiled code in a group is offloaded, is compiled once, and is not looked into."""
+"""F27: compiled code is offloaded, is compiled once, and is not looked into."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACCELERATORS
-from helpers.scenarios import Chain, begin, check_steps, make_inputs
+from helpers.scenarios import Chain, begin, check_steps, make_inputs, manager_on
 from helpers.sessions import gradients, group
 from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import (
-    OffloadActivations,
-    PipelineOffloadManager,
-    checkpoint,
-    offload_modules,
-)
+from pp_offload import OffloadActivations, PipelineOffloadManager, checkpoint, offload_modules
 from pp_offload.backends import CpuBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
 
 Function = Callable[[Tensor], Tensor]
 
-# F27: compiled code; nothing is compiled while a simulated device watches every operation
+# Groups. Nothing is compiled while a simulated device watches every operation.
 
 real = pytest.mark.parametrize("backend", ["cpu threads", *ACCELERATORS], indirect=True)
 on_cpu = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
@@ -182,3 +180,112 @@ def test_hooks_are_not_compiled_where_the_compiler_leaves_a_forward(
         gc.enable()
     assert same_bits(got, expected)
     assert num_with_offload == num_frames
+
+
+# The context around a compiled model
+
+WIDTH, ROWS = 12, 5
+
+
+class Turned(nn.Module):
+    """Multiplies with a buffer, which autograd saves, before a norm that has buffers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x.sin() * self.table)).tanh()
+
+
+def in_place(model: nn.Sequential, **options: Any) -> Function:
+    model.compile(**options)
+    return model
+
+
+WAYS: dict[str, Callable[..., Function]] = {
+    "whole": torch.compile,
+    "parts": lambda model, **options: nn.Sequential(*(torch.compile(m, **options) for m in model)),
+    "function": lambda model, **options: torch.compile(lambda x: model(x).sin(), **options),
+    "in place": in_place,
+}
+
+
+def train(way: str, context_of: Callable[[nn.Module], Any]) -> list[Tensor]:
+    """Microbatches of which only the first is compiled; two are in flight."""
+    torch.compiler.reset()
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Turned() for _ in range(2)))
+    compute = WAYS[way](model, backend="aot_eager", fullgraph=True)
+    context = context_of(model)
+    results: list[Tensor] = []
+    waiting: list[Tensor] = []
+    for number in range(6):
+        x = torch.randn(ROWS, WIDTH).requires_grad_()
+        stance = "fail_on_recompile" if number else "default"
+        with torch.compiler.set_stance(stance), context:
+            waiting.append(compute(x).square().mean())
+        if len(waiting) == 2:
+            waiting[0].backward()
+            results.append(waiting.pop(0).detach())
+    waiting[0].backward()
+    return results + gradients(*model.parameters())
+
+
+@pytest.mark.field("F27")
+@pytest.mark.quick("whole", "parts")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_in_the_context_is_compiled_once(way: str) -> None:
+    """Not anew because the next context is another one. Buffers stay, whether or not the context
+    was given the model.
+    """
+    expected = train(way, lambda model: nullcontext())
+    offloaded_bytes = []
+    for is_given in (True, False):
+        offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=CpuBackend())
+
+        def context_of(
+            model: nn.Module, offload: OffloadActivations = offload, is_given: bool = is_given
+        ) -> OffloadActivations:
+            if is_given:
+                offload.keep_module(model)
+            return offload
+
+        assert same_bits(train(way, context_of), expected)
+        offloaded_bytes.append(offload.statistics().bytes_offloaded)
+        assert not torch_module._global_forward_pre_hooks
+    assert offloaded_bytes[0] > 0
+    assert offloaded_bytes[0] == offloaded_bytes[1] or way in ("function", "in place")
+
+
+@pytest.mark.parametrize("way", ["whole", "parts"])
+def test_one_warning_of_a_model_that_is_compiled_as_a_whole(
+    way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward takes all saved tensors at once; that of a layer those of the layer."""
+    monkeypatch.setattr("pp_offload._activations.stash.MANY_TENSORS", 8)
+    model = nn.Sequential(*(Turned() for _ in range(8)))
+    compute = WAYS[way](model, backend="aot_eager")
+    offload = OffloadActivations(min_offload_size=1, backend=CpuBackend())
+    for _ in range(2):
+        with offload:
+            loss = compute(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+    warnings = [line for line in caplog.messages if "layer.compile()" in line]
+    assert len(warnings) == (way == "whole")
+
+
+def test_a_group_in_a_model_that_is_compiled_as_a_whole_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(*(Turned() for _ in range(2)))
+    with manager_on(CpuBackend()) as manager, offload_modules(model, {"layer": "*"}):
+        compute = torch.compile(model, backend="aot_eager")
+        for _ in range(3):
+            manager.reset()
+            begin()
+            compute(torch.randn(ROWS, WIDTH)).sum().backward()
+        manager.reset()
+    (warning,) = [line for line in caplog.messages if "group 'layer'" in line]
+    assert "compile each of them" in warning
