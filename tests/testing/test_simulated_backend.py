@@ -1,7 +1,8 @@
+"""The simulated device: copies in any order, poison, and a race for each wait that is missing."""
+
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,6 +28,12 @@ def late() -> SimulatedBackend:
 
 def host_like(backend: SimulatedBackend, tensor: Tensor) -> Tensor:
     return backend.allocate_host(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def ones(backend: SimulatedBackend) -> tuple[Tensor, Tensor]:
+    """A source, and host memory for it."""
+    source = torch.ones(4)
+    return source, host_like(backend, source)
 
 
 def offload(backend: SimulatedBackend, source: Tensor, host: Tensor, label: str = "g") -> Event:
@@ -67,7 +74,7 @@ def random_trace(seed: int) -> list[int]:
         targets.append(reload(backend, host, offload(backend, source, host))[0])
         trace.append(backend.pending)
     backend.synchronize()
-    assert all(torch.equal(s, t) for s, t in zip(sources, targets, strict=True))
+    assert all(map(torch.equal, sources, targets))
     return trace
 
 
@@ -105,8 +112,7 @@ def test_copies_keep_nothing_alive_and_an_early_free_is_a_race(
     is_race = waits == "none"
     with pytest.raises(RaceError, match="free by.*'early'") if is_race else nullcontext():
         with backend.activate():
-            source = torch.ones(4)
-            host = host_like(backend, source)
+            source, host = ones(backend)
             event = offload(backend, source, host, "early")
             if waits == "host":
                 event.synchronize()
@@ -116,8 +122,7 @@ def test_copies_keep_nothing_alive_and_an_early_free_is_a_race(
 
 
 def test_an_emptied_source_counts_as_freed(late: SimulatedBackend) -> None:
-    source = torch.ones(4)
-    host = host_like(late, source)
+    source, host = ones(late)
     event = offload(late, source, host)
     source.untyped_storage().resize_(0)
     with pytest.raises(RaceError, match="freed before the copy ran"):
@@ -129,8 +134,7 @@ def test_a_free_on_a_thread_of_a_tier_is_behind_its_own_waits(
     backend: SimulatedBackend, waits: bool
 ) -> None:
     """As of an engine that is garbage, and collected there."""
-    source = torch.ones(4)
-    memory = [host_like(backend, source)]
+    source, *memory = ones(backend)
     event = offload(backend, source, memory[0])
 
     def free() -> None:
@@ -143,11 +147,19 @@ def test_a_free_on_a_thread_of_a_tier_is_behind_its_own_waits(
         backend.check()
 
 
+def test_host_memory_freed_before_the_host_knows_is_an_error(backend: SimulatedBackend) -> None:
+    source, host = ones(backend)
+    event = offload(backend, source, host)
+    backend.current_stream().wait_event(event)  # compute knows; the host, which frees, does not
+    del host
+    with pytest.raises(RaceError, match="storage released"):
+        backend.check()
+
+
 @pytest.mark.parametrize("waits_too_early", [False, True])
 def test_missing_wait_of_d2h_for_compute(backend: SimulatedBackend, waits_too_early: bool) -> None:
     with backend.activate():
-        source = torch.ones(4)
-        host = host_like(backend, source)
+        source, host = ones(backend)
         too_early = backend.current_stream().record_event()
         source.mul_(2)
         if waits_too_early:
@@ -157,8 +169,7 @@ def test_missing_wait_of_d2h_for_compute(backend: SimulatedBackend, waits_too_ea
 
 
 def test_missing_wait_of_h2d_for_offloaded(backend: SimulatedBackend) -> None:
-    source = torch.ones(4)
-    host = host_like(backend, source)
+    source, host = ones(backend)
     offload(backend, source, host)
     backend.h2d.wait_event(backend.current_stream().record_event())
     with pytest.raises(RaceError, match="read by stream h2d.*write by stream d2h"):
@@ -175,8 +186,7 @@ USES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("use", USES)
 def test_missing_wait_of_compute_for_reloaded(backend: SimulatedBackend, use: str) -> None:
     with backend.activate():
-        source = torch.ones(4)
-        host = host_like(backend, source)
+        source, host = ones(backend)
         target, reloaded = reload(backend, host, offload(backend, source, host))
         words = f"{use.split()[0]} by stream compute.*write by stream h2d"
         with pytest.raises(RaceError, match=words):
@@ -197,16 +207,16 @@ def test_a_host_buffer_overwritten_under_a_reader(backend: SimulatedBackend) -> 
 
 def test_in_place_write_to_a_queued_source(backend: SimulatedBackend) -> None:
     with backend.activate():
-        source = torch.ones(4)
-        host = host_like(backend, source)
+        source, host = ones(backend)
         event = offload(backend, source, host, "mlp")
         assert source.sum() == 4
-        with pytest.raises(RaceError, match="write by stream compute.*add_.*d2h.*'mlp'"):
-            source.add_(1)
-        with pytest.raises(RaceError, match="write by stream compute"):
-            torch.add(source, 1, out=source)
-        with pytest.raises(RaceError, match="write by stream compute"):
-            torch._foreach_add_([source], 1)
+        for write, says in [
+            (lambda: source.add_(1), "compute.*add_.*d2h.*'mlp'"),
+            (lambda: torch.add(source, 1, out=source), "compute"),
+            (lambda: torch._foreach_add_([source], 1), "compute"),
+        ]:
+            with pytest.raises(RaceError, match=f"write by stream {says}"):
+                write()
         backend.current_stream().wait_event(event)
         source.add_(1)
         assert torch.equal(host, torch.ones(4))
@@ -215,8 +225,7 @@ def test_in_place_write_to_a_queued_source(backend: SimulatedBackend) -> None:
 def test_handing_a_target_to_another_stream_needs_a_wait_there(backend: SimulatedBackend) -> None:
     second = backend.new_stream("second")
     with backend.activate():
-        source = torch.ones(4)
-        host = host_like(backend, source)
+        source, host = ones(backend)
         target, reloaded = reload(backend, host, offload(backend, source, host))
         backend.current_stream().wait_event(reloaded)
         with backend.stream(second):
@@ -229,33 +238,13 @@ def test_handing_a_target_to_another_stream_needs_a_wait_there(backend: Simulate
             assert target.sum() == 4
 
 
-@pytest.fixture(autouse=True)
-def collect() -> Iterator[None]:
-    yield
-    gc.collect()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_host_memory_freed_before_the_host_knows_is_an_error(order: str) -> None:
-    backend = SimulatedBackend(order)
-    host, source = backend.allocate_host(16).view(torch.float32), torch.ones(4)
-    event = offload(backend, source, host)
-    backend.current_stream().wait_event(event)  # compute knows; the host, which frees, does not
-    del host
-    with pytest.raises(RaceError, match="storage released"):
-        backend.check()
-
-
 @pytest.mark.parametrize("make", [torch.rand_like, lambda t: t.new_ones(2), lambda t: t.t_()])
-def test_an_operator_that_reads_no_byte_is_free_to_run(make: Any) -> None:
-    backend = SimulatedBackend("late")
-    host = backend.allocate_host(16).view(torch.float32)
-    with backend.activate():
-        target = torch.empty(4)
-        backend.h2d.wait_event(backend.current_stream().record_event())
-        backend.copy(backend.h2d, [target], [host], "g")
+def test_an_operator_that_reads_no_byte_is_free_to_run(late: SimulatedBackend, make: Any) -> None:
+    with late.activate():
+        source, host = ones(late)
+        target, _ = reload(late, host, offload(late, source, host))
         make(target)
-        backend.synchronize()
+        late.synchronize()
 
 
 @pytest.mark.field("F24")
