@@ -27,29 +27,30 @@ CONFIG = OffloadConfig(max_in_flight_bytes=2**24, prefetch_bytes=2**24)
 NARROW = replace(CONFIG, max_in_flight_bytes=1, prefetch_bytes=0)
 
 
-def work_of(length: int = 2048, *, num_layers: int = 4, name: str = "linear") -> Modules:
+def work_of(length: int = 2048, num_layers: int = 4) -> Modules:
     return chain(
         4,
         lambda: [nn.Linear(2048, 2048, **KIND) for _ in range(num_layers)],
         torch.empty(length, 2048, **KIND),
         loss_fn=lambda y: y.float().square().mean(),
-        groups={name: "*"},
+        groups={"linear": "*"},
     )
-
-
-def planned_with(config: OffloadConfig) -> OffloadPlan:
-    """For the least limit, so that something leaves."""
-    tapes = record(ORDER, work_of(), DEVICE, CONFIG)
-    with pytest.raises(InfeasibleError) as refused:
-        choose(ORDER, tapes, DEVICE, 1, config=CONFIG)
-    tapes = record(ORDER, work_of(), DEVICE, config)
-    limit_bytes = refused.value.least_bytes
-    return choose(ORDER, tapes, DEVICE, limit_bytes, config=config, made_for="a test")
 
 
 @pytest.fixture(scope="module")
 def plan() -> OffloadPlan:
-    return planned_with(CONFIG)
+    """For the least limit, so that something leaves."""
+    tapes = record(ORDER, work_of(), DEVICE, CONFIG)
+    with pytest.raises(InfeasibleError) as refused:
+        choose(ORDER, tapes, DEVICE, 1, config=CONFIG)
+    return choose(ORDER, tapes, DEVICE, refused.value.least_bytes, config=CONFIG, made_for="a test")
+
+
+@pytest.fixture(scope="module")
+def narrow_plan(plan: OffloadPlan) -> OffloadPlan:
+    """For the same limit."""
+    tapes = record(ORDER, work_of(), DEVICE, NARROW)
+    return choose(ORDER, tapes, DEVICE, plan.limit_bytes, config=NARROW, made_for="a test")
 
 
 def run(
@@ -60,25 +61,20 @@ def run(
     length: int = 2048,
     config: OffloadConfig = CONFIG,
     order: PipelineOrder = ORDER,
-    **model: Any,
+    num_layers: int = 4,
 ) -> Timeline:
     trace = Trace(path / "out.json.gz")
     config = replace(config, plan=plan)
-    run_pipeline(order, work_of(length, **model), hardware, config=config, trace=trace)
+    run_pipeline(order, work_of(length, num_layers), hardware, config=config, trace=trace)
     assert trace.timeline is not None
     return trace.timeline
 
 
-def differences(plan: OffloadPlan, timeline: Timeline) -> list[str]:
-    compared = compare_with_plan(plan, timeline)
-    texts = [text for rank in compared.ranks for text in rank.differences]
-    assert compared.is_as_planned is (not texts)
-    return texts
-
-
-@pytest.mark.parametrize("config", [CONFIG, NARROW])
-def test_what_was_planned_is_what_was_done(config: OffloadConfig, tmp_path: Path) -> None:
-    plan = planned_with(config)
+@pytest.mark.parametrize(("made", "config"), [("plan", CONFIG), ("narrow_plan", NARROW)])
+def test_what_was_planned_is_what_was_done(
+    made: str, config: OffloadConfig, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    plan = request.getfixturevalue(made)
     timeline = run(tmp_path, plan, config=config)
     compared = compare_with_plan(plan, timeline)
     assert [rank.rank for rank in compared.ranks] == [0, 1, 2, 3]
@@ -120,7 +116,9 @@ BOUNDS = "as with other bounds on what is on its way"
 def test_a_run_that_differs_names_the_figure_and_the_cause(
     how: dict[str, Any], head: str, words: str, plan: OffloadPlan, tmp_path: Path
 ) -> None:
-    texts = differences(plan, run(tmp_path, plan, **how))
+    compared = compare_with_plan(plan, run(tmp_path, plan, **how))
+    texts = [text for rank in compared.ranks for text in rank.differences]
+    assert not compared.is_as_planned
     assert any(text.startswith(head) and words in text for text in texts), texts
 
 
