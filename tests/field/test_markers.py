@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -32,10 +33,13 @@ ROW_BYTES = 6 * 4
 """Of one row of an input; groups save different numbers of rows, so bytes tell them apart."""
 
 
-def nested(h: Tensor, is_on: bool) -> Tensor:
+def nested(h: Tensor, is_on: bool, is_inside: bool = True) -> Tensor:
     """Start a, start b, commit a, commit b."""
-    with off_interface(is_on, h, "a"):
+    with ExitStack() as outer:
+        outer.enter_context(off_interface(is_on, h, "a"))
         y = h[:1].sin()
+        if not is_inside:
+            outer.close()
         with off_interface(is_on, h, "b"):
             z = h[:3].cos()
     y = commit(y, "a", is_on)
@@ -43,13 +47,8 @@ def nested(h: Tensor, is_on: bool) -> Tensor:
 
 
 def one_after_the_other(h: Tensor, is_on: bool) -> Tensor:
-    """Both contexts end before the first commit."""
-    with off_interface(is_on, h, "a"):
-        y = h[:1].sin()
-    with off_interface(is_on, h, "b"):
-        z = h[:3].cos()
-    y = commit(y, "a", is_on)
-    return y.sum() + commit(z, "b", is_on).sum()
+    """Both contexts end before the first commit, and the first before the second begins."""
+    return nested(h, is_on, is_inside=False)
 
 
 def functions_in_a_scope(h: Tensor, is_on: bool) -> Tensor:
@@ -101,43 +100,30 @@ def test_each_group_keeps_its_own(
     check_steps(manager, step)
 
 
-def commit_without_start(h: Tensor) -> Tensor:
-    return commit(h.sin(), "a")
-
-
-def commit_of_another_name(h: Tensor) -> Tensor:
-    with off_interface(True, h, "b"):
-        return commit(h.sin(), "a")
-
-
-def commit_twice(h: Tensor) -> Tensor:
-    return commit(group(h, torch.sin, name="a"), "a")
+def started(h: Tensor, name: str) -> Tensor:
+    with off_interface(True, h, name):
+        return h.sin()
 
 
 def commit_in_the_next_microbatch(h: Tensor) -> Tensor:
-    with off_interface(True, h, "a"):
-        y = h.sin()
+    y = started(h, "a")
     begin()
     return commit(y, "a")
 
 
-def start_without_commit(h: Tensor) -> Tensor:
-    with off_interface(True, h, "a"):
-        return h.sin()
+NOT_STARTED = r"commit of group 'a'.*no group of that name was started"
+WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "no start": (lambda h: commit(h.sin(), "a"), NOT_STARTED),
+    "another name": (lambda h: commit(started(h, "b"), "a"), r"group 'a'.*open groups: \['b'\]"),
+    "twice": (lambda h: commit(group(h, torch.sin, name="a"), "a"), "'a'.*committed already"),
+    "next microbatch": (commit_in_the_next_microbatch, NOT_STARTED),
+    "no commit": (lambda h: started(h, "a"), r"\['a'\].*never committed.*group_commit"),
+}
 
 
 @pytest.mark.field("F19")
 @on_two_backends
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (commit_without_start, r"commit of group 'a'.*no group of that name was started"),
-        (commit_of_another_name, r"commit of group 'a'.*open groups: \['b'\]"),
-        (commit_twice, r"commit of group 'a'.*committed already"),
-        (commit_in_the_next_microbatch, r"commit of group 'a'.*no group of that name was started"),
-        (start_without_commit, r"\['a'\].*never committed.*group_commit"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "says"), WRONG.values(), ids=WRONG)
 def test_a_marker_without_its_counterpart(
     manager: PipelineOffloadManager, wrong: Callable[[Tensor], Tensor], says: str
 ) -> None:
@@ -160,10 +146,6 @@ def test_a_marker_without_its_counterpart(
 
 
 # F26: disabled and enabled
-
-
-def nothing(place: str) -> None:
-    """Switch nothing."""
 
 
 def same(tensor: Tensor) -> Tensor:
