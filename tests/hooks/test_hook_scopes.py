@@ -82,23 +82,18 @@ def test_two_threads_in_one_module_may_end_in_any_order(manager: PipelineOffload
     assert_idle(manager)
 
 
-def test_a_scope_that_was_passed_by_ends_with_the_one_around_it() -> None:
+def test_a_scope_takes_off_what_is_above_it_and_no_hooks_of_others() -> None:
     outer, inner = HookScope(), HookScope()
-    outer.enter(partial(Resident), outer)
-    inner.enter(partial(Resident), inner)
-    outer.leave()
-    assert_no_hooks()
-    inner.leave()
-    outer.leave()
-
-
-def test_hooks_of_others_stay() -> None:
-    scope = HookScope()
     with saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
         top = top_pack()
-        scope.enter(partial(Resident), scope)
+        outer.enter(partial(Resident), outer)
+        inner.enter(partial(Resident), inner)
+        for scope in (outer, inner, outer):
+            scope.leave()
+            assert top_pack() is top
+        outer.enter(partial(Resident), outer)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        scope.leave()
+        outer.leave()
         assert top_pack() is top
     assert_no_hooks()
 

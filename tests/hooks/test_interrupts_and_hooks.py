@@ -10,45 +10,41 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_backend
 from helpers.injected import Injected, Point, files, interrupt_at, points_in
+from helpers.scenarios import begin, manager_on
+from helpers.sessions import group
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import (
-    FullACParams,
-    OffloadActivations,
-    OffloadConfig,
-    offload_modules,
-    use_backend,
-)
+from pp_offload import FullACParams, OffloadActivations, offload_modules
 from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._activations.context import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
 from pp_offload._hooks.regions import all_packs
 from pp_offload._slices.places import Slice
+from pp_offload.backends import CpuBackend
 
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 WIDTH = 16
+Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Layer(nn.Module):
     """Runs its part as ``run`` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self.run: Callable[..., Tensor] = plainly
+        self.run = run
         self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,11 +56,7 @@ def plainly(part: nn.Module, x: Tensor) -> Tensor:
 
 
 def in_interface(part: nn.Module, x: Tensor) -> Tensor:
-    with off_interface(True, x, "outer"):
-        with off_interface(True, x, "inner"):
-            y = part(x)
-        y = off_interface.group_commit(y, name="inner").sin()
-    return off_interface.group_commit(y, name="outer")
+    return group(x, lambda x: group(x, part, name="inner").sin(), name="outer")
 
 
 def in_manager(part: nn.Module, x: Tensor) -> Tensor:
@@ -74,75 +66,30 @@ def in_manager(part: nn.Module, x: Tensor) -> Tensor:
     return off_interface.group_commit(y, name="g")
 
 
-def in_activations(offload: OffloadActivations, part: nn.Module, x: Tensor) -> Tensor:
+def in_context(offload: OffloadActivations, part: nn.Module, x: Tensor) -> Tensor:
     with offload:
         return part(x)
 
 
-def in_torchs(part: nn.Module, x: Tensor) -> Tensor:
-    with off_interface(True, x, "around"):
-        y = checkpoint(part, x, use_reentrant=False)
-    return off_interface.group_commit(y, name="around")
+def of_context() -> OffloadActivations:
+    return OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=CpuBackend())
 
 
-class Program:
-    """Steps of a model, with what offloads it."""
-
-    def __init__(self, way: str) -> None:
-        torch.manual_seed(1)
-        self.model = nn.Sequential(Layer(), Layer())
-        self.handle: Any = None
-        cpu = make_backend("cpu")
-        if way == "modules":
-            self.handle = offload_modules(self.model, {"layer": "*", "part": "*.part"})
-        offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=cpu)
-        params = FullACParams(offload_inputs=True, min_offload_size=1)
-        runs: dict[str, Callable[..., Tensor]] = {
-            "interface": in_interface,
-            "manager": in_manager,
-            "modules": plainly,
-            "activations": partial(in_activations, offload),
-            "checkpoint": Recompute(params, cpu),
-            "group around a checkpoint": in_torchs,
-            "slices": lambda part, x: Slice("", (), ()).compute((), partial(part, x), (), Resident),
-        }
-        for layer in self.model:
-            layer.run = runs[way]
-
-    def forward(self) -> Tensor:
-        off_interface.reset()
-        off_interface.init_chunk_handler(None, None, 1)
-        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
-        return self.model(x).square().sum()
-
-    def step(self) -> list[Tensor]:
-        loss = self.forward()
-        return [loss.detach(), *torch.autograd.grad(loss, self.model.parameters())]
-
-
-WAYS = [
-    "interface",
-    "manager",
-    "modules",
-    "activations",
-    "checkpoint",
-    "group around a checkpoint",
-    "slices",
-]
-
-
-CASES = [(way, number % 2) for number, way in enumerate(WAYS)]
+WAYS: dict[str, Callable[[], Run]] = {
+    "interface": lambda: in_interface,
+    "manager": lambda: in_manager,
+    "modules": lambda: plainly,
+    "activations": lambda: partial(in_context, of_context()),
+    "checkpoint": lambda: Recompute(
+        FullACParams(offload_inputs=True, min_offload_size=1), CpuBackend()
+    ),
+    "group around a checkpoint": lambda: (
+        lambda part, x: group(x, partial(checkpoint, part, use_reentrant=False), name="around")
+    ),
+    "slices": lambda: lambda part, x: Slice("", (), ()).compute((), partial(part, x), (), Resident),
+}
+CASES = [(way, bool(number % 2)) for number, way in enumerate(WAYS)]
 """Each way, every second inside of hooks of somebody else."""
-
-
-@contextmanager
-def theirs(num: int) -> Iterator[None]:
-    """Hooks of somebody else, around everything."""
-    if num == 0:
-        yield
-        return
-    with saved_tensors_hooks(lambda x: x.detach(), lambda x: x), theirs(num - 1):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -170,28 +117,45 @@ def places(run: Callable[[], object]) -> list[Point]:
     return points
 
 
-@pytest.mark.parametrize(("way", "depth"), CASES)
-def test_an_interrupt_at_each_line(way: str, depth: int) -> None:
-    with use_backend(make_backend("cpu"), config=CONFIG):
-        program = Program(way)
-        expected = program.step()
+@pytest.mark.parametrize(("way", "has_others"), CASES)
+def test_an_interrupt_at_each_line(way: str, has_others: bool) -> None:
+    torch.manual_seed(1)
+    run = WAYS[way]()
+    model = nn.Sequential(Layer(run), Layer(run))
+
+    def forward() -> Tensor:
+        off_interface.reset()
+        begin()
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
+        return model(x).square().sum()
+
+    def step() -> list[Tensor]:
+        loss = forward()
+        return [loss.detach(), *torch.autograd.grad(loss, model.parameters())]
+
+    theirs = saved_tensors_hooks(lambda x: x.detach(), lambda x: x) if has_others else nullcontext()
+    groups = {"layer": "*", "part": "*.part"}
+    with manager_on(CpuBackend()):
+        handle = offload_modules(model, groups) if way == "modules" else None
+        expected = step()
         wrong = []
-        with theirs(depth):
+        with theirs:
             before = all_packs()
-            points = places(program.forward)
+            points = places(forward)
             for point in points:
                 try:
                     with interrupt_at(point.number, FILES):
-                        program.forward()
+                        forward()
                 except Injected:
                     if all_packs() != before:
                         wrong.append(str(point))
-                        while len(all_packs()) > depth:
+                        while len(all_packs()) > len(before):
                             torch._C._autograd._pop_saved_tensors_default_hooks()
-                assert same_bits(program.step(), expected), str(point)
+                assert same_bits(step(), expected), str(point)
         assert len(points) > 10 and not wrong, wrong
-        assert same_bits(program.step(), expected)
+        assert same_bits(step(), expected)
         assert not _seeing, "modules are met for a context that nobody is in, which it keeps alive"
+        del handle
 
 
 MODES = torch.autograd.grad_mode.__file__
@@ -205,9 +169,8 @@ class Returns:
         self.has_raised = False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        is_called_here = (
-            frame.f_back is not None and "pp_offload" in frame.f_back.f_code.co_filename
-        )
+        caller = frame.f_back
+        is_called_here = caller is not None and "pp_offload" in caller.f_code.co_filename
         return self._line if frame.f_code.co_filename == MODES and is_called_here else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
@@ -221,10 +184,7 @@ class Returns:
 
 def test_an_interrupt_in_a_grad_mode_of_pytorch_leaves_grad_on() -> None:
     """Inside hooks grad is off, and host memory is taken there."""
-    context = OffloadActivations(
-        min_offload_size=1, max_fwd_stash_size=1, backend=make_backend("cpu")
-    )
-    layer = Layer()
+    context, layer = of_context(), Layer(plainly)
     number, interrupted = 0, True
     while interrupted:
         returns = Returns(number)
