@@ -205,21 +205,18 @@ class DeviceRoom:
 
     def gain(self, now: StepTime, first: StepTime) -> Gain:
         """Return the cost and gain of the last step, given the times of steps."""
-        figures, groups = self._figures, groups_sum(self._offloader.step.summary.values())
-        if not self.is_watching or figures is None:
-            allocated = self._offloader.backend.allocated()
-            figures = None if allocated is None else DeviceFigures(allocated.peak_bytes)
-        return Gain(now, first, groups, figures, self._offloader.copies_free)
+        groups = groups_sum(self._offloader.step.summary.values())
+        return Gain(now, first, groups, self._figures, self._offloader.copies_free)
 
     @property
     def is_watching(self) -> bool:
         """Whether there is a limit, on a device that reports what is allocated."""
-        return self._seen is not None
+        return self._seen is not None and self._limit is not None
 
     @property
     def is_settled(self) -> bool:
         """Whether the groups that stay have been chosen, or no limit is set."""
-        return self._seen is None or not self._num_left
+        return not (self.is_watching and self._num_left)
 
     @property
     def stay(self) -> Stay:
@@ -229,30 +226,29 @@ class DeviceRoom:
         return Stay(most_bytes, frozenset(is_lean))
 
     def begin_step(self, limit: int | str | None) -> None:
-        """Begin to measure a step. Without a limit nothing is measured, and no group stays."""
+        """Begin to measure a step; without a limit only its peak, and no group stays."""
         backend, self._limit = self._offloader.backend, limit
         if limit is None:
             self._stay, self._foreseen_bytes = {}, None
             self._num_left, self._room_bytes = max(1, self._num_left), -1
-        if limit is None or backend.is_capturing:
+        if backend.is_capturing or (limit == AUTO and backend.memory_bytes() is None):
             return
         allocated = backend.allocated()
-        if limit == AUTO and (allocated is None or backend.memory_bytes() is None):
-            return
         if allocated is None:
-            self._warn(
-                "device_limit_bytes is given, but %s does not report allocated bytes: all groups "
-                "leave; give a plan that was made before, or omit the option",
-                backend.name,
-            )
+            if isinstance(limit, int):
+                self._warn(
+                    "device_limit_bytes is given, but %s does not report allocated bytes: all "
+                    "groups leave; give a plan that was made before, or omit the option",
+                    backend.name,
+                )
             return
-        reads_always = bool(self._num_left or self._history.may_shrink)
+        is_choosing = bool(self._num_left or self._history.may_shrink)
         self._seen = StepMemory(
             self._offloader,
             allocated,
             self._in_flight,
             self._has_room,
-            reads_always=reads_always,
+            reads_always=limit is not None and is_choosing,
         )
         self._offloader.observers.add(self._seen)
 
@@ -273,6 +269,9 @@ class DeviceRoom:
         self._reported_bytes = seen.reported_bytes
         if not chunks:
             return
+        if self._limit is None:
+            self._figures = self._figures_of(self._peak_of(seen))
+            return
         step = Demand.of(chunks, seen.beside, seen.chunks_in_flight)
         staying = by_stage(self._staying(step))
         peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
@@ -283,11 +282,9 @@ class DeviceRoom:
             self._num_left = max(0, self._num_left - 1)
             self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
         limit_bytes = min(self._limits())
-        self._figures = DeviceFigures(
-            peak_bytes,
-            peak_bytes if self._figures is None else self._figures.first_peak_bytes,
-            limit_bytes,
-            self._elsewhere(peak_bytes),
+        self._figures = self._figures_of(peak_bytes)._replace(
+            limit_bytes=limit_bytes,
+            elsewhere=self._elsewhere(peak_bytes),
             is_given=self._limit != AUTO,
         )
         if self._stay:
@@ -306,6 +303,10 @@ class DeviceRoom:
                 *(peak_bytes, limit_bytes, self._moving_bytes() / MIB),
             )
 
+    def _figures_of(self, peak_bytes: int) -> DeviceFigures:
+        first = self._figures
+        return DeviceFigures(peak_bytes, peak_bytes if first is None else first.first_peak_bytes)
+
     def _staying(self, step: Demand) -> dict[Place, int]:
         """Return the bytes of this step's groups at places that stay."""
         lean = self.stay.lean
@@ -322,15 +323,18 @@ class DeviceRoom:
 
     def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
         """Return the peak of a measured step; also note the bytes needed if all groups leave."""
-        if seen.has_risen:
-            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
-        peak_bytes = max(seen.peak_bytes, self._risen_bytes)
+        peak_bytes = self._peak_of(seen)
         if not self._risen_bytes:  # see NOTE [ Peaks of the device ]
             peak_bytes += max(self._history.demand.sizes.values(), default=0)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
         needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin_bytes
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return peak_bytes
+
+    def _peak_of(self, seen: StepMemory) -> int:
+        if seen.has_risen:
+            self._risen_bytes, self._is_of_loss = seen.peak_bytes, seen.is_of_loss
+        return max(seen.peak_bytes, self._risen_bytes)
 
     def _elsewhere(self, peak_bytes: int) -> str:
         """Return the cause of the device's peak as text; empty if the peak is in a group."""

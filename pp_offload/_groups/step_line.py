@@ -47,7 +47,7 @@ class DeviceFigures(NamedTuple):
     """Memory of the device, in bytes."""
 
     peak_bytes: int
-    """Peak of the last step; without a limit, the peak that the device reports."""
+    """Peak of the last step."""
 
     first_peak_bytes: int = 0
     """Peak of the first step; 0 if not measured."""

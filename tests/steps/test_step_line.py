@@ -19,9 +19,9 @@ from pp_offload import (
     summary_table,
     use_backend,
 )
+from pp_offload._common.sizes import GIB
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._groups.step_line import (
-    GIB,
     DeviceFigures,
     Gain,
     StepTime,
@@ -101,6 +101,14 @@ def test_where_all_stays_nothing_costs_time(training: Training, line: Line) -> N
     training.run(9, num=4)
     assert line().levelno == logging.INFO
     assert "0.00 are on the host, and 0.00 are computed again" in line().getMessage()
+
+
+@pytest.mark.parametrize("training", [{"limit_bytes": None, "resets": True}], indirect=True)
+def test_without_a_limit_the_peak_is_that_of_a_step(training: Training, line: Line) -> None:
+    """It was what the device had reported since the user's own reset, just before the next step."""
+    peaks = training.run(12)
+    (peak,) = re.findall(r"peak is about ([\d.]+) GiB, was", line().getMessage())
+    assert float(peak) == pytest.approx(peaks[-1] / GIB, rel=0.05)
 
 
 @with_limit(40)
