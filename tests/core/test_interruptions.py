@@ -184,20 +184,12 @@ def test_disabled_inside_a_scope(kind: str) -> None:
 
 
 @kinds
-def test_a_commit_without_a_start_says_so(kind: str) -> None:
+def test_a_start_and_a_commit_without_the_other_say_so(kind: str) -> None:
+    """A commit at once; a start at the next reset, which is done all the same."""
     with session(kind) as manager:
         begin_step()
         with pytest.raises(GroupStateError, match="nowhere"):
             off_interface.group_commit(drawn(2, 2), name="nowhere")
-        assert_same(train(Net(), inputs(2), True), train(Net(), inputs(2), False))
-        assert_idle(manager)
-
-
-@kinds
-def test_a_start_without_a_commit_says_so(kind: str) -> None:
-    """At the next reset, which is done all the same."""
-    with session(kind) as manager:
-        begin_step()
         with off_interface(True, drawn(4, 4).requires_grad_(), "forgotten") as h:
             y = h.exp()
         y.sum().backward()

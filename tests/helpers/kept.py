@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from helpers.sessions import as_bytes, drawn
 
@@ -117,14 +117,3 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-class Layers(nn.Module):
-    """Layers with parameters and buffers of each kind; what they save besides is counted."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.linear = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.rand(width, width))
-        self.register_buffer("table", torch.rand(width, width))
