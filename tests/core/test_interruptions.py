@@ -24,7 +24,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    GroupStateError,
     OffloadActivations,
     PipelineOffloadManager,
     fine_grained_offloading_disable_offload,
@@ -180,21 +179,4 @@ def test_disabled_inside_a_scope(kind: str) -> None:
         y.sum().backward()
         assert_same([x.grad], torch.autograd.grad((x * 2).sin().exp().cos().sum(), x))
         del y, h
-        assert_idle(manager)
-
-
-@kinds
-def test_a_start_and_a_commit_without_the_other_say_so(kind: str) -> None:
-    """A commit at once; a start at the next reset, which is done all the same."""
-    with session(kind) as manager:
-        begin_step()
-        with pytest.raises(GroupStateError, match="nowhere"):
-            off_interface.group_commit(drawn(2, 2), name="nowhere")
-        with off_interface(True, drawn(4, 4).requires_grad_(), "forgotten") as h:
-            y = h.exp()
-        y.sum().backward()
-        with pytest.raises(GroupStateError, match="forgotten"):
-            off_interface.reset()
-        del y, h
-        assert_same(train(Net(), inputs(2), True), train(Net(), inputs(2), False))
         assert_idle(manager)

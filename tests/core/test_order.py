@@ -357,7 +357,7 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
         manager.backend.check()
 
 
-# Several managers, shared copies
+# Several managers
 
 
 @simulated
@@ -381,28 +381,3 @@ def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
             del x, y
             for manager in managers:
                 assert_idle(manager)
-
-
-def shared_by_groups(is_on: bool) -> list[Tensor]:
-    """A table that three groups save, one after another, for two microbatches."""
-    x = drawn(5, WIDTH).requires_grad_()
-    table = (x.detach() * 3).cos()
-    results = []
-    for number in range(2):
-        if is_on and number:
-            begin_microbatch()
-        h = x * 1
-        for part in range(3):
-            view = table.t().t() if part == 1 else table
-            h = group(h, lambda h, v=view: (h * v).sin(), is_on, f"part {part}")
-        results.append(h)
-    del table, view
-    torch.autograd.backward([h.sum() for h in results])
-    return gradients(x)
-
-
-@pytest.mark.field("F60")
-@simulated
-@pytest.mark.parametrize("window", [0, 200, "auto"])
-def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
-    check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
