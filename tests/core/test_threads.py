@@ -6,6 +6,7 @@ The simulated device follows one thread, so these run on the host with copies in
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -52,76 +53,63 @@ def backward(net: Net, leaf: Tensor, loss: Tensor) -> list[Tensor]:
     return [*gradients(leaf), *gradients(*net.parameters())]
 
 
-@pytest.mark.field("F54")
-@kinds
-@pytest.mark.parametrize("window", [2**12, 2**20])
-def test_a_model_for_each_thread(kind: str, window: int) -> None:
-    """All within one step, each with lengths of its own."""
-    xs = [[inputs(1, step=step, rows=2 + step + n)[0] for step in range(STEPS)] for n in range(NUM)]
-    nets = [Net(seed=n) for n in range(NUM)]
+Work = list[Callable[[], Sequence[Tensor]]]
 
-    def run(number: int, is_on: bool) -> list[Tensor]:
-        results: list[Tensor] = []
-        for x in xs[number]:
-            results += backward(nets[number], *microbatch(nets[number], x, is_on))
-        return results
 
-    expected = [run(n, False) for n in range(NUM)]
-    options: dict[str, Any] = {"prefetch_bytes": window, "max_in_flight_bytes": window}
+def check_threads(kind: str, work: Callable[[bool], Work], **options: Any) -> None:
+    """Each piece of the work of a step, on a thread of its own, has the results without offload."""
+    expected = [piece() for piece in work(False)]
     with frequent_switches(), session(kind, **options) as manager:
-        for _ in range(3):
+        for _ in range(STEPS):
             off_interface.reset()
-            results = at_once([partial(run, n, True) for n in range(NUM)])
-            for got, right in zip(results, expected, strict=True):
+            for got, right in zip(at_once(work(True)), expected, strict=True):
                 assert_same(got, right)
         off_interface.reset()
         assert manager.statistics().bytes_offloaded > 0
         assert_idle(manager)
 
 
+@pytest.mark.field("F54")
+@kinds
+@pytest.mark.parametrize("window", [2**12, 2**20])
+def test_a_model_for_each_thread(kind: str, window: int) -> None:
+    """All within one step, each with lengths of its own."""
+    nets = [Net(seed=n) for n in range(NUM)]
+
+    def run(number: int, is_on: bool) -> list[Tensor]:
+        net, results = nets[number], list[Tensor]()
+        for step in range(STEPS):
+            (x,) = inputs(1, step=step, rows=2 + step + number)
+            results += backward(net, *microbatch(net, x, is_on))
+        return results
+
+    options: dict[str, Any] = {"prefetch_bytes": window, "max_in_flight_bytes": window}
+    check_threads(kind, lambda on: [partial(run, n, on) for n in range(NUM)], **options)
+
+
 @kinds
 def test_graphs_of_one_thread_backward_in_several(kind: str) -> None:
-    nets = [Net(seed=n) for n in range(NUM)]
-    (x,) = inputs(1)
-    expected = [backward(net, *microbatch(net, x, False)) for net in nets]
-    with frequent_switches(), session(kind) as manager:
-        for _ in range(STEPS):
-            off_interface.reset()
-            graphs = [(net, *microbatch(net, x, True)) for net in nets]
-            results = at_once([partial(backward, *graph) for graph in graphs])
-            for got, right in zip(results, expected, strict=True):
-                assert_same(got, right)
-            graphs.clear()
-        off_interface.reset()
-        assert_idle(manager)
+    nets, (x,) = [Net(seed=n) for n in range(NUM)], inputs(1)
+    check_threads(
+        kind, lambda on: [partial(backward, net, *microbatch(net, x, on)) for net in nets]
+    )
 
 
 @kinds
 def test_one_graph_backward_in_several_threads(kind: str) -> None:
     """Heads on one trunk: its saved tensors are asked for by all threads."""
     net = Net()
-    (x,) = inputs(1)
 
-    def heads(is_on: bool) -> tuple[Tensor, list[Tensor]]:
+    def heads(is_on: bool) -> Work:
         net.is_on = is_on
         if is_on:
-            begin_step()
-        leaf = x.clone().requires_grad_()
+            begin_microbatch()
+        leaf = inputs(1)[0].requires_grad_()
         h = net(leaf)
-        return leaf, [(h * (n + 1)).square().sum() for n in range(NUM)]
+        ys = [(h * (n + 1)).square().sum() for n in range(NUM)]
+        return [partial(torch.autograd.grad, y, leaf, retain_graph=True) for y in ys]
 
-    def grad(leaf: Tensor, y: Tensor) -> Tensor:
-        return torch.autograd.grad(y, leaf, retain_graph=True)[0]
-
-    leaf, ys = heads(False)
-    expected = [grad(leaf, y) for y in ys]
-    with frequent_switches(), session(kind) as manager:
-        for _ in range(STEPS):
-            leaf, ys = heads(True)
-            assert_same(at_once([partial(grad, leaf, y) for y in ys]), expected)
-        del leaf, ys
-        off_interface.reset()
-        assert_idle(manager)
+    check_threads(kind, heads)
 
 
 @pytest.mark.field("F58")
@@ -144,9 +132,7 @@ def test_a_forked_process(kind: str) -> None:
         def child() -> None:
             with pytest.raises(ForkedError) as refusal:
                 backward(net, *graphs[0])
-            assert str(os.getpid()) in str(refusal.value) and str(os.getppid()) in str(
-                refusal.value
-            )
+            assert all(str(pid) in str(refusal.value) for pid in (os.getpid(), os.getppid()))
             net.zero_grad()
             for _ in range(2):
                 assert_same(step(), expected)
