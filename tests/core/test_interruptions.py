@@ -70,15 +70,6 @@ def in_backward(x: Tensor, error: type[BaseException]) -> None:
     net(Raises.apply(net(x), error)).sum().backward()
 
 
-def in_a_hook_of_backward(x: Tensor, error: type[BaseException]) -> None:
-    def fail(_: Tensor) -> None:
-        raise error
-
-    h = Net()(x)
-    h.register_hook(fail)
-    Net()(h).sum().backward()
-
-
 def in_a_module(x: Tensor, error: type[BaseException]) -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +107,6 @@ FAILURES = [
     between_start_and_commit,
     behind_a_commit,
     in_backward,
-    in_a_hook_of_backward,
     in_a_module,
     in_a_context,
     in_the_copy,

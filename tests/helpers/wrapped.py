@@ -1,5 +1,4 @@
-"""Tensor subclasses of the two kinds there are in training, quantised and several in one; and
-programs that save them in a group."""
+"""Tensor subclasses of the two kinds there are in training: quantised, and several in one."""
 
 from __future__ import annotations
 
@@ -46,9 +45,6 @@ class Scaled(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.detach.default:
             return cls(args[0].data8.detach(), args[0].scale.detach())
-        if func in (aten.mul_.Scalar, aten.mul_.Tensor):
-            args[0].scale.mul_(args[1])
-            return args[0]
         args, kwargs = tree_map_only(cls, lambda t: t.data8 * t.scale, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -82,8 +78,6 @@ class Pair(Tensor):
         for name in ("first", "second"):
             picked = tree_map_only(cls, lambda t, n=name: getattr(t, n), (args, kwargs or {}))
             results.append(func(*picked[0], **picked[1]))
-        if func._schema.name.endswith("_"):
-            return args[0]
         return cls(*results)
 
 
