@@ -47,13 +47,6 @@ def forward(is_on: bool, seed: int = 0, parts: int = 3) -> tuple[list[Tensor], l
 # Ways to go backward
 
 
-def retained(is_on: bool) -> list[Tensor]:
-    leaves, outputs = forward(is_on)
-    for is_kept in (True, True, False):
-        outputs[-1].sum().backward(retain_graph=is_kept)
-    return gradients(*leaves)
-
-
 def by_parts(is_on: bool) -> list[Tensor]:
     """The gradient of one input after another."""
     leaves, outputs = forward(is_on)
@@ -68,14 +61,6 @@ def double(is_on: bool) -> list[Tensor]:
     (first,) = torch.autograd.grad(outputs[-1].sum(), leaves[0], create_graph=True)
     first.square().sum().backward()
     return [first.detach(), *gradients(*leaves)]
-
-
-def inputs_then_weights(is_on: bool) -> list[Tensor]:
-    leaves, outputs = forward(is_on)
-    y = outputs[-1]
-    grads, parts = stage_backward_input([y], [y.detach()], [leaves[0]], iter(leaves[1:]))
-    stage_backward_weight(iter(leaves[1:]), parts)
-    return [*(g for g in grads if g is not None), *gradients(*leaves[1:])]
 
 
 def reads_twice(is_on: bool) -> list[Tensor]:
@@ -174,10 +159,8 @@ def input_without_grad(is_on: bool) -> list[Tensor]:
 
 
 WAYS = [
-    retained,
     by_parts,
     double,
-    inputs_then_weights,
     reads_twice,
     gives_saved,
     two_branches,
