@@ -180,16 +180,6 @@ def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_bounds(small_floor: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other bounds than those that an engine chooses by itself are tried, for which there are
-    tests of their own.
-    """
-    from pp_offload.plan import chooser
-
-    monkeypatch.setattr(chooser, "BOUNDS", chooser.BOUNDS[:1])
-
-
-@pytest.fixture
 def training(request: pytest.FixtureRequest) -> Iterator[Training]:
     """See ``helpers.virtual_training.with_limit``."""
     from helpers.virtual_training import Training

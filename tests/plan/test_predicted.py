@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.plans.beside_engine import (
-    Run,
-    compare,
-    ran,
-    ran_split,
-    ran_v_shaped,
-    ran_with_budget,
-    ran_with_optimizer,
-    ran_with_recomputed,
-)
 from helpers.plans.ordered_parts import ordered_parts
-from helpers.plans.random_pipelines import draw_pipeline
+from helpers.plans.random_pipelines import Drawn, draw_pipeline, some_recomputed
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -31,18 +24,141 @@ from torch.distributed.pipelining import (
 from pp_offload import OffloadConfig
 from pp_offload._core.mover import Counts
 from pp_offload.plan import predict, record
-from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
+from pp_offload.simulate import (
+    DEVICES,
+    Modules,
+    PipelineOrder,
+    RankStep,
+    run_pipeline,
+)
+from pp_offload.simulate.rank import VirtualRank
 
 pytestmark = pytest.mark.usefixtures("small_floor")
 
+SAME = (
+    "peak_bytes",
+    "host_peak_bytes",
+    "bytes_offloaded",
+    "on_demand_reloads",
+    "num_in_flight",
+    "bounds",
+)
+NEARLY = ("seconds", "busy_s", "stalled_s", "offload_s")
+"""To one part in 1e9 of the step: the same times are added up in another order."""
+
+
+@dataclass
+class Run:
+    """A pipeline, its last step, what each rank moved, and its tapes."""
+
+    drawn: Drawn
+    ranks: list[RankStep]
+    moved: list[Counts]
+    tapes: Any
+
+    def differences(self) -> list[str]:
+        """Compare with what is predicted: times to 1e-9 of the step, all else to the byte."""
+        drawn = self.drawn
+        with counting() as moved:
+            step = predict(drawn.order, self.tapes, drawn.hardware, **drawn.options)
+        moved = moved[-len(step.ranks) :]
+        unequal = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
+        for number, (rank, predicted) in enumerate(zip(self.ranks, step.ranks, strict=True)):
+            for name in (*SAME, *NEARLY):
+                a, b = getattr(rank, name), getattr(predicted, name)
+                if a != b if name in SAME else abs(a - b) > 1e-9 * rank.seconds:
+                    unequal.append(f"{name} of rank {number}: ran {a}, predicted {b}")
+        return unequal
+
+
+@contextmanager
+def counting() -> Iterator[list[Counts]]:
+    """What each rank has moved by the end of each step inside."""
+    moved: list[Counts] = []
+    ended = VirtualRank.ended
+
+    def note(rank: VirtualRank) -> RankStep:
+        counts = rank.manager.offloader.engine.mover.counts
+        moved.append(replace(counts, step_ms=None, stalled_ms=None))
+        return ended(rank)
+
+    with patch.object(VirtualRank, "ended", note):
+        yield moved
+
+
+def ran(drawn: Drawn) -> Run:
+    how = drawn.order, drawn.work, drawn.hardware
+    with counting() as moved:
+        step = run_pipeline(*how, **drawn.options)
+    return Run(drawn, step.ranks, moved[-len(step.ranks) :], record(*how, drawn.config))
+
+
+def plain(seed: int) -> Run:
+    return ran(draw_pipeline(seed))
+
+
+def with_budget(seed: int) -> Run:
+    """With less host memory than all that leaves would take, on some rank at least."""
+    drawn, draw = draw_pipeline(seed), Random(seed)
+    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
+    step = predict(drawn.order, tapes, drawn.hardware, **drawn.options)
+    most = max(rank.host_peak_bytes for rank in step.ranks)
+    budget_bytes = int(most * draw.choice([0.2, 0.5, 0.8, 0.95]))
+    config = replace(drawn.config, host_budget_bytes=max(1, budget_bytes))
+    return ran(replace(drawn, config=config))
+
+
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.SGD(p, lr=0.1),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.Adam(p, amsgrad=True),
+    lambda p: torch.optim.AdamW(p),
+    lambda p: torch.optim.AdamW(p, foreach=False),
+    lambda p: torch.optim.RMSprop(p, centered=True),
+]
+
+
+def with_optimizer(seed: int) -> Run:
+    """Of any kind of pipeline, with some parameters frozen in every third of them."""
+    draw = Random(seed)
+    is_split = draw.random() < 0.3
+    schedules = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble] if is_split else None
+    drawn = draw_pipeline(seed, schedules=schedules)
+    drawn.work.optimizer = draw.choice(OPTIMIZERS)
+    if seed % 3 == 0:
+        for stage in drawn.work.stages:
+            for parameter in stage[0].parameters():
+                parameter.requires_grad_(draw.random() < 0.5)
+    recomputed = some_recomputed(drawn, seed) if draw.random() < 0.3 else nullcontext()
+    with ordered_parts() if is_split else nullcontext(), recomputed:
+        return ran(drawn)
+
+
+def with_recomputed(seed: int) -> Run:
+    drawn = draw_pipeline(seed)
+    with some_recomputed(drawn, seed):
+        return ran(drawn)
+
+
+def split(seed: int, *schedules: type) -> Run:
+    """Backwards in two parts, with some layers recomputed in every fourth pipeline."""
+    drawn = draw_pipeline(seed, schedules=schedules or [ScheduleInterleavedZeroBubble])
+    with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
+        return ran(drawn)
+
+
+def v_shaped(seed: int) -> Run:
+    """The same, where two stages of a rank are next to each other."""
+    return split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
 
 SEEDS = {
-    ran: range(10),
-    ran_with_recomputed: range(46, 54),
-    ran_with_budget: range(300, 304),
-    ran_with_optimizer: range(6),
-    ran_split: range(5),
-    ran_v_shaped: range(4),
+    plain: range(10),
+    with_recomputed: range(46, 54),
+    with_budget: range(300, 304),
+    with_optimizer: range(6),
+    split: range(5),
+    v_shaped: range(7, 11),
 }
 
 
@@ -56,20 +172,26 @@ SEEDS = {
 def test_random_pipelines_cost_what_they_cost_the_engine(
     run: Callable[[int], Run], seeds: range
 ) -> None:
-    compare(seeds, run)
+    """In half of them something leaves."""
+    runs = [run(seed) for seed in seeds]
+    assert [run.differences() for run in runs] == [[] for _ in runs]
+    assert sum(any(rank.bytes_offloaded for rank in run.ranks) for run in runs) >= len(runs) / 2
 
 
-def test_without_offload() -> None:
-    in_parts = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
-    for seed, schedules in [*product(range(2), [None]), *product(range(2), [in_parts])]:
-        drawn = draw_pipeline(seed, schedules=schedules)
-        how = drawn.order, drawn.work, drawn.hardware
-        with ordered_parts():
-            step = run_pipeline(*how, peers=drawn.peers, num_steps=1)
-            tapes = record(*how, drawn.config)
-        nothing = [Counts() for _ in step.ranks]
-        without = replace(drawn, config=None, num_steps=1)  # type: ignore[arg-type]
-        assert Run(without, step.ranks, nothing, tapes).differences() == []
+IN_PARTS = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
+
+
+@pytest.mark.parametrize("schedules", [None, IN_PARTS], ids=["whole", "in parts"])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_without_offload(seed: int, schedules: list[type] | None) -> None:
+    drawn = draw_pipeline(seed, schedules=schedules)
+    how = drawn.order, drawn.work, drawn.hardware
+    with ordered_parts():
+        step = run_pipeline(*how, peers=drawn.peers, num_steps=1)
+        tapes = record(*how, drawn.config)
+    nothing = [Counts() for _ in step.ranks]
+    without = replace(drawn, config=None, num_steps=1)  # type: ignore[arg-type]
+    assert Run(without, step.ranks, nothing, tapes).differences() == []
 
 
 # What is not predicted says so
@@ -89,9 +211,8 @@ class PartsOfOne(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide: Tensor = torch.cat([x, x, x], dim=1)
-        return (
-            wide[:, : x.shape[1]].sigmoid().exp()[:, 1:].tanh() * 2 + wide[:, 1 : x.shape[1]].cos()
-        )
+        width = x.shape[1]
+        return wide[:, :width].sigmoid().exp()[:, 1:].tanh() * 2 + wide[:, 1:width].cos()
 
 
 class InEachMicrobatch(nn.Module):
