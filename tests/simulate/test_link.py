@@ -1,4 +1,4 @@
-"""Streams and the link in closed forms: when work and copies end, and what they cost compute."""
+"""Streams, the link and memory in closed forms: when work ends, and what copies cost compute."""
 
 from __future__ import annotations
 
@@ -15,76 +15,66 @@ from torch import Tensor
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.link import Link
+from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
 
 SLOW = replace(DEVICES["H100"], link_bytes_per_s=1.0, copy_latency_s=0, launch_s=0)
 """A byte a second each way, and a host that takes no time."""
 
 
 class Copies:
-    """Streams of copies on one link; each method launches a copy and returns its end."""
+    """Streams of copies on one link."""
 
     def __init__(self, **changes: Any) -> None:
         self.host = HostClock(replace(SLOW, **changes))
         self.link = Link(self.host)
-        self.d2h, self.h2d, self.other = (VirtualStream(self.host) for _ in range(3))
+        self.streams = {way: VirtualStream(self.host) for way in ("out", "back", "out elsewhere")}
 
-    def out(self, nbytes: int) -> float:
-        return self._launch(self.d2h, nbytes, to_host=True)
-
-    def out_elsewhere(self, nbytes: int) -> float:
-        return self._launch(self.other, nbytes, to_host=True)
-
-    def back(self, nbytes: int) -> float:
-        return self._launch(self.h2d, nbytes, to_host=False)
-
-    def _launch(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> float:
-        return stream.launch_until(lambda begin: self.link.copy(begin, nbytes, to_host=to_host))
+    def launch(self, way: str, nbytes: int) -> float:
+        """When a copy to the host, or back, ends."""
+        to_host = way != "back"
+        return self.streams[way].launch_until(
+            lambda begin: self.link.copy(begin, nbytes, to_host=to_host)
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "ways", "ends"),
     [
-        pytest.param({}, "out back out back", [10, 10, 20, 20], id="each way alone"),
-        pytest.param({"h2d_bytes_per_s": 2.0}, "out back", [10, 5], id="faster one way"),
-        pytest.param({"copy_latency_s": 0.5}, "out out", [10.5, 21], id="latency"),
-        pytest.param({}, "out out_elsewhere back", [10, 20, 10], id="two streams one way"),
+        pytest.param({}, "out,back,out,back", [10, 10, 20, 20], id="each way alone"),
+        pytest.param({"h2d_bytes_per_s": 2.0}, "out,back", [10, 5], id="faster one way"),
+        pytest.param({"copy_latency_s": 0.5}, "out,out", [10.5, 21], id="latency"),
+        pytest.param({}, "out,out elsewhere,back", [10, 20, 10], id="two streams one way"),
         pytest.param(
-            {"both_links_bytes_per_s": 1.5}, "out back out", [10, 15, 22.5], id="rest of both"
+            {"both_links_bytes_per_s": 1.5}, "out,back,out", [10, 15, 22.5], id="rest of both"
         ),
         pytest.param(
-            {"both_links_bytes_per_s": 1.0}, "out back out", [10, 20, 30], id="one at a time"
+            {"both_links_bytes_per_s": 1.0}, "out,back,out", [10, 20, 30], id="one at a time"
         ),
         pytest.param(
             {"host_bytes_per_s": 1.5},
-            "out back",
+            "out,back",
             [10, 15],
             id="share of the host",
         ),
-        pytest.param({"link_bytes_per_s": inf}, "out back", [0, 0], id="instant"),
+        pytest.param({"link_bytes_per_s": inf}, "out,back", [0, 0], id="instant"),
     ],
 )
 def test_copies_of_ten_bytes_end(changes: dict[str, Any], ways: str, ends: list[float]) -> None:
     copies = Copies(**changes)
-    assert [getattr(copies, way)(10) for way in ways.split()] == pytest.approx(ends)
-    num_back = ways.split().count("back")
+    assert [copies.launch(way, 10) for way in ways.split(",")] == pytest.approx(ends)
+    num_back = ways.count("back")
     moved = copies.link.bytes_to_host, copies.link.bytes_to_device
     assert moved == (10 * (len(ends) - num_back), 10 * num_back)
-
-
-def random_copies(seed: int, both: float) -> list[tuple[str, float, int]]:
-    """Directions, ends and bytes of copies on a link with that bound."""
-    draw = random.Random(seed)
-    copies, launched = Copies(both_links_bytes_per_s=both), []
-    for _ in range(60):
-        way, nbytes = draw.choice(["out", "back"]), draw.randrange(1, 20)
-        launched.append((way, getattr(copies, way)(nbytes), nbytes))
-    return launched
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("both", [1.0, 1.3, 1.9])
 def test_no_more_bytes_move_than_the_link_can(seed: int, both: float) -> None:
-    launched = random_copies(seed, both)
+    draw = random.Random(seed)
+    copies, launched = Copies(both_links_bytes_per_s=both), []
+    for _ in range(60):
+        way, nbytes = draw.choice(["out", "back"]), draw.randrange(1, 20)
+        launched.append((way, copies.launch(way, nbytes), nbytes))
     for _, end, _ in launched:
         for ways, rate in ((("out",), 1.0), (("back",), 1.0), (("out", "back"), both)):
             moved = sum(nbytes for way, done, nbytes in launched if way in ways and done <= end)
@@ -96,15 +86,15 @@ def test_no_more_bytes_move_than_the_link_can(seed: int, both: float) -> None:
 
 def test_compute_is_slower_while_copies_run() -> None:
     copies = Copies(d2h_slowdown=0.5, h2d_slowdown=0.25)
-    copies.out(4)
+    copies.launch("out", 4)
     assert copies.link.compute(0.0, 10.0) == 12.0, "two of its ten seconds in the first four"
     assert copies.link.compute(1.0, 1.0) == 3.0
     assert copies.link.compute(4.0, 10.0) == 14.0
-    copies.back(8)
+    copies.launch("back", 8)
     assert copies.link.compute(0.0, 10.0) == 14.0, "one second in four, three in the next four"
     later = Copies(d2h_slowdown=0.25)
     later.host.wait_until(5.0)
-    later.out(4)
+    later.launch("out", 4)
     assert [later.link.compute(0.0, seconds) for seconds in (5.0, 8.0)] == [5.0, 9.0]
 
 
@@ -202,3 +192,23 @@ def test_the_host_waits_where_the_queue_of_launches_is_full() -> None:
     for _ in range(3):
         compute.launch(10.0)
     assert host.now_s == 11.0, "until the first of three had ended"
+
+
+# Memory
+
+
+def test_storages_count_once_while_they_live_and_as_large_as_they_are() -> None:
+    memory = DeviceMemory()
+    first, other = (torch.empty(n, dtype=torch.uint8, device="meta") for n in (4096, 1))
+    for each in (first, other, first):
+        memory.see(each.untyped_storage())
+    assert memory.live_bytes == memory.peak_bytes == 4096 + ROUNDING_BYTES
+    del first, each
+    assert memory.live_bytes == ROUNDING_BYTES
+    assert memory.take_peak() == 4096 + ROUNDING_BYTES
+    assert memory.peak_bytes == ROUNDING_BYTES, "from then on"
+    for nbytes in (8192, 512):
+        other.untyped_storage().resize_(nbytes)
+        memory.see(other.untyped_storage())
+        assert memory.live_bytes == nbytes
+    assert memory.peak_bytes == 8192
