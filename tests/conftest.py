@@ -15,15 +15,11 @@ import torch
 from helpers import kept
 from helpers.optional import skips_what_needs_more
 from helpers.quick import mark_slow
+from helpers.sessions import make_backend as make_backend
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._checkpoint import recompute
-from pp_offload.backends import Backend, CpuBackend, default_backend
-
-try:
-    from pp_offload.testing import SimulatedBackend
-except ImportError:
-    SimulatedBackend = None
+from pp_offload.backends import Backend
 
 if TYPE_CHECKING:
     from helpers.virtual_training import Training
@@ -80,19 +76,6 @@ DELAYS: dict[str, dict[str, int]] = {
     "slow-h2d": {"h2d_us": 2000},
 }
 """Of the emulated accelerator; so long that what comes next never waits by luck."""
-
-
-def make_backend(kind: str, seed: int = 0) -> Backend:
-    """A fresh backend by its name in the tests."""
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        return default_backend()
-    if kind == "emulated":
-        return default_backend(torch.device("emulated", 0))
-    if kind.startswith("cpu"):
-        return CpuBackend(inline_bytes=0 if kind == "cpu threads" else 256 * 1024)
-    return SimulatedBackend(kind, seed=seed)
 
 
 NO_SPARSE = "PyTorch has no sparse tensors of such a device"

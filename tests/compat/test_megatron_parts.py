@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.scenarios import manager_on
+from helpers.sessions import session
 from helpers.toy import same_bits
 from helpers.wrapped import KeepsSaved, Pair
 from main_layer import batches, begin, in_group, models, step
@@ -24,7 +24,7 @@ from pp_offload.compat.megatron import PipelineOffloadManager, print_offload_sum
 @pytest.fixture
 def face() -> Iterator[PipelineOffloadManager]:
     """The manager as main sees it, with a chunk begun, for tensors of any size."""
-    with manager_on(CpuBackend()):
+    with session(CpuBackend()):
         begin()
         yield PipelineOffloadManager.get_instance()
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.kept import Raises
-from helpers.scenarios import begin, make_inputs, manager_on
-from helpers.sessions import gradients, group
+from helpers.scenarios import begin, make_inputs
+from helpers.sessions import gradients, group, session
 from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -476,7 +476,7 @@ def test_nothing_grows_with_each_call(product: str) -> None:
     """After 500 calls, in steps of two, there are as many objects as after 100."""
     torch.manual_seed(1)
     scale = nn.Parameter(torch.randn(1024))
-    with manager_on(CpuBackend()) as manager:
+    with session(CpuBackend()) as manager:
         first, last = calls_of(product, nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
 
         def steps(num: int) -> None:

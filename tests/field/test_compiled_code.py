@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACCELERATORS
-from helpers.scenarios import Chain, begin, check_steps, make_inputs, manager_on
-from helpers.sessions import gradients, group
+from helpers.scenarios import Chain, begin, check_steps, make_inputs
+from helpers.sessions import gradients, group, session
 from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -280,7 +280,7 @@ def test_a_group_in_a_model_that_is_compiled_as_a_whole_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(*(Turned() for _ in range(2)))
-    with manager_on(CpuBackend()) as manager, offload_modules(model, {"layer": "*"}):
+    with session(CpuBackend()) as manager, offload_modules(model, {"layer": "*"}):
         compute = torch.compile(model, backend="aot_eager")
         for _ in range(3):
             manager.reset()

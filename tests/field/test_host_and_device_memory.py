@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.scenarios import begin, manager_on
-from helpers.sessions import group
+from helpers.scenarios import begin
+from helpers.sessions import group, session
 from helpers.toy import batches, make_model, run_step
 from helpers.virtual_training import Training, with_limit
 from host_memory import Shape, measure_footprint, shape_zoo
@@ -61,7 +61,7 @@ def test_verify_names_who_holds_what_was_offloaded(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A list, a variable, or autograd itself for a leaf; without them every byte is free."""
-    with manager_on(backend, verify=True) as manager:
+    with session(backend, verify=True) as manager:
         y, held = sine_of_product(manager)
         (message,) = manager.verify()
         assert "group 'part'" in message and "96 bytes" in message and "(4, 6)" in message
@@ -121,7 +121,7 @@ def test_affinity_is_as_it_was(backend: Backend, tiers: tuple[str, ...]) -> None
     try:
         for bound in (before, {min(before)}):
             os.sched_setaffinity(0, bound)
-            with manager_on(backend, tiers=tiers):
+            with session(backend, tiers=tiers):
                 run_step(make_model(device=device), [x.to(device) for x in batches(3)])
                 assert os.sched_getaffinity(0) == bound
     finally:

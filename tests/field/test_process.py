@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import run_each
-from helpers.scenarios import begin, manager_on
-from helpers.sessions import gradients
+from helpers.scenarios import begin
+from helpers.sessions import gradients, session
 from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 from torch import Tensor
 
@@ -176,7 +176,7 @@ def test_a_loop_that_never_calls_reset(
 ) -> None:
     """It does not grow, and says so once; the numbers stay right, also behind a late reset."""
     monkeypatch.setattr("pp_offload._groups.manager.MANY_CHUNKS", 100)
-    with manager_on(CpuBackend()) as manager:
+    with session(CpuBackend()) as manager:
         model, plain = make_model(layers=1), make_model(layers=1, groups=())
         (x,) = batches(1)
         expected = run_step(plain, [x], offload=False)

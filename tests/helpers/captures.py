@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from helpers.scenarios import Chain, begin, make_inputs, manager_on
-from helpers.sessions import gradients
+from helpers.scenarios import Chain, begin, make_inputs
+from helpers.sessions import gradients, session
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import fine_grained_offloading_backward_record
 from pp_offload.testing import SimulatedBackend
@@ -25,7 +25,7 @@ class Event:
 @contextmanager
 def manager_of(order: str = "late", **options: Any) -> Iterator[tuple[Any, Any]]:
     device = SimulatedBackend(order)
-    with manager_on(device, **options) as manager:
+    with session(device, **options) as manager:
         yield manager, device
 
 

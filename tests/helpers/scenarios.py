@@ -5,18 +5,16 @@ check_steps(manager, program)      # program(is_on, step) runs one step and retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from helpers.sessions import group
+from helpers.nets import Net
+from helpers.sessions import drawn
 from helpers.toy import assert_idle, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.backends import Backend
+from pp_offload import OffloadActivations, PipelineOffloadManager
 
 Compute = Callable[[Tensor], Tensor]
 
@@ -25,14 +23,6 @@ def begin(is_on: bool = True, stages: int | None = None, stage: int | None = Non
     """The forward of a microbatch begins."""
     if is_on:
         off_interface.init_chunk_handler(stages, stage, 1)
-
-
-@contextmanager
-def manager_on(backend: Backend, **options: Any) -> Iterator[PipelineOffloadManager]:
-    """A manager of its own, for tensors of any size."""
-    config = OffloadConfig(**{"min_offloaded_tensor_size": 1, **options})
-    with use_backend(backend, config=config) as manager:
-        yield manager
 
 
 def check_steps(
@@ -59,41 +49,25 @@ def check_steps(
     assert not moves or engine.statistics().bytes_offloaded > 0
 
 
-class Chain(nn.Module):
-    """Layers of named parts, each a group that saves three tensors. The same weights every time."""
+class Chain(Net):
+    """Three layers of two groups, each of which saves three tensors."""
 
     def __init__(
         self,
         names: Sequence[str] = ("a", "b"),
         layers: int = 3,
-        width: int = 6,
         *,
         is_on: bool = True,
         device: torch.device | str = "cpu",
-        seed: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(names, layers, width=6)
         self.is_on = is_on
-        self.names = [name for _ in range(layers) for name in names]
-        generator = torch.Generator().manual_seed(seed)
-        weights = [torch.randn(width, width, generator=generator) / 2 for _ in self.names]
-        self.weights = nn.ParameterList([nn.Parameter(w.to(device)) for w in weights])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name, weight in zip(self.names, self.weights, strict=True):
-            x = x + part(name, x, weight, self.is_on)
-        return x
-
-
-def part(name: str, x: Tensor, weight: Tensor, is_on: bool) -> Tensor:
-    """One group: three tensors are saved in it."""
-    return group(x, lambda x: torch.tanh(x @ weight).sin(), is_on, name)
+        self.to(device)
 
 
 def make_inputs(
     num: int, *, step: int = 0, length: int = 4, width: int = 6, device: object = "cpu"
 ) -> list[Tensor]:
     """The same for the same arguments."""
-    generator = torch.Generator().manual_seed(1000 * step + length)
-    drawn = [torch.randn(length, width, generator=generator) for _ in range(num)]
-    return [x.to(torch.device(str(device))) for x in drawn]
+    drawn_inputs = [drawn(length, width, seed=1000 * step + n) for n in range(num)]
+    return [x.to(torch.device(str(device))) for x in drawn_inputs]

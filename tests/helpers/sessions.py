@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
@@ -24,6 +25,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._core.mover import _MOVERS
 from pp_offload._core.observer import Observer
 from pp_offload._groups.offloader import Offloader
+from pp_offload.backends import Backend, default_backend
 from pp_offload.errors import TierError
 
 Program = Callable[[bool], Sequence[Tensor]]
@@ -32,21 +34,27 @@ Program = Callable[[bool], Sequence[Tensor]]
 KINDS = ("late", "random:1", "threads")
 SIMULATED = ("late", "random:1")
 _numbers = itertools.count()
-HOOKED = "_raw_saved_result"
-"""Where the node of ``exp`` has its result, which hooks can be registered on if it has none."""
 
 
-def make_backend(kind: str) -> Any:
-    """A fresh backend: ``cpu``, ``threads``, or a simulated one as ``order`` or ``order:seed``."""
-    if kind in ("cpu", "threads"):
+def make_backend(kind: str, seed: int = 0) -> Any:
+    """A fresh backend.
+
+    Args:
+        kind: ``cpu``, ``threads``, ``cuda``, ``emulated``, or the order of a simulated backend,
+            which a seed may follow: ``random:1``.
+        seed: Of that order.
+    """
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return default_backend()
+    if kind == "emulated":
+        return default_backend(torch.device("emulated", 0))
+    if kind in ("cpu", "threads", "cpu threads"):
         return CpuBackend(inline_bytes=256 * 1024 if kind == "cpu" else 0)
-    order, _, seed = kind.partition(":")
-    return pp_offload.testing.SimulatedBackend(order, seed=int(seed or 0))
-
-
-def is_simulated(backend: Any) -> bool:
-    """Whether copies may be late, and streams can be made."""
-    return backend.name.startswith("simulated")
+    order, _, number = kind.partition(":")
+    # Looked up each time: a planted fault replaces it.
+    return pp_offload.testing.SimulatedBackend(order, seed=int(number or seed))
 
 
 def side_stream(backend: Any) -> Any:
@@ -68,12 +76,13 @@ class MostUnused(Observer):
 
 
 @contextmanager
-def session(kind: str = "late", **options: Any) -> Iterator[PipelineOffloadManager]:
-    """A manager of its own, for tensors of any size."""
+def session(kind: str | Backend = "late", **options: Any) -> Iterator[PipelineOffloadManager]:
+    """A manager of its own, for tensors of any size, on a backend or a kind of one."""
+    backend = make_backend(kind) if isinstance(kind, str) else kind
     config = OffloadConfig(**{"min_offloaded_tensor_size": 1, **options})
     if "host_budget_bytes" in options:
         gc.collect()  # the budget is that of the process: engines of other tests must be gone
-    with use_backend(make_backend(kind), config=config) as manager:
+    with use_backend(backend, config=config) as manager:
         yield manager
 
 
@@ -183,13 +192,13 @@ def in_use(owner: Any) -> dict[str, int]:
 
 def assert_no_hooks() -> None:
     """Autograd saves a tensor itself: no pair of saved-tensor hooks is on this thread's stack."""
-    y = torch.ones(2, 2, requires_grad=True).exp()
-    getattr(y.grad_fn, HOOKED).register_hooks(lambda t: t, lambda t: t)  # raises if there are some
+    node: Any = torch.ones(2, 2, requires_grad=True).exp().grad_fn
+    node._raw_saved_result.register_hooks(lambda t: t, lambda t: t)  # raises if there are some
 
 
 def unseen(backend: Any) -> AbstractContextManager[object]:
     """Operators that the simulated device does not see, so that the engine alone has to notice."""
-    return no_dispatch() if is_simulated(backend) else nullcontext()
+    return no_dispatch() if backend.name.startswith("simulated") else nullcontext()
 
 
 def settle(manager: PipelineOffloadManager) -> None:

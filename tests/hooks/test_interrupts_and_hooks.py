@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.injected import Injected, Point, files, interrupt_at, points_in
-from helpers.scenarios import begin, manager_on
-from helpers.sessions import group
+from helpers.scenarios import begin
+from helpers.sessions import group, session
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -135,7 +135,7 @@ def test_an_interrupt_at_each_line(way: str, has_others: bool) -> None:
 
     theirs = saved_tensors_hooks(lambda x: x.detach(), lambda x: x) if has_others else nullcontext()
     groups = {"layer": "*", "part": "*.part"}
-    with manager_on(CpuBackend()):
+    with session(CpuBackend()):
         handle = offload_modules(model, groups) if way == "modules" else None
         expected = step()
         wrong = []
