@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from helpers.scenarios import begin
+from helpers.sessions import group
 from helpers.toy import batches, make_model, run_step, same_bits
 
 from pp_offload import (
@@ -18,17 +21,12 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
-SMALL = OffloadConfig(min_offloaded_tensor_size=1)
 OTHER = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)
 
 
-def device_of(manager: PipelineOffloadManager) -> str:
-    return str(manager.backend.device)
-
-
 def step(manager: PipelineOffloadManager) -> list[torch.Tensor]:
-    device = device_of(manager)
-    return run_step(make_model(device=device), [x.to(device) for x in batches(3)])
+    device = manager.backend.device
+    return run_step(make_model(device=str(device)), [x.to(device) for x in batches(3)])
 
 
 def test_steps_begin_anew(manager: PipelineOffloadManager) -> None:
@@ -44,23 +42,19 @@ def test_steps_begin_anew(manager: PipelineOffloadManager) -> None:
 
 def test_a_graph_of_before_stays_good(manager: PipelineOffloadManager) -> None:
     x = torch.linspace(-1, 1, 40).to(manager.backend.device).requires_grad_()
-    (expected,) = torch.autograd.grad((x * 1).sin().sum(), x)
-    off_interface.init_chunk_handler(None, None, 1)
-    h = x * 1
-    with off_interface(True, h, "g"):
-        y = h.sin()
-    loss = off_interface.group_commit(y, name="g").sum()
-    del h, y
+    begin()
+    loss = group(x * 1, torch.sin).sum()
     configure(OTHER)
     step(manager)
-    assert same_bits([expected], torch.autograd.grad(loss, x))
+    got = torch.autograd.grad(loss, x)
+    assert same_bits(got, torch.autograd.grad((x * 1).sin().sum(), x))
 
 
 def test_a_forward_that_runs_does_not_go_on_with_the_old_options(
     manager: PipelineOffloadManager,
 ) -> None:
     """Neither on the thread that changes them nor on another."""
-    off_interface.init_chunk_handler(None, None, 1)
+    begin()
     other = threading.Thread(target=configure, args=(OTHER,))
     other.start()
     other.join()
@@ -91,7 +85,7 @@ def test_what_was_said_of_tensors_and_groups_stays_said(
 
 
 def test_options_that_cannot_be_had_leave_all_as_it_was(
-    manager: PipelineOffloadManager, tmp_path
+    manager: PipelineOffloadManager, tmp_path: Path
 ) -> None:
     step(manager)
     manager.reset()

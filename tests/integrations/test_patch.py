@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.kept import Raises
-from helpers.toy import assert_idle, autograd_lets_go
+from helpers.toy import assert_idle, autograd_lets_go, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -73,15 +73,25 @@ def selective(policy: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> T
     return y
 
 
+POLICIES: Any = torch_checkpoint.CheckpointPolicy
+
+
+def leaving(*args: Any, **kwargs: Any) -> Any:
+    """Everything leaves."""
+    return POLICIES.MUST_CPU_OFFLOAD
+
+
+def recomputing(*args: Any, **kwargs: Any) -> Any:
+    return POLICIES.PREFER_RECOMPUTE
+
+
 def by_policy(layer: nn.Module, x: Tensor) -> Tensor:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves = op is torch.ops.aten.addmm.default
-        return POLICIES.MUST_CPU_OFFLOAD if leaves else POLICIES.PREFER_RECOMPUTE
+        return leaving() if op is torch.ops.aten.addmm.default else recomputing()
 
     return selective(policy, layer, x)
 
 
-POLICIES: Any = torch_checkpoint.CheckpointPolicy
 needs_policies = pytest.mark.skipif(
     not hasattr(POLICIES, "MUST_CPU_OFFLOAD"), reason="since torch 2.13"
 )
@@ -112,25 +122,23 @@ def train(
     """Losses and parameters of three steps, with two microbatches in flight in each."""
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
     losses = []
-    for step in range(3):
-        for x in inputs[2 * step : 2 * step + 2]:
-            x = x.requires_grad_()
-            for layer in layers:
-                x = way(layer, x)
-            losses.append(x.square().mean())
-        for loss in losses[-2:]:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, x in enumerate(inputs):
+        x.requires_grad_()
+        for layer in layers:
+            x = way(layer, x)
+        losses.append(x.square().mean())
+        if number % 2:
+            for loss in losses[-2:]:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return [tensor.detach().cpu() for tensor in (*losses, *layers.parameters())]
 
 
 @pytest.fixture
 def patched(backend: Backend) -> Iterator[Patch]:
-    with (
-        backend.activate(),
-        patch(CONFIG, min_offload_size=1, backend=backend) as made,
-    ):
+    options = {"min_offload_size": 1, "backend": backend}
+    with backend.activate(), patch(CONFIG, **options) as made:
         yield made
 
 
@@ -140,7 +148,7 @@ def test_numbers_are_those_without_and_bytes_leave(
 ) -> None:
     got = train(run, *make(backend.device))
     expected = train(plain, *make(backend.device))
-    assert all(map(torch.equal, got, expected))
+    assert same_bits(got, expected)
     statistics = patched.statistics()
     assert statistics.bytes_offloaded == 3 * 2 * nbytes
     moved = f"{statistics.bytes_offloaded / 2**20:,.1f} MiB offloaded"
@@ -156,11 +164,6 @@ def test_tensors_leave_before_a_long_forward_ends(backend: Backend, patched: Pat
             x = torch.special.erf(x)
         assert patched.statistics().bytes_offloaded >= 15 * HIDDEN_BYTES
     x.sum().backward()
-
-
-def leaving(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Everything leaves."""
-    return POLICIES.MUST_CPU_OFFLOAD
 
 
 def writes(x: Tensor) -> Tensor:
@@ -191,12 +194,8 @@ def test_what_selective_checkpoints_may_meet(
         (gradient,) = torch.autograd.grad(y.sum(), x)
         return [y.detach(), gradient, torch.randn(4)]
 
-    def recomputing(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return POLICIES.PREFER_RECOMPUTE
-
     num_modes = torch._C._len_torch_dispatch_stack()  # a simulated device has some
-    got, expected = run(leaving), run(recomputing)
-    assert [torch.equal(*pair) for pair in zip(got, expected, strict=True)] == [True] * 3
+    assert same_bits(run(leaving), run(recomputing))
     assert patched.statistics().bytes_offloaded > 0
     assert torch._C._len_torch_dispatch_stack() == num_modes
 
@@ -286,7 +285,7 @@ def test_the_flag_of_transformers_offloads(reentrant: bool) -> None:
     with patch(CONFIG, min_offload_size=1) as made:
         got = run(True)
         assert made.statistics().bytes_offloaded == 3 * 2 * 12 * 16 * 4
-    assert all(map(torch.equal, got, expected))
+    assert same_bits(got, expected)
 
 
 def test_the_flag_of_accelerate_offloads() -> None:
@@ -309,7 +308,7 @@ def test_the_flag_of_accelerate_offloads() -> None:
     with patch(CONFIG, min_offload_size=1) as made:
         got = train(plain, layers, inputs)
         assert made.statistics().bytes_offloaded == 3 * 2 * NUM_LAYERS * HIDDEN_BYTES
-    assert all(map(torch.equal, got, train(plain, *make(torch.device("cpu")))))
+    assert same_bits(got, train(plain, *make(torch.device("cpu"))))
 
 
 def test_the_flag_of_trl_makes_a_context_of_ours() -> None:
