@@ -15,10 +15,8 @@ from torch import Tensor
 
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 
-ORDERS = ("late", "eager", "random")
 
-
-def captured_step(model: Model, inputs: list[Tensor], device: Any) -> list[Tensor]:
+def captured_step(model: Model, inputs: list[Tensor], device: Any = None) -> list[Tensor]:
     """Each forward and each backward is a graph of its own, as Transformer Engine makes them."""
     capture = nullcontext if device is None else device.capture
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -37,37 +35,32 @@ def captured_step(model: Model, inputs: list[Tensor], device: Any) -> list[Tenso
     return gradients(*leaves, *model.parameters())
 
 
-@pytest.mark.parametrize("most", [None, 0, 1])
-@pytest.mark.parametrize("order", ORDERS)
-def test_captures(order: str, most: int | None) -> None:
+@pytest.mark.parametrize(
+    ("is_whole", "most"), [(False, None), (False, 0), (False, 1), (True, 0), (True, 1)]
+)
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_captures(order: str, is_whole: bool, most: int | None) -> None:
+    """Of each forward and backward, or of a whole step, where nothing can be asked whether it is
+    over: main counts offloads in flight for that.
+    """
     with manager_of(order) as (manager, device):
         on, off = models(manager, max_inflight_offloads=most)
-        inputs = batches(torch.device("cpu"), 2)
-        expected = captured_step(off, inputs, None)
-        assert same_bits(captured_step(on, inputs, None), expected), "host memory is made"
+        inputs = batches(device.device, 2)
+        run = step if is_whole else captured_step
+        expected = run(off, inputs)
+        assert same_bits(run(on, inputs), expected), "host memory is made"
         before = manager.statistics()
         for _ in range(2):
-            assert same_bits(captured_step(on, inputs, device), expected)
+            if is_whole:
+                with device.capture():
+                    got = step(on, inputs)
+                    off_interface.forward_record()
+            else:
+                got = captured_step(on, inputs, device)
+            assert same_bits(got, expected)
         after = manager.statistics()
         assert after.bytes_offloaded > before.bytes_offloaded
         assert after.bytes_reloaded > before.bytes_reloaded
-
-
-@pytest.mark.parametrize("most", [0, 1])
-@pytest.mark.parametrize("order", ORDERS)
-def test_one_capture_of_a_whole_step(order: str, most: int) -> None:
-    """What main counts offloads in flight for: nothing can be asked whether it is over then."""
-    with manager_of(order) as (manager, device):
-        on, off = models(manager, max_inflight_offloads=most)
-        inputs = batches(torch.device("cpu"), 2)
-        expected = step(off, inputs)
-        assert same_bits(step(on, inputs), expected), "host memory is made"
-        before = manager.statistics().bytes_offloaded
-        with device.capture():
-            got = step(on, inputs)
-            off_interface.forward_record()
-        assert same_bits(got, expected)
-        assert manager.statistics().bytes_offloaded > before
 
 
 def test_the_event_is_recorded_where_the_copies_are_joined() -> None:

@@ -64,7 +64,7 @@ def make_llama(*, lora: dict[str, Any] | None = None, **more: Any) -> Any:
     return get_peft_model(model, LoraConfig(**{**options, **lora}))
 
 
-def make_data(num: int = 24) -> list[dict[str, Tensor]]:
+def make_data(num: int = 12) -> list[dict[str, Tensor]]:
     """Random tokens, the same every time."""
     generator = torch.Generator().manual_seed(11)
     rows = torch.randint(VOCABULARY, (num, LENGTH), generator=generator)
