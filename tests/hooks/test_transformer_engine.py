@@ -16,6 +16,8 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.products import PRODUCTS, Product
+from helpers.scenarios import make_inputs
+from helpers.sessions import gradients
 from helpers.toy import same_bits
 from torch import Tensor, nn
 
@@ -83,7 +85,7 @@ class Quantized(torch.autograd.Function):
         return grads[0] @ copy.float().T, x.T @ grads[0], None, None
 
 
-class Layer(nn.Module):
+class Linear(nn.Module):
     def __init__(self, library: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -92,22 +94,18 @@ class Layer(nn.Module):
         self.library = library
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = Quantized.apply(x, self.weight, self.workspaces[0], self.library)
-        return output
+        return Quantized.apply(x, self.weight, self.workspaces[0], self.library)
 
 
 class Net(nn.Module):
     def __init__(self, library: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList()
-        for _ in range(LAYERS):
-            self.layers.append(nn.Module())
-            self.layers[-1].mlp = Layer(library)
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": Linear(library)}) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer.mlp(x)  # type: ignore[operator]
+            x = layer["mlp"](x)
         return x
 
 
@@ -122,18 +120,15 @@ def train(library: Any, product: Any) -> tuple[list[Tensor], list[int]]:
     for step in range(3):
         product.begin_step()
         losses = []
-        for number in range(MICROBATCHES):
-            torch.manual_seed(10 * step + number)
-            x = torch.randn(ROWS, WIDTH).to(device).requires_grad_()
+        for x in make_inputs(MICROBATCHES, step=step, length=ROWS, width=WIDTH, device=device):
             with product.forward():
-                losses.append(net(x).sum())
-        for loss in reversed(losses):
-            loss.backward()
-        del losses, loss, x
+                losses.append(net(x.requires_grad_()).sum())
+        while losses:
+            losses.pop().backward()
         statistics = product.statistics()
         moved.append(statistics.bytes_offloaded if statistics else 0)
     steps = [after - before for before, after in zip(moved, moved[1:], strict=False)]
-    return [p.grad for p in net.parameters() if p.grad is not None], steps
+    return gradients(*net.parameters()), steps
 
 
 @on_two_backends

@@ -1,4 +1,4 @@
-"""Models and trainers as users have them: F11, F44, F46."""
+"""A group that does nothing is told of: F44."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from helpers.toy import batches, make_model, run_step
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, configure, offload_modules
-
-# F44: a group that does nothing
 
 
 class Two(nn.Module):
