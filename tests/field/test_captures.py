@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from helpers.captures import Event, manager_of, step
-from helpers.scenarios import Chain, begin, make_inputs
+from helpers.nets import Net, inputs
+from helpers.scenarios import begin
 from helpers.sessions import group
 from helpers.toy import assert_no_hooks, same_bits
 
@@ -18,30 +19,30 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 def test_sibling_captures(order: str) -> None:
     """Forwards and backwards of two microbatches are four graphs, or one; one of them may raise."""
     with manager_of(order) as (manager, device):
-        chain = Chain()
-        expected = step(chain, is_on=False)
-        assert same_bits(step(chain), expected), "the step that makes host memory"
+        net = Net()
+        expected = step(net, is_on=False)
+        assert same_bits(step(net), expected), "the step that makes host memory"
         before = manager.statistics()
         for _ in range(2):
-            assert same_bits(step(chain, device), expected)
+            assert same_bits(step(net, device), expected)
         after = manager.statistics()
         assert after.bytes_offloaded > before.bytes_offloaded
         assert after.bytes_reloaded > before.bytes_reloaded
         held = after.host_bytes_in_use
         assert before.host_bytes_in_use == 0 < held, "the graph may be launched again"
-        assert same_bits(step(chain), expected), "and outside again"
+        assert same_bits(step(net), expected), "and outside again"
         assert manager.statistics().host_bytes_in_use == held
         with device.capture():
-            assert same_bits(step(chain), expected)
+            assert same_bits(step(net), expected)
             off_interface.forward_record(Event())
         manager.reset()
         begin()
-        (x,) = make_inputs(1)
+        (x,) = inputs(1)
         with pytest.raises(ZeroDivisionError), device.capture():
-            y = group(x, lambda x: (x * chain.weights[0][0]).exp())
+            y = group(x, lambda x: (x * net.weights[0][0]).exp())
             raise ZeroDivisionError
-        assert same_bits(step(chain, device), expected)
-        assert same_bits(step(chain), expected)
+        assert same_bits(step(net, device), expected)
+        assert same_bits(step(net), expected)
         assert_no_hooks()
         del y
 
@@ -49,10 +50,10 @@ def test_sibling_captures(order: str) -> None:
 @pytest.mark.field("F24")
 def test_copies_from_before_a_capture_are_not_asked_about() -> None:
     with manager_of("late") as (_, device):
-        chain = Chain()
-        step(chain)
+        net = Net()
+        step(net)
         begin()
-        y = group(make_inputs(1)[0], lambda x: (x * chain.weights[0][0]).exp())
+        y = group(inputs(1)[0], lambda x: (x * net.weights[0][0]).exp())
         with device.capture():
             z = group(y, lambda y: y.sin().exp(), name="captured")
             off_interface.forward_record(Event())
@@ -72,10 +73,10 @@ def test_what_cannot_be_captured_stays(
 ) -> None:
     """The first step, which makes host memory, and any step that writes to the disk."""
     with manager_of(**options) as (manager, device):
-        chain = Chain()
+        net = Net()
         if options:
-            step(chain)
+            step(net)
         written = manager.statistics().bytes_offloaded
-        assert same_bits(step(chain, device), step(chain, is_on=False))
+        assert same_bits(step(net, device), step(net, is_on=False))
         assert manager.statistics().bytes_offloaded == written
     assert says in caplog.text

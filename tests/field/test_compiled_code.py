@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACCELERATORS
-from helpers.scenarios import Chain, begin, check_steps, make_inputs
+from helpers.scenarios import begin, check_steps, make_inputs
 from helpers.sessions import gradients, group, session
 from helpers.toy import assert_no_hooks, same_bits
 from torch import Tensor, nn
@@ -126,8 +126,10 @@ def test_compiled_modules_by_name(manager: PipelineOffloadManager, is_in_place: 
 @real
 def test_a_whole_model_with_markers_inside(manager: PipelineOffloadManager) -> None:
     """They do nothing there, and break no graph."""
-    chain = Chain(layers=2, device=manager.backend.device)
-    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    model = nn.Sequential(Block(False), Block(False)).to(manager.backend.device)
+    for block in model:
+        block.scope = group
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     check_compiled(manager, compiled, lambda is_on: None, moves=False)
     assert manager.statistics().bytes_offloaded == 0
     assert_no_hooks()

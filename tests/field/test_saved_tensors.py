@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import NO_SPARSE, on_two_backends, skip_on_emulated
-from helpers.scenarios import Chain, Compute, begin, check_steps, make_inputs
+from helpers.nets import Net, inputs
+from helpers.scenarios import Compute, begin, check_steps, make_inputs
 from helpers.sessions import gradients, group
 from helpers.toy import assert_idle, same_bits
 from torch import Tensor, nn
@@ -32,11 +33,12 @@ def test_in_the_context_each_microbatch_in_flight_is_on_the_host(
     activations: OffloadActivations, backend: Backend
 ) -> None:
     """But for what is kept of the last, whose backward comes next."""
-    chain = Chain("a", 3, is_on=False, device=backend.device)
+    net = Net(["a"], layers=3).to(backend.device)
+    net.is_on = False
     held, losses = [0], []
-    for x in make_inputs(3, device=backend.device):
+    for x in inputs(3):
         with activations:
-            losses.append(chain(x.requires_grad_()).square().mean())
+            losses.append(net(x.to(backend.device).requires_grad_()).square().mean())
         held.append(activations.statistics().host_bytes_in_use)
     grown = [after - before for before, after in zip(held, held[1:], strict=False)]
     assert grown[0] > 0
@@ -148,9 +150,9 @@ def test_offloaded_then_freed(
     activations.stash.max_tensors = 1
     place = OneAddress(backend.device)
     weights = [nn.Parameter(torch.ones(4, 6, device=backend.device)) for _ in range(6)]
-    inputs = make_inputs(6, device=backend.device)
+    xs = make_inputs(6, device=backend.device)
     outputs, tensor = [], torch.empty(0, device=backend.device)
-    for number, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+    for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
         if span == "steps":
             manager.reset()
         begin(number == 0 or span in ("microbatches", "steps"))
@@ -170,7 +172,7 @@ def test_offloaded_then_freed(
     assert engine.statistics().bytes_offloaded == 6 * 4 * 6 * 4
     while outputs:
         outputs.pop().sum().backward()
-    assert same_bits(gradients(*weights), [x * 3 for x in inputs])
+    assert same_bits(gradients(*weights), [x * 3 for x in xs])
     assert_idle(engine)
 
 

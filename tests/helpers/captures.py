@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from helpers.scenarios import Chain, begin, make_inputs
+from helpers.nets import Net, inputs
+from helpers.scenarios import begin
 from helpers.sessions import gradients, session
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import fine_grained_offloading_backward_record
@@ -29,22 +30,22 @@ def manager_of(order: str = "late", **options: Any) -> Iterator[tuple[Any, Any]]
         yield manager, device
 
 
-def step(chain: Chain, device: Any = None, *, is_on: bool = True) -> list[Tensor]:
+def step(net: Net, device: Any = None, *, is_on: bool = True) -> list[Tensor]:
     """Forward and backward of two microbatches; with a device, each is a capture of its own."""
     capture = nullcontext if device is None else device.capture
-    chain.is_on = is_on
+    net.is_on = is_on
     if is_on:
         off_interface.reset()
-    leaves, outputs = make_inputs(2), []
+    leaves, outputs = inputs(2), []
     for leaf in leaves:
         with capture():
             begin(is_on)
             x = leaf.requires_grad_()
             x = fine_grained_offloading_backward_record(x, Event()) if is_on else x
-            outputs.append(chain(x).square().mean())
+            outputs.append(net(x).square().mean())
             if is_on:
                 off_interface.forward_record(Event())
     for y in outputs:
         with capture():
             y.backward()
-    return gradients(*leaves, *chain.parameters())
+    return gradients(*leaves, *net.parameters())

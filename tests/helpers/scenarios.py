@@ -1,4 +1,4 @@
-"""Scenarios of the field: chains of groups, and comparisons on any device.
+"""Scenarios of the field: inputs of microbatches, and comparisons on any device.
 
 check_steps(manager, program)      # program(is_on, step) runs one step and returns tensors
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from helpers.nets import Net
 from helpers.sessions import drawn
 from helpers.toy import assert_idle, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -19,10 +18,10 @@ from pp_offload import OffloadActivations, PipelineOffloadManager
 Compute = Callable[[Tensor], Tensor]
 
 
-def begin(is_on: bool = True, stages: int | None = None, stage: int | None = None) -> None:
+def begin(is_on: bool = True) -> None:
     """The forward of a microbatch begins."""
     if is_on:
-        off_interface.init_chunk_handler(stages, stage, 1)
+        off_interface.init_chunk_handler(None, None, 1)
 
 
 def check_steps(
@@ -47,22 +46,6 @@ def check_steps(
         assert same_bits(program(True, step), expected), step
         assert_idle(engine)
     assert not moves or engine.statistics().bytes_offloaded > 0
-
-
-class Chain(Net):
-    """Three layers of two groups, each of which saves three tensors."""
-
-    def __init__(
-        self,
-        names: Sequence[str] = ("a", "b"),
-        layers: int = 3,
-        *,
-        is_on: bool = True,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(names, layers, width=6)
-        self.is_on = is_on
-        self.to(device)
 
 
 def make_inputs(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import BACKENDS, make_backend
 from helpers.captures import manager_of, step
-from helpers.scenarios import Chain
+from helpers.nets import Net
 from helpers.threaded import settled
 from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
@@ -163,12 +163,12 @@ def test_configure_in_the_block_is_followed(
 def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
     """The device raises if an event of a capture is asked for its time."""
     with manager_of("late") as (manager, device):
-        chain = Chain()
-        expected = step(chain, is_on=False)
-        step(chain)
+        net = Net()
+        expected = step(net, is_on=False)
+        step(net)
         with Trace(tmp_path / "out.json") as trace:
-            assert same_bits(step(chain, device), expected)
-            assert same_bits(step(chain), expected)
+            assert same_bits(step(net, device), expected)
+            assert same_bits(step(net), expected)
     timeline = trace.timeline
     assert timeline is not None and timeline.metadata[0]["has_captures"] is True
     _, second = timeline.of(0, "steps")

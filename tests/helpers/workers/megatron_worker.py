@@ -1,15 +1,19 @@
 """One rank of Megatron-Core's GPT model in its own schedules, with ours in the place of its module.
 
 Run by ``compat/test_megatron_core.py``, and after the documentation: an entry in ``sys.modules``
-before Megatron is imported, and nothing else.
+before Megatron is imported, and nothing else. What Megatron asks of ``torch.cuda`` is answered by
+the CPU: the names that its GPT model, its layers in plain PyTorch and its schedules use.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,22 +21,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pp_offload.compat.megatron
-from helpers.cpu_for_cuda import after_megatron, before_megatron
 from helpers.ranks import run_cases
 
 sys.modules["megatron.core.pipeline_parallel.fine_grained_activation_offload"] = (
     pp_offload.compat.megatron
 )
-before_megatron()
+make_zeros = torch.zeros
+
+
+def zeros(*size: Any, device: Any = None, **options: Any) -> Tensor:
+    """The schedules count tokens on "cuda", by name."""
+    return make_zeros(*size, device="cpu" if device == "cuda" else device, **options)
+
+
+def get_state(*args: Any, **options: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def set_state(state: Tensor, *args: Any, **options: Any) -> None:
+    torch.set_rng_state(state)
+
+
+torch.zeros = zeros
+torch.cuda.current_device = lambda: "cpu"  # where new tensors are made, such as a causal mask
+torch.cuda.synchronize = lambda *args: None  # after a batch of sends and receives
+torch.cuda.manual_seed = torch.manual_seed  # generators of dropout are forked from the device's
+torch.cuda.get_rng_state, torch.cuda.set_rng_state = get_state, set_state
 warnings.simplefilter("ignore")  # of all that is not installed, and not used here
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import gpt_model  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-after_megatron()
+# Its checkpoints ask for these of Transformer Engine, whether or not it is there.
+random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+random.activation_recompute_forward = lambda **options: nullcontext()
+random.fp8_autocast = lambda **options: nullcontext()
+random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
+# It says each time that the CPU's generator has changed, which is the device's here.
+logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 VOCABULARY, LENGTH, WIDTH, NUM_LAYERS = 64, 16, 32, 4
 MICROBATCHES, SAMPLES = 4, 2
