@@ -25,20 +25,13 @@ class Net(nn.Module):
         names: Of the parts of a layer.
         layers: How many.
         seed: Of the weights.
-        width: Of inputs.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str] = ("attn", "mlp"),
-        layers: int = 2,
-        seed: int = 1,
-        width: int = WIDTH,
-    ) -> None:
+    def __init__(self, names: Sequence[str] = ("attn", "mlp"), layers: int = 2, seed: int = 1):
         super().__init__()
         self.is_on = True
         self.names = [name for _ in range(layers) for name in names]
-        weights = [drawn(width, width, seed=seed * 100 + n) / 2 for n in range(len(self.names))]
+        weights = [drawn(WIDTH, WIDTH, seed=seed * 100 + n) / 2 for n in range(len(self.names))]
         self.weights = nn.ParameterList(weights)
 
     def forward(self, x: Tensor) -> Tensor:
