@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.forks import statuses
+from helpers.forks import status_of
 from helpers.processes import HANG_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,7 +232,7 @@ def test_a_forked_process_is_refused(file: DiskFile) -> None:
             with pytest.raises(ForkedError):
                 ask()
 
-    assert statuses([child]) == [0]
+    assert status_of(child) == 0
 
 
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
@@ -240,5 +240,5 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
         written(DiskFile(tmp_path), some_bytes(2**20))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert statuses([child]) == [-signal.SIGKILL]
+    assert status_of(child) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
