@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers.sessions import (
     check,
     drawn,
     gradients,
+    group,
     session,
     settle,
 )
@@ -93,20 +95,18 @@ def test_the_backward_queue_of_virtual_stages(kind: str) -> None:
 # Markers
 
 
-def by_interface(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    with off_interface(True, x, name) as x:
-        y = compute(x)
-    return off_interface.group_commit(y, name=name)
+def sines(h: Tensor) -> Tensor:
+    return h.mul(2).sin().tanh()
 
 
-def by_functions(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def by_functions(x: Tensor, compute: Callable[[Tensor], Tensor], name: str) -> Tensor:
     x = fine_grained_offloading_group_start(x, name)
     with off_interface.get_context(True):
         y = compute(x)
     return fine_grained_offloading_group_commit(y, name)
 
 
-def by_autograd_functions(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def by_autograd_functions(x: Tensor, compute: Callable[[Tensor], Tensor], name: str) -> Tensor:
     chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
     x = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, name)
     with PipelineOffloadManager.get_instance():
@@ -114,36 +114,26 @@ def by_autograd_functions(x: Tensor, name: str, compute: Callable[[Tensor], Tens
     return FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, name, None, False)
 
 
-def delayed(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    with off_interface(True, x, name) as x:
-        y = compute(x)
-    return off_interface.group_commit(y, name=name, delay_offload=True)
-
-
-def switched_off(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    with off_interface(False, x, name) as x:
-        return compute(x)
-
-
-MARKERS = [by_interface, by_functions, by_autograd_functions, delayed]
-
-
-def marked(mark: Callable[..., Tensor] | None) -> list[Tensor]:
-    """Four groups, the last two of which are delayed if any are."""
-    x = h = drawn(ROWS, WIDTH).requires_grad_()
-    for number in range(4):
-        compute: Callable[[Tensor], Tensor] = lambda h: h.mul(2).sin().tanh()  # noqa: E731
-        h = compute(h) if mark is None else mark(h, f"part {number % 2}", compute)
-    fine_grained_offloading_group_flush_delayed_groups()
-    h.sum().backward()
-    return gradients(x)
+delayed = partial(group, delay_offload=True)
+switched_off = partial(group, is_on=False)
 
 
 @kinds
-@pytest.mark.parametrize("mark", [*MARKERS, switched_off])
+@pytest.mark.parametrize(
+    "mark", [group, by_functions, by_autograd_functions, delayed, switched_off]
+)
 def test_markers(kind: str, mark: Callable[..., Tensor]) -> None:
-    moves = mark is not switched_off
-    check(lambda on: marked(mark if on else None), kind, moves=moves, steps=3)
+    """Of four groups, the last two of which are delayed if any are."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = h = drawn(ROWS, WIDTH).requires_grad_()
+        for number in range(4):
+            h = mark(h, sines, name=f"part {number % 2}") if is_on else sines(h)
+        fine_grained_offloading_group_flush_delayed_groups()
+        h.sum().backward()
+        return gradients(x)
+
+    check(program, kind, moves=mark is not switched_off, steps=3)
 
 
 @kinds
@@ -152,7 +142,7 @@ def test_delayed_groups_leave_at_the_flush(kind: str) -> None:
     with session(kind) as manager:
         begin_step()
         x = drawn(ROWS, WIDTH).requires_grad_()
-        y = delayed(delayed(x, "first", torch.sin) * 2, "second", torch.exp)
+        y = delayed(delayed(x, torch.sin, name="first") * 2, torch.exp, name="second")
         assert manager.statistics().bytes_offloaded == 0
         fine_grained_offloading_group_flush_delayed_groups()
         moved = manager.statistics().bytes_offloaded
@@ -160,7 +150,7 @@ def test_delayed_groups_leave_at_the_flush(kind: str) -> None:
         settle(manager)
         y.sum().backward()
         assert_same(gradients(x), torch.autograd.grad((x.sin() * 2).exp().sum(), x))
-        delayed(x * 3, "third", torch.cos).sum().backward()
+        delayed(x * 3, torch.cos, name="third").sum().backward()
         off_interface.reset()
         assert manager.statistics().bytes_offloaded == moved, "its graph was dead"
         del y
