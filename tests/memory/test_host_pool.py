@@ -248,40 +248,6 @@ def test_a_step_says_how_long_it_pinned(
 
 # The footprint, at the sizes of real models
 
-Microbatch = list[list[int]]
-
-
-class Steps:
-    """1F1B with four microbatches in flight."""
-
-    def __init__(self) -> None:
-        self.pool = HostPool(without_data, HostBudget(LIMIT))
-        self.live = self.peak = 0
-
-    def run(self, microbatches: list[Microbatch]) -> None:
-        waiting: deque[list[Owner]] = deque()
-        for microbatch in microbatches:
-            waiting.append([self._take(sizes) for sizes in microbatch])
-            if len(waiting) == 4:
-                self._backward(waiting.popleft())
-        while waiting:
-            self._backward(waiting.popleft())
-        self.pool.settle()
-        assert self.pool.in_use_bytes == 0
-
-    def _take(self, sizes: list[int]) -> Owner:
-        self.live += sum(sizes)
-        self.peak = max(self.peak, self.live)
-        return Owner(self.pool, sizes)
-
-    def _backward(self, owners: list[Owner]) -> None:
-        while owners:
-            self.live -= owners.pop().host.nbytes
-
-
-def microbatch_of(shape: Shape, draw: random.Random) -> Microbatch:
-    return [shape.layer_bytes(draw) for _ in range(4 if shape.num_experts == 1 else 1)]
-
 
 @pytest.mark.field("F31")
 @pytest.mark.parametrize("shape", [*shape_zoo(1)][11::12], ids=str)
@@ -289,9 +255,26 @@ def microbatch_of(shape: Shape, draw: random.Random) -> Microbatch:
 def test_the_footprint_of_random_lengths_stays_near_the_most_of_one_step(
     shape: Shape, by_step: bool
 ) -> None:
-    draw, steps = random.Random(0), Steps()
+    """In 1F1B with four microbatches in flight."""
+    draw, pool, peak = random.Random(0), HostPool(without_data, HostBudget(LIMIT)), 0
+    waiting: deque[list[Owner]] = deque()
+
+    def backward() -> None:
+        owners = waiting.popleft()
+        while owners:
+            owners.pop()
+
     for _ in range(200):
         lengths = [draw.randint(shape.length // 8, shape.length) for _ in range(6)]
-        shapes = [replace(shape, length=lengths[0] if by_step else n) for n in lengths]
-        steps.run([microbatch_of(shape, draw) for shape in shapes])
-        assert steps.pool.reserved_bytes <= 1.05 * steps.peak
+        for length in lengths:
+            of_length = replace(shape, length=lengths[0] if by_step else length)
+            layers = range(4 if shape.num_experts == 1 else 1)
+            waiting.append([Owner(pool, of_length.layer_bytes(draw)) for _ in layers])
+            peak = max(peak, pool.in_use_bytes)
+            if len(waiting) == 4:
+                backward()
+        while waiting:
+            backward()
+        pool.settle()
+        assert pool.in_use_bytes == 0
+        assert pool.reserved_bytes <= 1.05 * peak
