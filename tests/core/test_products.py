@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,58 +64,74 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
-def step(
-    model: Callable[[Tensor], Tensor],
-    parameters: Callable[[], Any],
-    around: Any = None,
-    ahead: int = 2,
-) -> list[Tensor]:
-    """Two microbatches in flight; losses and gradients."""
+def step(model: Any, run: Any, around: Any) -> list[Tensor]:
+    """Losses and gradients of two microbatches in flight."""
     graphs = []
-    for number in range(ahead):
+    for number in range(2):
         x = drawn(ROWS, WIDTH, seed=number).requires_grad_()
-        with around if around is not None else torch.enable_grad():
-            graphs.append((x, model(x).square().mean()))
+        with around or nullcontext():
+            graphs.append((x, run(x).square().mean()))
     results: list[Tensor] = []
     for x, loss in graphs:
         loss.backward()
         results += [loss.detach(), *gradients(x)]
-    return results + gradients(*parameters())
+    return results + gradients(*model.parameters())
+
+
+def check_steps(plain: Any, model: Any, run: Any = None, around: Any = None) -> None:
+    """Steps of a model with offload have the results of a plain one.
+
+    Args:
+        plain: A model with the same weights.
+        model: Whose gradients are compared.
+        run: What is called; the model if None.
+        around: A context around each forward, with statistics.
+    """
+    expected = step(plain, plain, None)
+    for number in range(3):
+        assert_same(step(model, run or model, around), expected, f"step {number}")
+        if around is not None:
+            assert around.statistics().bytes_offloaded > 0
+            assert_idle(around)
 
 
 @kinds
 @pytest.mark.parametrize("stash", [1, 5])
 def test_offload_activations(kind: str, stash: int) -> None:
-    model = make_model()
-    expected = step(model, model.parameters)
     backend = make_backend(kind)
     with backend.activate():
         context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=stash, backend=backend)
-        for number in range(3):
-            assert_same(step(model, model.parameters, context), expected, f"step {number}")
-            assert context.statistics().bytes_offloaded > 0
-            assert_idle(context)
+        check_steps(make_model(), make_model(), around=context)
 
 
 @kinds
 def test_checkpoints_whose_inputs_leave(kind: str) -> None:
     """By the function and by the wrapper."""
-    plain = make_model()
-    expected = step(plain, plain.parameters)
-    backend = make_backend(kind)
+    backend, plain, wrapped = make_backend(kind), make_model(), make_model()
+
+    def by_function(x: Tensor) -> Tensor:
+        for layer in plain:
+            x = checkpoint(layer, x, offload_inputs=True, min_offload_size=1, backend=backend)
+        return x
+
+    for number, layer in enumerate(wrapped):
+        wrapped[number] = checkpoint_wrapper(layer, offload_to_cpu=True, backend=backend)
     with backend.activate():
+        check_steps(plain, plain, by_function)
+        check_steps(plain, wrapped)
 
-        def by_function(x: Tensor) -> Tensor:
-            for layer in plain:
-                x = checkpoint(layer, x, offload_inputs=True, min_offload_size=1, backend=backend)
-            return x
 
-        wrapped = make_model()
-        for number, layer in enumerate(wrapped):
-            wrapped[number] = checkpoint_wrapper(layer, offload_to_cpu=True, backend=backend)
-        for number in range(3):
-            assert_same(step(by_function, plain.parameters), expected, f"step {number}")
-            assert_same(step(wrapped, wrapped.parameters), expected, f"step {number}")
+@kinds
+def test_offload_hidden_states(kind: str) -> None:
+    """What checkpointed layers are given leaves, and nothing else."""
+    backend, model = make_backend(kind), make_model()
+    for layer in model:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(torch_checkpoint, use_reentrant=False)
+    with backend.activate():
+        context = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
+        check_steps(make_model(), model, around=context)
+        assert context.statistics().bytes_offloaded <= 3 * 2 * LAYERS * ROWS * WIDTH * 4
 
 
 @pytest.mark.field("F11")
@@ -140,10 +157,8 @@ def test_offload_model(kind: str, is_recomputed: bool) -> None:
                 loss = trained(x).square().mean()
                 loss.backward()
                 optimizer.step()
-                results.append(
-                    [loss.detach(), *gradients(x), *(p.detach() for p in trained.parameters())]
-                )
                 optimizer.zero_grad()
+                results.append([loss, *gradients(x), *trained.parameters()])
             assert_same(results[1], results[0], f"step {number}")
 
 
@@ -161,37 +176,15 @@ class Body(nn.Module):
 @kinds
 @pytest.mark.parametrize(("num_resident", "frozen_only"), [(1, True), (2, False)])
 def test_offload_layers(kind: str, num_resident: int, frozen_only: bool) -> None:
-    plain = Body()
+    plain, backend = Body(), make_backend(kind)
     if frozen_only:
         for block in plain.layers:
             block.up.requires_grad_(False)  # type: ignore[union-attr]
     model = copy.deepcopy(plain)
-    expected = step(plain, plain.parameters)
-    backend = make_backend(kind)
     with backend.activate():
         with offload_layers(model, "layers", frozen_only, num_resident, backend=backend):
-            for number in range(3):
-                assert_same(step(model, model.parameters), expected, f"step {number}")
-        assert_same(step(model, model.parameters), expected, "closed")
-
-
-@kinds
-def test_offload_hidden_states(kind: str) -> None:
-    """What checkpointed layers are given leaves, and nothing else."""
-    model = make_model()
-    expected = step(model, model.parameters)
-    backend = make_backend(kind)
-    for layer in model:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(torch_checkpoint, use_reentrant=False)
-    with backend.activate():
-        context = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-        for number in range(3):
-            before = context.statistics().bytes_offloaded
-            assert_same(step(model, model.parameters, context), expected, f"step {number}")
-            moved = context.statistics().bytes_offloaded - before
-            assert 0 < moved <= 2 * LAYERS * ROWS * WIDTH * 4
-            assert_idle(context)
+            check_steps(plain, model)
+        check_steps(plain, model)  # closed
 
 
 # With PyTorch's checkpoints
