@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.toy import make_model
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -45,61 +44,48 @@ class Noted(OffloadConfig):
         return super().__getattribute__(name)
 
 
-ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
-STASH = ENGINE | {"rematerialize", "prefetch_bytes", "tiers", "disk_dir"}
-GROUPS = STASH | {
-    "delta_offload_bytes_across_pp_ranks",
-    "activation_offload_fraction",
-    "plan",
-    "device_limit_bytes",
+STASH = {
+    *("max_in_flight_bytes", "host_budget_bytes", "verify", "rematerialize", "prefetch_bytes"),
+    *("tiers", "disk_dir"),
+}
+GROUPS = {
+    *("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "plan"),
+    *("device_limit_bytes", "min_offloaded_tensor_size", "split_backward"),
 }
 
 
 def through_a_schedule(config: OffloadConfig) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    device = torch.device("cpu")
-    try:
-        with use_backend(CpuBackend()):
-            layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
-            pair = [PipelineStage(layer, n, 2, device) for n, layer in enumerate(layers)]
-            split: Any = ScheduleInterleavedZeroBubble(pair, 4, loss_fn=nn.functional.mse_loss)
-            attach(split, None, config).detach()
-            stage = PipelineStage(layers[0], 0, 1, device)
-            schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-            with attach(schedule, {"layer": "*"}, config):
-                for _ in range(3):
-                    schedule.step(torch.ones(8, 8), target=torch.ones(8, 8))
-    finally:
-        dist.destroy_process_group()
+    cpu, loss_fn = torch.device("cpu"), nn.functional.mse_loss
+    with use_backend(CpuBackend()):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        pair = [PipelineStage(layer, n, 2, cpu) for n, layer in enumerate(layers)]
+        attach(ScheduleInterleavedZeroBubble(pair, 4, loss_fn=loss_fn), None, config).detach()
+        schedule = Schedule1F1B(PipelineStage(layers[0], 0, 1, cpu), 4, loss_fn=loss_fn)
+        with attach(schedule, {"layer": "*"}, config):
+            for _ in range(3):
+                schedule.step(torch.ones(8, 8), target=torch.ones(8, 8))
 
 
 def through_offload_activations(config: OffloadConfig) -> None:
-    activations = OffloadActivations(config=config, min_offload_size=1, backend=CpuBackend())
-    with activations:
+    with OffloadActivations(config=config, min_offload_size=1, backend=CpuBackend()):
         y = make_model(groups=())(torch.ones(2, 8)).sum()
     y.backward()
 
 
 def through_checkpoints(config: OffloadConfig) -> None:
-    run = checkpoint_function(
-        offload_inputs=True, min_offload_size=1, config=config, backend=CpuBackend()
-    )
+    options = {"offload_inputs": True, "min_offload_size": 1, "backend": CpuBackend()}
+    run = checkpoint_function(config=config, **options)
     run(make_model(groups=()), torch.ones(2, 8)).sum().backward()
 
 
 def through_offload_model(config: OffloadConfig) -> None:
-    model = OffloadModel(
-        make_model(groups=()),
-        "cpu",
-        checkpoint_activation=True,
-        backend=CpuBackend(),
-        config=config,
-    )
+    options = {"checkpoint_activation": True, "backend": CpuBackend(), "config": config}
+    model = OffloadModel(make_model(groups=()), "cpu", **options)
     model(torch.ones(2, 8)).sum().backward()
 
 
 PRODUCTS: dict[Callable[[OffloadConfig], None], set[str]] = {
-    through_a_schedule: GROUPS | {"min_offloaded_tensor_size", "split_backward"},
+    through_a_schedule: STASH | GROUPS,
     through_offload_activations: STASH,
     through_checkpoints: STASH,
     through_offload_model: STASH,
@@ -113,7 +99,9 @@ def test_every_option_means_something_somewhere() -> None:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_product_reads_its_options(product: Callable[[OffloadConfig], None]) -> None:
+def test_a_product_reads_its_options(
+    product: Callable[[OffloadConfig], None], one_rank: None
+) -> None:
     number = list(PRODUCTS).index(product)  # plans of equal options are made once
     config = Noted(tiers=("host", "disk"), prefetch_bytes=2**20 + number)
     READ.clear()

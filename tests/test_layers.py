@@ -44,6 +44,7 @@ ASKS_FOR_THE_MANAGER = {
 }
 
 ORDERS_COPIES = {
+    *("backends", "testing", "simulate", "plan"),
     "_core.in_flight",
     "_core.mover",
     "_megatron.graph_state",
@@ -51,7 +52,7 @@ ORDERS_COPIES = {
     "_core.stopwatch",
     "_slices.plain_copies",
 }
-"""Beside the backends themselves, the simulated one, the virtual one and that of numbers."""
+"""And the folders of backends: of devices, the simulated, the virtual, and that of numbers."""
 
 ONE_JOB = [
     ("_core.engine", "Engine"),
@@ -85,20 +86,14 @@ def calls(tree: ast.AST) -> Iterator[str]:
     return (dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
-def uses_of_cuda(tree: ast.AST) -> set[str]:
-    """The longest dotted names below ``torch.cuda``, outside annotations too."""
-    names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    below = {name for name in names if name.startswith("torch.cuda.")}
-    aliases = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-        if "torch.cuda" in (alias.name, f"{getattr(node, 'module', None)}.{alias.name}")
-        or (getattr(node, "module", None) or "").startswith("torch.cuda")
-        or alias.name.startswith("torch.cuda")
-    }
-    return below | aliases
+def names_of(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that are read or imported, outside annotations too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield dotted(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (module + alias.name for alias in node.names)
 
 
 def room(name: str) -> str:
@@ -137,15 +132,24 @@ def test_nobody_imports_who_only_listens() -> None:
         assert not rooms & (listens | {"cli"}), name
 
 
-def test_only_the_surface_asks_for_the_current_manager() -> None:
+COPIES = {"record_event", "wait_event", "wait_stream", "record_stream"}
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed"),
+    [({"get_instance"}, ASKS_FOR_THE_MANAGER), (COPIES, ORDERS_COPIES)],
+    ids=["only the surface asks for the current manager", "few order copies"],
+)
+def test_some_functions_are_called_in_few_places(names: set[str], allowed: set[str]) -> None:
     for name, tree in TREES.items():
-        asks = any(call.split(".")[-1] == "get_instance" for call in calls(tree))
-        assert not asks or name in ASKS_FOR_THE_MANAGER, name
+        last = {call.split(".")[-1] for call in calls(tree)}
+        assert not last & names or {name, room(name)} & allowed, name
 
 
 def test_cuda_is_named_in_one_place() -> None:
     for name, tree in TREES.items():
-        assert name in NAMES_CUDA or not uses_of_cuda(tree), name
+        uses = [used for used in names_of(tree) if f"{used}.".startswith("torch.cuda.")]
+        assert name in NAMES_CUDA or not uses, f"{name}: {uses}"
 
 
 def test_only_the_function_whose_name_says_so_prints() -> None:
@@ -157,15 +161,6 @@ def test_only_the_function_whose_name_says_so_prints() -> None:
         ]
         allowed = sum(list(calls(node)).count("print") for node in may_print)
         assert list(calls(tree)).count("print") == allowed, name
-
-
-def test_events_are_recorded_and_waited_for_in_few_places() -> None:
-    for name, tree in TREES.items():
-        if room(name) in ("backends", "testing", "simulate", "plan") or name in ORDERS_COPIES:
-            continue
-        last = {call.split(".")[-1] for call in calls(tree)}
-        ordering = {"record_event", "wait_event", "wait_stream", "record_stream"}
-        assert not last & ordering, name
 
 
 def class_of(module: str, name: str) -> ast.ClassDef:

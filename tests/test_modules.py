@@ -1,4 +1,4 @@
-"""offload_modules: groups by module name, on a model nobody edited."""
+"""offload_modules: groups by module name, on a model nobody edited, through what wraps modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 import torch
 from helpers.toy import same_bits
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from pp_offload import (
-    FineGrainedActivationOffloadingInterface as off_interface,
-)
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
+from pp_offload._common.module_names import matching
 
 
 class Block(nn.Module):
@@ -31,9 +33,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, num: int = 3) -> None:
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(num))
+        self.layers = nn.ModuleList(wrap(Block()) for _ in range(3))
         self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,20 +86,16 @@ def test_a_star_stands_for_one_part(pattern: Any, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "near"),
+    ("pattern", "message"),
     [
-        ("layers.*.mpl", "layers.0.mlp"),
-        ("layers.*.MLP", "layers"),
+        ("layers.*.mpl", r"'layers\.\*\.mpl' .*layers\.0\.mlp.*; expected"),
+        ("layers.*.MLP", r"'layers\.\*\.MLP' .*layers.*; expected"),
     ],
 )
-def test_a_pattern_without_a_match_is_an_error_with_near_names(pattern: str, near: str) -> None:
+def test_a_pattern_without_a_match_is_an_error_with_near_names(pattern: str, message: str) -> None:
     net = Net()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         offload_modules(net, {"ok": "head", "wrong": pattern})
-    message = str(error.value)
-    assert f"'{pattern}'" in message
-    assert near in message
-    assert "expected" in message
     assert num_hooks(net) == 0
 
 
@@ -174,3 +172,59 @@ def test_parameters_and_buffers_stay(manager: PipelineOffloadManager, copied: An
     step(copied(net), manager)
     nbytes = manager.statistics().bytes_offloaded
     assert nbytes == 5 * 8 * 4, "only the input is an activation"
+
+
+# Wrappers: names are those of named_modules or of a state dict
+
+MLPS = "layers.*.mlp"
+
+
+def fsdp1(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "_checkpoint_wrapped_module": checkpoint_wrapper,
+    "_orig_mod": lambda module: torch.compile(module, backend="eager"),
+    "_fsdp_wrapped_module": fsdp1,
+    "module": DistributedDataParallel,
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_are_seen_through(name: str, one_rank: None) -> None:
+    """A wrapper around a layer, around a module of a group, and around the model."""
+    wrap = WRAPPERS[name]
+    model = Net(wrap)
+    inside = [f"layers.{number}.{name}.mlp" for number in range(3)]
+    assert matching(model, MLPS) == matching(model, f"layers.*.{name}.mlp") == inside
+    assert matching(model, "layers.*") == ["layers.0", "layers.1", "layers.2"], (
+        "the wrapper is the layer"
+    )
+    stars = matching(model, "layers.*.*")  # a star is no wrapper, but a module called "module"
+    assert {f"layers.0.{name}.attn", f"layers.1.{name}.mlp"} < {*stars}
+    assert (f"layers.0.{name}" in stars) is (name == "module")
+    model = Net()
+    for layer in model.layers:
+        layer.mlp = wrap(layer.mlp)
+    assert matching(model, MLPS) == ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
+    assert matching(model, f"{MLPS}.{name}") == [f"layers.{n}.mlp.{name}" for n in range(3)]
+    assert matching(model, f"{MLPS}.0") == [f"layers.{n}.mlp.{name}.0" for n in range(3)]
+    model = wrap(Net())
+    inside = [f"{name}.layers.{number}.mlp" for number in range(3)]
+    assert matching(model, MLPS) == matching(model, f"{name}.{MLPS}") == inside
+
+
+@pytest.mark.parametrize("outer", ["_orig_mod", "module"])
+def test_names_of_a_state_dict_match(outer: str, one_rank: None) -> None:
+    """In which some wrappers show, and others, such as checkpoints, do not."""
+    model = WRAPPERS[outer](Net(checkpoint_wrapper))
+    inside = [f"{outer}.layers.{n}._checkpoint_wrapped_module.mlp" for n in range(3)]
+    assert matching(model, f"{outer}.{MLPS}") == matching(model, MLPS) == inside
+
+
+def test_two_spellings_of_one_module_are_two_groups_which_is_refused() -> None:
+    model = Net(checkpoint_wrapper)
+    with pytest.raises(ValueError, match="is to be group 'b' and is group 'a' already"):
+        offload_modules(model, {"a": MLPS, "b": "layers.*._checkpoint_wrapped_module.mlp"})
