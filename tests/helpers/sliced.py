@@ -22,15 +22,18 @@ ROWS = 36
 """Of a batch; what goes into a slice is large enough to leave the device."""
 
 
-class Fork(nn.Module):
-    """Gives a dict of a tensor and a tuple."""
+class Square(nn.Linear):
+    """As many features out as in."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"a": self.linear(x).sin(), "rest": (x.cos(), 3)}
+
+class Fork(Square):
+    """Gives a dict of a tensor and a tuple."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"a": super().forward(x).sin(), "rest": (x.cos(), 3)}
 
 
 class Merge(nn.Module):
@@ -42,11 +45,9 @@ class Merge(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, parts: dict[str, Any]) -> Tensor:
-        x, (y, number) = parts["a"], parts["rest"]
-        x = torch.tanh(x @ self.weight + y @ self.weight.t())
-        return (
-            x * self.weight[1] * number + self.weight[2:4].exp().sum() + self.weight.square().mean()
-        )
+        w, x, (y, number) = self.weight, parts["a"], parts["rest"]
+        x = torch.tanh(x @ w + y @ w.t())
+        return x * w[1] * number + w[2:4].exp().sum() + w.square().mean()
 
 
 class Complex(nn.Module):
@@ -61,21 +62,45 @@ class Complex(nn.Module):
         return (y * torch.view_as_real(self.weight)[:, 1]).abs() + x * self.weight.conj().imag
 
 
-class Inside(nn.Linear):
+class Inside(Square):
     """Checkpoints what is inside of it, as layers of Hugging Face do."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
         self._gradient_checkpointing_func: Any = lambda inside, x: inside(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._gradient_checkpointing_func(super().forward, x)
-        return y
+        return self._gradient_checkpointing_func(super().forward, x)
+
+
+class Inner(Square):
+    """Runs a backward in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            y = torch.tanh(super().forward(x))
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
+class Asks(nn.Module):
+    """Asks for the gradient of one parameter in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Square(), Square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.enable_grad():
+            inner = self.second(hidden).square().sum()
+            (gradient,) = torch.autograd.grad(inner, self.second.weight)
+        return hidden + gradient.mean()
 
 
 def mlp(depth: int = 6) -> nn.Sequential:
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)]
-    return nn.Sequential(*layers)
+    return nn.Sequential(*(nn.Sequential(Square(), nn.Tanh()) for _ in range(depth)))
 
 
 def uneven() -> nn.Sequential:
@@ -87,8 +112,8 @@ def uneven() -> nn.Sequential:
 
 
 def norms() -> nn.Sequential:
-    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)]
-    layers += [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()]
+    layers = [Square(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)]
+    layers += [Square(), nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()]
     return nn.Sequential(*layers)
 
 
@@ -103,8 +128,7 @@ def within() -> nn.Sequential:
     """A weight that two layers of a slice share, and one layer that is there twice."""
     model = mlp()
     model[1][0].weight = model[0][0].weight
-    layers = list(model)
-    return nn.Sequential(*layers[:5], layers[4])
+    return nn.Sequential(*model[:5], model[4])
 
 
 def frozen() -> nn.Sequential:
@@ -117,8 +141,8 @@ def frozen() -> nn.Sequential:
 
 def named() -> nn.Sequential:
     """Layers by name; structures between them."""
-    parts = {"stem": nn.Linear(WIDTH, WIDTH), "fork": Fork(), "merge": Merge(), "z": nn.Tanh()}
-    return nn.Sequential(OrderedDict(parts), *[])
+    parts = {"stem": Square(), "fork": Fork(), "merge": Merge(), "z": nn.Tanh()}
+    return nn.Sequential(OrderedDict(parts))
 
 
 def images() -> nn.Sequential:
@@ -128,46 +152,16 @@ def images() -> nn.Sequential:
     return model.to(memory_format=torch.channels_last)
 
 
-class Inner(nn.Module):
-    """Runs a backward in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            y = torch.tanh(self.linear(x))
-            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + slope
-
-
-class Asks(nn.Module):
-    """Asks for the gradient of one parameter in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        with torch.enable_grad():
-            inner = self.second(hidden).square().sum()
-            (gradient,) = torch.autograd.grad(inner, self.second.weight)
-        return hidden + gradient.mean()
+def inner() -> nn.Sequential:
+    return nn.Sequential(*mlp(3), Inner(), nn.ReLU(inplace=True), *mlp(2))
 
 
 def asks() -> nn.Sequential:
     return nn.Sequential(Asks(), *mlp(2), Asks())
 
 
-def inner() -> nn.Sequential:
-    return nn.Sequential(*mlp(3), Inner(), nn.ReLU(inplace=True), *mlp(2))
-
-
 def waves() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Complex(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(Square(), Complex(), Square())
 
 
 def parametrized() -> nn.Sequential:

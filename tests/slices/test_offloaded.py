@@ -19,6 +19,7 @@ from helpers.sliced import (
     REPEATED,
     WIDTH,
     Offload,
+    Square,
     across,
     as_slices,
     both_ways,
@@ -191,7 +192,7 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(
     active: Backend, offload: Offload, where: str, error: type[BaseException]
 ) -> None:
     fails = Fails(error)
-    layers = nn.Sequential(*mlp(3), nn.Sequential(nn.Linear(WIDTH, WIDTH), fails), *mlp(3))
+    layers = nn.Sequential(*mlp(3), nn.Sequential(Square(), fails), *mlp(3))
     plain, model, figures = plain_and_offloaded(layers, offload, active)
     for _ in range(2):
         fails.where = where
@@ -323,12 +324,12 @@ def test_a_parameter_has_its_attributes_in_a_forward(
     assert same_bits(*results)
 
 
-class Asks(nn.Linear):
+class Asks(Square):
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.weight.requires_grad else x
 
 
-class Learns(nn.Linear):
+class Learns(Square):
     """Runs a backward in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,16 +342,17 @@ class Learns(nn.Linear):
 @both_ways
 @pytest.mark.parametrize("make", [Asks, Learns])
 def test_evaluation_takes_the_way_of_the_plain_model(
-    active: Backend, offload: Offload, make: type[nn.Linear]
+    active: Backend, offload: Offload, make: type[Square]
 ) -> None:
     """It may depend on whether parameters require grad; a backward in it reaches these."""
-    layers = nn.Sequential(*(make(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    layers = nn.Sequential(*(make() for _ in range(3)))
     plain, model, _ = plain_and_offloaded(layers, offload, active)
     with torch.no_grad():
         outputs = [network.eval()(input_for(active)).cpu() for network in (plain, model)]
     assert same_bits(outputs[:1], outputs[1:])
     assert same_bits(state(model), state(plain))
-    assert all((p.grad is not None) == (make is Learns) for p in model.parameters())
+    weights = [p for name, p in model.named_parameters() if "weight" in name]
+    assert all((weight.grad is not None) == (make is Learns) for weight in weights)
 
 
 class Writes(nn.Module):
@@ -477,11 +479,11 @@ def test_verify_finds_what_comes_wrong(active: Backend, which: str, monkeypatch:
     assert same_training(plain, model, active)
 
 
-class Waits(nn.Linear):
+class Waits(Square):
     """Waits in its forward until it is let go."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
         self.entered, self.let_go = threading.Event(), threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:
