@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BEFORE_2_13
+from conftest import ACCELERATORS, BEFORE_2_13
 from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -30,6 +30,8 @@ from pp_offload import (
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._groups.plan import GroupBytes
 from pp_offload.pipelining import attach, detach
+
+pytestmark = pytest.mark.parametrize("backend", ["late", "random", *ACCELERATORS], indirect=True)
 
 ALL = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
 """Options with which all groups leave."""

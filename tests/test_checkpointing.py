@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.backends import Backend
 from pp_offload.checkpointing import (
-    ActivationCheckpointedModelConfig,
     ActivationCheckpointing,
-    ActivationCheckpointingVariants,
     FullACParams,
     SelectiveLayerACParams,
     SelectiveOpACParams,
@@ -220,21 +218,6 @@ def test_outputs_that_are_written_into_are_recomputed(kind: str, where: str) -> 
     assert same_bits(results[0], results[2]) and same_bits(results[1], results[3])
     num_kept = counts.saved_outputs + counts.offloaded_outputs
     assert counts.written_outputs > 0 and (num_kept > 0) == (kind in ("GRU", "LSTMCell"))
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_variants_and_parameters_of_another_library_will_do(number: int) -> None:
-    given = [params(), params(ac_freq=2), params(save_ops_keys=[OP])][number]
-    ours = list(ActivationCheckpointingVariants)[number]
-    by_value = enum.Enum("ByValue", {"ANY": ours.value})
-    by_name = enum.Enum("ByName", [ours.name])  # with a number for its value
-    variants = [by_value.ANY, by_name[ours.name], ours.value]
-    for variant, options in zip(variants, (given, given, vars(given)), strict=True):
-        model = make_model(groups=())
-        recompute = apply_(variant, "", model, options)
-        model(torch.ones(5, 8)).sum().backward()
-        assert recompute.counts.recomputed_calls == (3, 1, 3)[number]
-    assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
 
 
 class Colour(enum.Enum):

@@ -19,7 +19,9 @@ from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
 
 from pp_offload import (
+    ActivationCheckpointedModelConfig,
     ActivationCheckpointing,
+    FullACParams,
     OffloadActivations,
     OffloadModel,
     get_act_offloading_ctx_manager,
@@ -191,12 +193,15 @@ class Written(enum.Enum):
 def test_checkpoints_as_modalities_asks_for_them(
     variant: Any, values: dict[str, Any], num_layers: int
 ) -> None:
-    expected, model = step(Decoder()), Decoder()
-    recompute = ActivationCheckpointing.apply_activation_checkpointing_(
-        ac_variant=variant,
-        layers_fqn="layers",
-        model=model,
-        ac_fun_params=types.SimpleNamespace(**values),
-    )
-    assert same_bits(step(model), expected)
-    assert recompute.counts.recomputed_calls == num_layers
+    """Or as others may: a variant of the same name or value, options in a dict."""
+    by_name = enum.Enum("ByName", [variant.name])[variant.name]  # with a number for its value
+    options = types.SimpleNamespace(**values)
+    expected = step(Decoder())
+    for kind, given in [(variant, options), (by_name, options), (variant.value, values)]:
+        model = Decoder()
+        recompute = ActivationCheckpointing.apply_activation_checkpointing_(
+            ac_variant=kind, layers_fqn="layers", model=model, ac_fun_params=given
+        )
+        assert same_bits(step(model), expected)
+        assert recompute.counts.recomputed_calls == num_layers
+    assert ActivationCheckpointedModelConfig.FullACParams is FullACParams

@@ -41,7 +41,7 @@ class Merge(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.idle = nn.Parameter(torch.ones(3))
+        self.idle = nn.Parameter(torch.ones(0, 3))
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, parts: dict[str, Any]) -> Tensor:

@@ -93,29 +93,6 @@ def test_a_slice_on_one_stream_is_brought_again_for_another(
     active.check()
 
 
-SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
-
-
-def test_there_and_back(active: Any) -> None:
-    copies = PlainCopies(active, OffloadConfig())
-    sources = [torch.randn(shape).to(active.device) for shape in SHAPES]
-    sources[4] = sources[4].to(memory_format=torch.channels_last)
-    sources.append(torch.randn(3, 1).to(active.device).expand(3, 4))
-    sources.append(torch.randn(3, dtype=torch.complex64).to(active.device).conj())
-    sources.append(torch.arange(5, device=active.device)[::2])
-    sent = copies.synchronize(copies.copy_to_host(sources, "gradients"))
-    assert all(tensor.device.type == "cpu" for tensor in sent)
-    brought = copies.synchronize(copies.copy_to_device(sent, "parameters"))
-    for tensor, host, source in zip(brought, sent, sources, strict=True):
-        assert tensor.device == active.device and tensor.dtype == source.dtype
-        assert torch.equal(tensor, source) and torch.equal(host, source.cpu())
-    assert sent[4].stride() == brought[4].stride() == sources[4].stride()
-    moved = sum(tensor.numel() * tensor.itemsize for tensor in sources)
-    statistics = copies.statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == moved
-    assert statistics.bytes_in_flight == 0
-
-
 @late
 @pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
 def test_copies_that_are_still_queued_end_before_their_memory_is_freed(
