@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toy import same_bits
+from helpers.toy import num_hooks, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -62,10 +62,6 @@ def step(model: nn.Module, manager: PipelineOffloadManager, *, chunk: bool = Tru
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return [out.detach(), x.grad, *grads]
-
-
-def num_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 GROUPS = {"mlp": "layers.*.mlp", "core_attn": "layers.*.attn"}

@@ -130,6 +130,11 @@ def repeated(run: Callable[[], Sequence[Tensor]], *, most: int = 4) -> Sequence[
     raise AssertionError(f"of {most} runs without offload no two in a row are equal bit for bit")
 
 
+def num_hooks(model: nn.Module) -> int:
+    """Around forwards of its modules."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
 def assert_idle(manager: PipelineOffloadManager | OffloadActivations) -> None:
     """Nothing of the engine is alive, and a tensor saved now is not packed."""
     autograd_lets_go()
