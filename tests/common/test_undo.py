@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from helpers.injected import Injected, files, interrupt_at, num_lines
+from helpers.injected import Injected, files, interrupt_at, points_in
 
 from pp_offload._common.undo import UndoStack
 
@@ -24,7 +24,7 @@ def test_an_interrupted_run_goes_on_where_it_was() -> None:
     undo.run()
     undo.run()
     assert undone == [2, 1, 0]
-    for number in range(1, num_lines(LINES, stack([]).run) + 1):
+    for number in range(1, len(points_in(LINES, stack([]).run)) + 1):
         undone = []
         undo = stack(undone)
         with suppress(Injected), interrupt_at(number, LINES):

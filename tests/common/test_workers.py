@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.injected import Injected, files, interrupt_at, num_lines
+from helpers.injected import Injected, files, interrupt_at, points_in
 from helpers.processes import HANG_S, run_each
 
 from pp_offload._common import workers as module
@@ -27,7 +27,7 @@ def is_done_soon(piece: module.Piece) -> bool:
 
 
 def test_work_is_done_in_order_after_a_start_that_was_cut_off() -> None:
-    total = num_lines(LINES, lambda: Workers("test").submit(lambda: None).wait())
+    total = len(points_in(LINES, lambda: Workers("test").submit(lambda: None).wait()))
     assert total > 10
     for number in range(1, total + 1):
         workers = Workers("test")
@@ -63,7 +63,7 @@ def test_the_threads_that_the_system_allows_do_the_work(
 
 
 def test_a_shutdown_after_an_interrupted_one_waits_for_the_work() -> None:
-    total = num_lines(LINES, Workers("test").shutdown)
+    total = len(points_in(LINES, Workers("test").shutdown))
     for number in range(1, total + 5):
         workers, gate = Workers("test"), threading.Event()
         piece = workers.submit(partial(gate.wait, 0.2))  # it ends later than a call that waits not

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import fuzzer
 import pytest
-from conftest import make_backend
 from helpers.fuzz import run
 from helpers.fuzz.campaign import Failure, explore
 from helpers.fuzz.programs import Do, Forward, Group, Program, Step, drawn, script
+from helpers.sessions import make_backend
 from planted.faults import DEVICE
 
 NUM_PROGRAMS = 50

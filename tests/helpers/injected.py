@@ -35,22 +35,19 @@ class Point:
 
     number: int
     """How many lines of these files ran before it."""
-
     file: str
     """Its module, from the root of the package on."""
-
     line: int
-    """Its number there."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} (number {self.number})"
 
 
+@dataclass
 class Interrupt:
     """What :func:`interrupt_at` did."""
 
-    def __init__(self) -> None:
-        self.at: Point | None = None
+    at: Point | None = None
 
 
 def files(*names: str) -> frozenset[str]:
@@ -114,12 +111,7 @@ def _each_line(paths: Collection[str], visit: Callable[[Point], None]) -> Iterat
 
 @contextmanager
 def interrupt_at(number: int, paths: Collection[str]) -> Iterator[Interrupt]:
-    """Raise :class:`Injected` instead of the line with this number; it passes on.
-
-    Args:
-        number: Counted from 0, from here on.
-        paths: From :func:`files`; others are fine as well.
-    """
+    """Raise :class:`Injected` instead of the line with this number, counted from 0."""
     done = Interrupt()
 
     def visit(point: Point) -> None:
@@ -137,11 +129,6 @@ def points_in(paths: Collection[str], run: Callable[[], object]) -> list[Point]:
     with _each_line(paths, points.append):
         run()
     return points
-
-
-def num_lines(paths: Collection[str], run: Callable[[], object]) -> int:
-    """How many lines of ``paths`` ``run`` runs."""
-    return len(points_in(paths, run))
 
 
 def chosen(points: Sequence[Point], *, every: int) -> list[Point]:

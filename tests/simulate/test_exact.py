@@ -35,10 +35,8 @@ INSTANT = Hardware(
     copy_latency_s=0,
 )
 
-
 KINDS = [kind for kind in COMPUTES if kind not in ("dropout", "bfloat16")]
 """Accelerators run others in their place, which save other tensors."""
-
 
 FIGURES = (
     *("host_bytes_peak", "bytes_offloaded", "bytes_reloaded", "taken_back"),

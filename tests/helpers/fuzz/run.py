@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from conftest import make_backend
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint as torchs
@@ -37,7 +36,14 @@ from helpers.fuzz.programs import (
     Step,
 )
 from helpers.processes import HANG_S
-from helpers.sessions import assert_no_hooks, assert_same, end_reads, in_use, unseen
+from helpers.sessions import (
+    assert_no_hooks,
+    assert_same,
+    end_reads,
+    in_use,
+    make_backend,
+    unseen,
+)
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
@@ -96,18 +102,12 @@ class Plain:
 
 
 class Offload(Plain):
-    """Everything that is saved in a forward leaves: ``OffloadActivations``.
+    """Everything that is saved in a forward leaves: ``OffloadActivations``."""
 
-    Args:
-        owner: Of ``statistics()``: the context, or a manager.
-        backend: Where it runs.
-    """
-
-    def __init__(self, owner: Any, backend: Any) -> None:
+    def __init__(self, engine: Any, backend: Any) -> None:
         super().__init__(backend.device)
-        self.context = owner
-        self.statistics: Callable[[], OffloadStatistics] = owner.statistics
-        self.backend = backend
+        self.context, self.backend = engine, backend
+        self.statistics: Callable[[], OffloadStatistics] = engine.statistics
         self._streams = {0: backend.current_stream()}
 
     @contextmanager
@@ -205,8 +205,8 @@ def offload(program: Program) -> Iterator[Offload]:
         logger = logging.getLogger("pp_offload")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # no warning of what stays
-        if options.is_fine:
-            stack.enter_context(fine_thresholds())
+        for name, value in FINE.items() if options.is_fine else ():
+            stack.enter_context(patch(name, value))
         if options.stash is None:
             manager = stack.enter_context(use_backend(backend, config=config))
             yield OffloadGroups(manager, backend)
@@ -218,24 +218,20 @@ def offload(program: Program) -> Iterator[Offload]:
 
 def config_of(options: Options) -> OffloadConfig:
     """The engine's options."""
-    names = ["prefetch_bytes", "max_in_flight_bytes", "host_budget_bytes", "device_limit_bytes"]
-    names += ["tiers", "verify", "rematerialize"]
-    if options.device_limit_bytes is None:
-        names.append("activation_offload_fraction")
-    given = {name: getattr(options, name) for name in names}
+    own = {"stash", "is_fine"}
+    if options.device_limit_bytes is not None:
+        own.add("activation_offload_fraction")
+    given = {name: value for name, value in vars(options).items() if name not in own}
     return OffloadConfig(min_offloaded_tensor_size=1, **given)
 
 
-@contextmanager
-def fine_thresholds() -> Iterator[None]:
-    """Tensors of a program are tiny; sizes that decide something become as small."""
-    with (
-        patch("pp_offload._core.window.SMALL_BYTES", 64),
-        patch("pp_offload._core.copy_bounds.SMALL_BYTES", 64),
-        patch("pp_offload._core.geometry.MAX_PADDING_BYTES", 8),
-        patch("pp_offload._memory.host_pool.HostPool.min_slab_bytes", 1024),
-    ):
-        yield
+FINE = {
+    "pp_offload._core.window.SMALL_BYTES": 64,
+    "pp_offload._core.copy_bounds.SMALL_BYTES": 64,
+    "pp_offload._core.geometry.MAX_PADDING_BYTES": 8,
+    "pp_offload._memory.host_pool.HostPool.min_slab_bytes": 1024,
+}
+"""Tensors of a program are tiny; with these, sizes that decide something are as small."""
 
 
 # A forward
@@ -574,16 +570,11 @@ def is_refusal(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """A program that passed."""
+    """Of a program that passed: operations, figures at the end, and whether it was refused."""
 
     num_ops: int
-    """Operations of its steps."""
-
     statistics: OffloadStatistics
-    """The engine's, at the end."""
-
     is_refused: bool
-    """Whether a tensor was found changed in place."""
 
 
 def check(program: Program) -> Report:
@@ -591,10 +582,6 @@ def check(program: Program) -> Report:
 
     Autograd refuses when backward asks for the tensor. The engine may refuse as early as at the
     commit, or use the value at save.
-
-    Raises:
-        AssertionError: They differ, or something is left of the run with offload.
-        RaceError: The simulated device saw one.
     """
     with offload(program) as engine:
         machine = Machine(program, engine)

@@ -24,8 +24,6 @@ from torch.nn import functional as F
 from pp_offload import OffloadConfig, recompute_layers
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
 
-KIB = 2**10
-
 
 class Attention(nn.Module):
     """Heads of one projection, so that queries, keys and values are views."""
