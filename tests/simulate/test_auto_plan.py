@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers.plans.random_pipelines import Drawn
 from helpers.plans.small import planned
-from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, hardware
+from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from helpers.virtual_training import NUM_LAYERS, Training, with_limit
 from torch import Tensor, nn
 
@@ -124,10 +124,10 @@ class Feedforward(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("num_saved", "resets"), [(40, True), (160, False)])
+@pytest.mark.parametrize(("num_saved", "resets"), [(40, True), (60, False)])
 def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets: bool) -> None:
-    limit = num_saved * SAVED_BYTES + 4 * NUM_LAYERS * WIDTH**2 * 2
-    training = Training(limit, resets=resets, model=Feedforward(NUM_LAYERS))
+    limit = num_saved * SAVED_BYTES + 12 * WIDTH**2 * 8
+    training = Training(limit, resets=resets, model=Feedforward(12))
     with training.running():
         first = training.sent_by_a_step()
         assert all(peak <= limit for peak in training.run(6))
@@ -161,8 +161,9 @@ def loads_a_checkpoint(training: Training) -> None:
 
 
 def loop() -> Training:
-    """On a slow link, with room for 60 of the 72 groups in flight of a step of ``ROWS``."""
-    return Training(60 * SAVED_BYTES + NUM_LAYERS * WIDTH**2 * 4, device=hardware(4.0))
+    """On a slow link, with room for 30 of the 36 groups in flight of a step of ``ROWS``."""
+    limit = 30 * SAVED_BYTES + 12 * WIDTH**2 * 4
+    return Training(limit, device=hardware(4.0), model=Layers(12, WIDTH))
 
 
 def seconds(training: Training, num: int, rows: int) -> list[float]:
