@@ -14,17 +14,8 @@ from torch import Tensor, nn
 
 from emulated.helpers import DELAYS
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import (
-    OffloadActivations,
-    OffloadConfig,
-    PipelineOffloadManager,
-    use_backend,
-)
-from pp_offload.backends import (
-    AcceleratorBackend,
-    Backend,
-    default_backend,
-)
+from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import AcceleratorBackend, default_backend
 
 pytestmark = pytest.mark.emulated
 
@@ -63,12 +54,10 @@ class Layer(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self.layers(x)  # type: ignore[no-any-return]
 
 
 def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Tensor]:
@@ -117,11 +106,8 @@ def test_each_product_has_the_same_bits_on_a_device_that_is_not_current(
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_device_without_a_number_is_the_current_one(emulated: ModuleType, index: int) -> None:
     with emulated.device(index):
-        backends: list[Backend] = [
-            AcceleratorBackend(),
-            AcceleratorBackend(torch.device("emulated")),
-            default_backend(torch.device("emulated")),
-        ]
+        device = torch.device("emulated")
+        backends = [AcceleratorBackend(), AcceleratorBackend(device), default_backend(device)]
     for backend in backends:
         assert backend.device == torch.device("emulated", index)
         assert backend.current_stream() == torch.accelerator.current_stream(index)

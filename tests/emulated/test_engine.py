@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.examples import train
 from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
 
 from emulated.helpers import DELAYS, compute
@@ -19,6 +20,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups import auto_bounds
 from pp_offload.backends import AcceleratorBackend
+from pp_offload.cli.device_speed import DeviceSpeed
 
 pytestmark = pytest.mark.emulated
 
@@ -33,11 +35,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def manager_of(
-    directory: Path, options: dict[str, Any], backend: AcceleratorBackend | None = None
+    directory: Path, backend: AcceleratorBackend | None = None, **options: Any
 ) -> Iterator[PipelineOffloadManager]:
-    if "tiers" in options:
-        options = {**options, "disk_dir": directory}
-    config = OffloadConfig(min_offloaded_tensor_size=1, **options)
+    folder = directory if "tiers" in options else None
+    config = OffloadConfig(min_offloaded_tensor_size=1, disk_dir=folder, **options)
     with use_backend(backend or AcceleratorBackend(), config=config) as manager:
         yield manager
 
@@ -60,7 +61,7 @@ def test_steps_with_and_without_offload_have_the_same_bits(
     emulated: ModuleType, options: str, delays: str, tmp_path: Path
 ) -> None:
     emulated.set_delays(**DELAYS[delays])
-    with manager_of(tmp_path, OPTIONS[options]) as manager:
+    with manager_of(tmp_path, **OPTIONS[options]) as manager:
         assert steps_are_equal()
         statistics = manager.statistics()
         assert statistics.bytes_offloaded > 0 and statistics.bytes_reloaded > 0
@@ -101,7 +102,7 @@ def test_compute_on_a_copy_stream_has_the_same_bits(
 ) -> None:
     emulated.set_delays(**DELAYS["late copies"])
     backend = AcceleratorBackend()
-    with manager_of(tmp_path, OPTIONS[options], backend):
+    with manager_of(tmp_path, backend, **OPTIONS[options]):
         before = compute()
         torch.accelerator.set_stream(getattr(backend, stream))
         try:
@@ -119,7 +120,7 @@ def test_bounds_are_chosen_and_bits_are_the_same(
 ) -> None:
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
     emulated.set_delays(**DELAYS[delays])
-    with manager_of(tmp_path, {"device_limit_bytes": None}) as manager:
+    with manager_of(tmp_path, device_limit_bytes=None) as manager:
         assert manager.statistics().stalled_ms is None
         mover = manager.offloader.engine.mover
         bounds = [mover.in_flight.bound.nbytes]
@@ -139,9 +140,31 @@ def test_bounds_are_chosen_and_bits_are_the_same(
 def test_by_default_what_has_room_stays(emulated: ModuleType, tmp_path: Path) -> None:
     """Nobody has to say that there is enough."""
     sent = [0]
-    with manager_of(tmp_path, {}) as manager:
+    with manager_of(tmp_path) as manager:
         for _ in range(5):
             assert steps_are_equal(1)
             sent.append(manager.statistics().bytes_offloaded)
     steps = [after - before for before, after in itertools.pairwise(sent)]
     assert steps[0] > 0 and steps[-2:] == [0, 0]
+
+
+# The example and the doctor
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_example_has_the_same_bits_on_it(tier: str, tmp_path: Path) -> None:
+    """In a process of its own."""
+    figures, output = train(
+        tmp_path / "figures.json", *f"--stages 1 --device emulated --steps 2 --tier {tier}".split()
+    )
+    assert figures["bitwise_equal"] is True and "equal bit for bit" in output
+    assert min(figures["offloaded_bytes_on"]) > 0
+    assert min(figures["disk_peak_bytes_on"]) > 0 or tier == "host"
+    assert 0 < figures["device_bytes_peak_on"][0] < figures["device_bytes_peak_off"][0]
+
+
+def test_rates_and_costs_are_measured() -> None:
+    hardware = DeviceSpeed(torch.device("emulated", 0), nbytes=2**16).hardware()
+    assert hardware.name == "measured emulated"
+    assert hardware.pin_bytes_per_s is not None, "which a CPU has no figure for"
+    assert hardware.both_links_bytes_per_s != min(hardware.d2h_rate, hardware.h2d_rate)

@@ -72,6 +72,19 @@ class Chunk(ChunkOffloadHandler):
         return self.tensor_pop(tag).cpu().equal(expected)
 
 
+def tier_options(tier: str, folder: Path) -> dict[str, Any]:
+    if tier == "host":
+        return {}
+    return {"tiers": ("disk",), "disk_dir": folder, "max_in_flight_bytes": 2**30}
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def use_of_memory() -> Tensor:
     """A kernel on the live stream that gets the memory that was freed last."""
     return torch.full((N,), 5.0, device="emulated")
@@ -258,19 +271,6 @@ def test_what_came_for_another_stream_is_not_used_here(emulated: ModuleType, how
 
 
 # The disk
-
-
-def tier_options(tier: str, folder: Path) -> dict[str, Any]:
-    if tier == "host":
-        return {}
-    return {"tiers": ("disk",), "disk_dir": folder, "max_in_flight_bytes": 2**30}
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_thread_writes_what_has_arrived(emulated: ModuleType, tmp_path: Path) -> None:
