@@ -1,4 +1,4 @@
-"""A batch: the payloads of one group off the device, in one host place, one event each way.
+"""A batch: the payloads of one group off the device, in one host place, behind one event.
 
     leaving      ``leaving`` keeps the device memory until the copy to the host has run
     away         only ``place`` has the bytes; on disk alone, ``write``, until a thread reads them
