@@ -63,8 +63,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         use_streams: Copies run beside compute. Otherwise compute waits for every copy, and nothing
             is prefetched, whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
-        max_fwd_stash_size: Number of tensors that gather on the device before they are offloaded
-            together, when the next operator saves one.
+        max_fwd_stash_size: Number of saved tensors that gather on the device. They leave together
+            when the next operator saves a tensor.
         config: Tiers, and limits on them; ``device_limit_bytes`` limits the device.
         backend: Device to work on; the accelerator if present, else the CPU.
 

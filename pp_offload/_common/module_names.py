@@ -20,7 +20,7 @@ WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_or
 def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
     """Return the names of the modules that match a pattern.
 
-    A pattern without the wrappers' parts matches the wrapper, not the module inside.
+    A pattern that omits the names of wrappers matches the wrapper, not the module inside.
     """
     wanted = [pattern.split(".") for pattern in listed(patterns)]
     names = [name for name, _ in model.named_modules() if name]

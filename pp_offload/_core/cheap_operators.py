@@ -261,13 +261,13 @@ def operator_of(node: Any) -> Operator | None:
 
 
 def call_of(node: Any, index: int, walk: Any) -> Any:
-    """Return the term of a node's output; :data:`UNKNOWN` if the node is of no cheap operator, or
-    an input has no term.
+    """Return the term of a node's output; :data:`UNKNOWN` if its operator is not cheap, or an input
+    has no term.
 
     Args:
         node: A node of autograd's graph, or a :class:`Made`.
         index: Number of the output.
-        walk: The Walk that gives the terms of inputs.
+        walk: The Walk that gives the terms of inputs. Its ``guesses`` and ``kind`` grow.
     """
     operator = operator_of(node)
     if operator is None:

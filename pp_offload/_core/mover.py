@@ -165,9 +165,9 @@ class Mover:
         return batch
 
     def keep_bounded(self, last_bytes: int) -> None:
-        """Make compute wait for copies to the host until no more is in flight than may be, beside
-        the group committed last: its sources were needed until now, so a wait for it would lower
-        no peak. To be called without the lock: NOTE [ One lock ].
+        """Make compute wait for the oldest copies to the host until the bound holds, or only the
+        group committed last is in flight: its sources were needed until now, so a wait lowers no
+        peak. A bound of 0 waits for it, too. Call without the lock: NOTE [ One lock ].
         """
         # The queue, too: an interrupt may have left it empty, with its bytes still counted.
         while self.in_flight.queue and self.in_flight.is_over(last_bytes):

@@ -100,12 +100,12 @@ def fine_grained_offloading_group_flush_delayed_groups() -> None:
 
 
 def fine_grained_offloading_forward_record(event: Any) -> None:
-    """Record ``event``, a ``torch.cuda.Event``, on the current stream, which then waits for the
-    copies to the host.
+    """Record ``event``, a ``torch.cuda.Event``, on the current stream, which then waits for all
+    copies queued so far.
 
     A captured graph must join every stream that it forked, so a captured forward and a captured
     backward each end with a record. The graph keeps the host memory of its copies until the manager
-    is dropped. Run a step before the capture, in which host memory cannot be allocated.
+    is dropped. Run a step first: a capture cannot allocate host memory.
     """
     _record_and_join(event)
 

@@ -81,9 +81,9 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         Args:
             pp_rank: Rank in the pipeline; None keeps the current rank, at first 0.
             vp_size, vp_stage, min_offloaded_tensor_size: See :meth:`Manager.begin_chunk`.
-            delta_offload_bytes_across_pp_ranks, activation_offload_fraction: Override the options
-                of these names, and a limit that is ``"auto"``. Megatron's defaults, 0 and 1.0
-                together, change no option.
+            delta_offload_bytes_across_pp_ranks, activation_offload_fraction: Replace the options
+                of these names, unless they are Megatron's defaults, 0 and 1.0. In any case
+                ``device_limit_bytes="auto"`` means no limit here, as fractions say what stays.
             max_inflight_offloads: See :class:`MainChunkOffloadHandler`.
 
         Raises:

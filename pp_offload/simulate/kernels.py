@@ -32,7 +32,7 @@ _entered: list[torch.library.Library] = []
 
 @contextmanager
 def accelerator_kernels() -> Iterator[None]:
-    """Replace kernels of ``meta`` by those of an accelerator inside, on every thread.
+    """Inside the context, run an accelerator's kernels on ``meta``, on every thread.
 
     Raises:
         RuntimeError: They are replaced already.

@@ -141,7 +141,7 @@ class PipelineOrder:
         """Make the schedule over the stages of one rank.
 
         Args:
-            stages: Stages of ``torch.distributed.pipelining``, or objects with the same numbers.
+            stages: Stages of ``torch.distributed.pipelining``, or what stands in for them.
         """
         how, num = self._schedule, self.num_microbatches
         try:

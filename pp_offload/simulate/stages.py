@@ -288,7 +288,7 @@ class _ModuleWork(RankWork):
 def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
     """Make the optimizer of a rank; None if the rank has nothing to train.
 
-    As on an accelerator, one operator updates many parameters.
+    ``foreach`` is on by default, as on an accelerator: an operator updates many parameters.
     """
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -176,7 +176,7 @@ class StorageHistory:
 
 
 class RaceDetector:
-    """Histories of all storages seen and alive, and the host's clock.
+    """Checks each access to a living storage against earlier ones; has the host's clock.
 
     Attributes:
         device_bytes: Bytes of all living device storages seen.
