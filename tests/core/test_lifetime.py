@@ -187,32 +187,23 @@ def test_backward_in_any_way(kind: str, program: Callable[[bool], list[Tensor]])
 # Several microbatches
 
 
-def in_flight(is_on: bool, order: Callable[[int], list[int]], num: int = 4) -> list[Tensor]:
-    """Forwards of all microbatches, then backwards in some order."""
-    graphs = []
-    for number in range(num):
-        if is_on and number:
-            begin_microbatch()
-        graphs.append(forward(is_on, seed=number))
-    for number in order(num):
-        graphs[number][1][-1].square().sum().backward()
-    return gradients(*(leaf for leaves, _ in graphs for leaf in leaves))
-
-
-ORDERS: dict[str, Callable[[int], list[int]]] = {
-    "first in": lambda num: list(range(num)),
-    "last in": lambda num: list(reversed(range(num))),
-    "mixed": lambda num: [2, 0, 3, 1],
-    "some never": lambda num: [1, 2],
-}
-
-
 @pytest.mark.field("F49")
 @kinds
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_microbatches_in_any_order(kind: str, order: Callable[[int], list[int]]) -> None:
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1], [1, 2]], ids=str)
+def test_microbatches_in_any_order(kind: str, order: list[int]) -> None:
     """A tag is bound to its microbatch, whichever chunk is the current one."""
-    check(lambda on: in_flight(on, order), kind, steps=3)
+
+    def program(is_on: bool) -> list[Tensor]:
+        graphs = []
+        for number in range(4):
+            if is_on and number:
+                begin_microbatch()
+            graphs.append(forward(is_on, seed=number))
+        for number in order:
+            graphs[number][1][-1].square().sum().backward()
+        return gradients(*(leaf for leaves, _ in graphs for leaf in leaves))
+
+    check(program, kind, steps=3)
 
 
 # Bytes come back

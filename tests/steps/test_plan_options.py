@@ -6,11 +6,10 @@ import logging
 from typing import Any
 
 import pytest
-import torch
-from helpers.toy import make_model
+from helpers.nets import Net, inputs, train
+from helpers.sessions import session
 
-from pp_offload import CpuBackend, OffloadConfig, use_backend
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload._groups.plan_options import PlanCheck, options_of
 
@@ -32,7 +31,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) ->
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             check.check(OffloadConfig(plan=plan, **run), 0, **about)
-    return [record.getMessage() for record in caplog.records]
+    return caplog.messages
 
 
 def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,27 +74,18 @@ def test_what_does_what_was_planned_is_not_told_of(
     assert lines_of(caplog, plan_of(**planned), **run) == []
 
 
-def steps(config: OffloadConfig) -> None:
-    """Three of two microbatches, from which a manager learns, of tensors of any size."""
-    with use_backend(CpuBackend(), config=config):
-        model = make_model()
-        for _ in range(3):
-            off_interface.reset()
-            for _ in range(2):
-                off_interface.init_chunk_handler(None, None, 1)
-                model(torch.ones(2, 8)).sum().backward()
-        off_interface.reset()
-
-
 def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The groups have other bytes for that reason, and the warning of these says so, too."""
     rank = RankPlan(((PlannedGroup("mlp", 1, True),),))
     made_with = MADE_FOR | {"min_offloaded_tensor_size": 16}
-    with caplog.at_level(logging.WARNING):
-        steps(OffloadConfig(plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)))
-    options, groups = (record.getMessage() for record in caplog.records)
+    caplog.set_level(logging.WARNING)
+    with session("cpu", plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)) as manager:
+        for _ in range(3):  # from which a manager learns
+            train(Net(), inputs(2), True)
+        manager.reset()
+    options, groups = caplog.messages
     assert "min_offloaded_tensor_size 16, here 1" in options
     assert "groups of a microbatch do not match the plan of OffloadConfig" in groups
     assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups
