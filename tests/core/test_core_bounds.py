@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -134,20 +135,17 @@ def test_reloads_are_ahead_of_their_use(kind: str) -> None:
 @pytest.mark.field("F33")
 @pytest.mark.parametrize("order", ["late", "eager"])
 @pytest.mark.parametrize("cap", [0, 4 * PART])
-def test_the_steady_state_neither_waits_nor_allocates(
-    order: str, cap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the host waits, or host memory is allocated")
-
+def test_the_steady_state_neither_waits_nor_allocates(order: str, cap: int) -> None:
+    refusal = AssertionError("the host waits, or host memory is allocated")
     net = Net()
     expected = train(net, inputs(4), False, ahead=2)
     with session(order, max_in_flight_bytes=cap) as manager:
         assert_same(train(net, inputs(4), True, ahead=2), expected)
-        with monkeypatch.context() as patch:
-            patch.setattr(SimulatedEvent, "synchronize", refuse)
-            patch.setattr(SimulatedBackend, "synchronize", refuse)
-            patch.setattr(SimulatedBackend, "allocate_host", refuse)
+        with (
+            patch.object(SimulatedEvent, "synchronize", side_effect=refusal),
+            patch.object(SimulatedBackend, "synchronize", side_effect=refusal),
+            patch.object(SimulatedBackend, "allocate_host", side_effect=refusal),
+        ):
             for step in range(1, 4):
                 assert_same(train(net, inputs(4), True, ahead=2), expected, f"step {step}")
         off_interface.reset()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,6 +54,11 @@ def wait_until_written(manager: PipelineOffloadManager) -> None:
     settle(manager)
     while manager.statistics().bytes_in_flight or manager.statistics().host_bytes_in_use:
         pass  # threads write
+
+
+def replaced(step: str, function: Callable[..., Any]) -> Any:
+    """Another system call in place of a file's own."""
+    return patch.object(DiskFile, step, staticmethod(function))
 
 
 def fail(number: int) -> Callable[..., int]:
@@ -152,7 +158,7 @@ def test_what_must_come_back_does_so_above_the_host_budget(kind: str, tmp_path: 
 
 
 @contextmanager
-def gate(monkeypatch: pytest.MonkeyPatch, step: str) -> Iterator[None]:
+def gate(step: str) -> Iterator[None]:
     """System calls, such as writes, wait until the end."""
     is_open, call = threading.Event(), getattr(DiskFile, step)
 
@@ -160,18 +166,16 @@ def gate(monkeypatch: pytest.MonkeyPatch, step: str) -> Iterator[None]:
         assert is_open.wait(60)
         return call(*args)
 
-    monkeypatch.setattr(DiskFile, step, staticmethod(wait))
-    try:
-        yield
-    finally:
-        is_open.set()
+    with replaced(step, wait):
+        try:
+            yield
+        finally:
+            is_open.set()
 
 
 @kinds
-def test_what_is_being_written_comes_back_at_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager, gate(monkeypatch, "_pwrite"):
+def test_what_is_being_written_comes_back_at_once(kind: str, tmp_path: Path) -> None:
+    with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager, gate("_pwrite"):
         begin_step()
         assert_same(program(True), program(False))
         assert manager.statistics().disk_bytes_read == 0
@@ -181,20 +185,16 @@ def test_what_is_being_written_comes_back_at_once(
 @kinds
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_keeps_tensors_and_warns_once(
-    kind: str,
-    number: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    kind: str, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "pp_offload")
     expected = program(False)
     with on_disk(kind, tmp_path) as manager:
-        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "pp_offload"):
-            patch.setattr(DiskFile, "_pwrite", staticmethod(fail(number)))
+        with replaced("_pwrite", fail(number)):
             for _ in range(3):
                 begin_step()
                 assert_same(program(True), expected)
-        texts = [record.getMessage() for record in caplog.records]
+        texts = list(caplog.messages)
         assert sum("could not be written" in text for text in texts) == 1
         assert str(tmp_path) in texts[0] and os.strerror(number) in texts[0]
         assert len(texts) <= 2, "one of the disk, one of the first group that stays"
@@ -209,12 +209,11 @@ def test_a_full_disk_keeps_tensors_and_warns_once(
 @kinds
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["on demand", "ahead"])
 def test_what_cannot_be_read_raises_and_is_read_again(
-    kind: str, is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, is_ahead: bool, tmp_path: Path
 ) -> None:
     window = 10**6 if is_ahead else 0
     with written_groups(kind, tmp_path, prefetch_bytes=window) as (_, x, outputs):
-        with monkeypatch.context() as patch:
-            patch.setattr(DiskFile, "_pread", staticmethod(fail(errno.EIO)))
+        with replaced("_pread", fail(errno.EIO)):
             for _ in range(2):
                 with pytest.raises(DiskTierError, match="Input/output"):
                     torch.autograd.grad(outputs, x, retain_graph=True)
@@ -222,9 +221,7 @@ def test_what_cannot_be_read_raises_and_is_read_again(
 
 
 @kinds
-def test_a_flipped_bit_is_never_a_gradient(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_is_never_a_gradient(kind: str, tmp_path: Path) -> None:
     write = DiskFile._pwrite
 
     def flip(fd: int, view: memoryview, offset: int) -> int:
@@ -232,16 +229,12 @@ def test_a_flipped_bit_is_never_a_gradient(
         changed[len(changed) // 2] ^= 1
         return write(fd, memoryview(changed), offset)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskFile, "_pwrite", staticmethod(flip))
-        with written_groups(kind, tmp_path) as (_, x, outputs):
-            with pytest.raises(DiskTierError, match="checksum"):
-                torch.autograd.grad(outputs, x)
+    with replaced("_pwrite", flip), written_groups(kind, tmp_path) as (_, x, outputs):
+        with pytest.raises(DiskTierError, match="checksum"):
+            torch.autograd.grad(outputs, x)
 
 
-def test_memory_of_an_interrupted_read_is_not_given_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_an_interrupted_read_is_not_given_to_others(tmp_path: Path) -> None:
     """The thread writes to it, though nobody got the event to wait for."""
     read_into = DiskFile.read_into
 
@@ -250,8 +243,7 @@ def test_memory_of_an_interrupted_read_is_not_given_to_others(
         raise KeyboardInterrupt
 
     with written_groups("threads", tmp_path, prefetch_bytes=0) as (manager, x, outputs):
-        with monkeypatch.context() as patch, gate(patch, "_pread"):
-            patch.setattr(DiskFile, "read_into", interrupted)
+        with gate("_pread"), patch.object(DiskFile, "read_into", interrupted):
             with pytest.raises(KeyboardInterrupt):
                 torch.autograd.grad(outputs, x, retain_graph=True)
             outputs.clear()
