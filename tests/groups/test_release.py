@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,65 +23,43 @@ def leaf_on(manager: PipelineOffloadManager) -> Tensor:
     return torch.linspace(-1, 1, 40).to(manager.backend.device).requires_grad_()
 
 
-def nobody(manager: PipelineOffloadManager, x: Tensor) -> None:
-    """Nothing else is done with the tensor."""
-
-
-def saved_outside(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
-    return x * torch.ones_like(x, requires_grad=True)
-
-
-def a_view(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
-    return x.view(4, 10)
-
-
-def its_storage(manager: PipelineOffloadManager, x: Tensor) -> Any:
-    return x.untyped_storage()
-
-
-def disabled(manager: PipelineOffloadManager, x: Tensor) -> None:
-    manager.disable_offload()
-
-
-def saved_in_the_manager(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
+def saved_in(manager: Any, x: Tensor) -> Tensor:
     with manager:
-        return saved_outside(manager, x)
+        return x * torch.ones_like(x, requires_grad=True)
 
 
-def too_small(manager: PipelineOffloadManager, x: Tensor) -> None:
-    manager.init_model_chunk_offload_handler(None, None, 41)
-
-
-def parameter(manager: PipelineOffloadManager, x: Tensor) -> None:
-    """The tensor is made one."""
-
-
-NEEDS = [nobody, saved_outside, a_view, its_storage, disabled, saved_in_the_manager, too_small]
+NEEDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "nobody": lambda manager, x: None,
+    "parameter": lambda manager, x: None,
+    "saved outside": lambda manager, x: saved_in(nullcontext(), x),
+    "saved in the manager": saved_in,
+    "view": lambda manager, x: x.view(4, 10),
+    "storage": lambda manager, x: x.untyped_storage(),
+    "offload disabled": lambda manager, x: manager.disable_offload(),
+    "too small": lambda manager, x: manager.init_model_chunk_offload_handler(None, None, 41),
+}
+"""Who needs a tensor besides its group, or why it does not leave."""
 
 
 @pytest.mark.field("F09")
 @on_two_backends
-@pytest.mark.parametrize(
-    ("needs", "is_leaf"),
-    [*((needs, is_leaf) for needs in NEEDS for is_leaf in (True, False)), (parameter, True)],
-)
-def test_what_others_need_stays(
-    manager: PipelineOffloadManager, needs: Callable[..., Any], is_leaf: bool
-) -> None:
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
+@pytest.mark.parametrize("who", NEEDS)
+def test_what_others_need_stays(manager: PipelineOffloadManager, who: str, is_leaf: bool) -> None:
     results = []
     for is_on in (False, True):
         begin_step()
         leaf, weight = leaf_on(manager), leaf_on(manager)
-        if needs is parameter:
+        if who == "parameter":
             leaf = Parameter(leaf)
-        x = leaf if is_leaf else leaf * 2
-        other = needs(manager, x)
+        x = leaf if is_leaf or who == "parameter" else leaf * 2
+        other = NEEDS[who](manager, x)
         with off_interface(is_on, x, "g"):
             y = x * weight
         if is_on:
             y = off_interface.group_commit(y, name="g", forced_released_tensors=[x])
             settle(manager)
-            assert x.untyped_storage().nbytes() == (0 if needs is nobody else NBYTES)
+            assert x.untyped_storage().nbytes() == (0 if who == "nobody" else NBYTES)
         (y.sum() + (other.sum() if isinstance(other, Tensor) else 0)).backward()
         results.append(gradients(weight, leaf))
     assert_same(*results)
