@@ -14,12 +14,11 @@ from helpers.nets import ROWS, WIDTH
 from helpers.sessions import (
     assert_idle,
     assert_same,
-    begin_step,
+    check,
     drawn,
     gradients,
     group,
     make_backend,
-    session,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -190,86 +189,56 @@ def test_offload_layers(kind: str, num_resident: int, frozen_only: bool) -> None
 # With PyTorch's checkpoints
 
 
-def region(body: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Tensor:
-    return torch_checkpoint(body, x, use_reentrant=False, **options)
-
-
 def sines(h: Tensor) -> Tensor:
     return h.mul(2).sin().tanh()
 
 
-def group_at_the_start(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    return region(lambda h: group(h, sines, is_on).exp().cos(), x, **options)
+def in_the_middle(x: Tensor, group: Any, region: Any) -> Any:
+    return region(lambda h: group(h.exp(), sines).cos().sin(), x)
 
 
-def group_in_the_middle(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    return region(lambda h: group(h.exp(), sines, is_on).cos().sin(), x, **options)
-
-
-def two_groups(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    return region(
-        lambda h: group(group(h, sines, is_on, "a").exp(), sines, is_on, "b"), x, **options
-    )
-
-
-def nested_regions(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    inner = partial(group_in_the_middle, is_on=is_on, **options)
-    return region(lambda h: inner(group(h, sines, is_on, "outer")).cos(), x, **options)
-
-
-def groups_on_both_sides(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    x = group(x, sines, is_on, "before")
-    x = region(lambda h: group(h, sines, is_on, "inside").cos(), x, **options)
-    return group(x, sines, is_on, "behind")
-
-
-def group_around_a_region(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    """The commit inside is not of the group around, which has the same name."""
-    inside = partial(group_in_the_middle, is_on=is_on, **options)
-    return group(x, lambda h: inside(h.sin()).exp(), is_on)
-
-
-def context_around(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    if not is_on:
-        return region(sines, x.cos(), **options).exp()
-    backend = PipelineOffloadManager.get_instance().backend
-    with OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend):
-        return region(sines, x.cos(), **options).exp()
-
-
-def group_in_a_reentrant_region(x: Tensor, is_on: bool, **options: Any) -> Tensor:
-    return torch_checkpoint(lambda h: group(h, sines, is_on).cos(), x, use_reentrant=True)
-
-
-REGIONS = [
-    group_in_a_reentrant_region,
-    group_at_the_start,
-    two_groups,
-    nested_regions,
-    groups_on_both_sides,
-    group_around_a_region,
-    context_around,
-]
+REGIONS: dict[str, Callable[[Tensor, Any, Any], Any]] = {
+    "reentrant": lambda x, group, _: torch_checkpoint(
+        lambda h: group(h, sines).cos(), x, use_reentrant=True
+    ),
+    "at the start": lambda x, group, region: region(lambda h: group(h, sines).exp().cos(), x),
+    "two groups": lambda x, group, region: region(
+        lambda h: group(group(h, sines, name="a").exp(), sines, name="b"), x
+    ),
+    "nested": lambda x, group, region: region(
+        lambda h: in_the_middle(group(h, sines, name="outer"), group, region).cos(), x
+    ),
+    "on both sides": lambda x, group, region: group(
+        region(lambda h: group(h, sines, name="inside").cos(), group(x, sines, name="before")),
+        sines,
+        name="behind",
+    ),
+    "around": lambda x, group, region: group(
+        x, lambda h: in_the_middle(h.sin(), group, region).exp()
+    ),
+    "in a context": lambda x, _, region: region(sines, x.cos()).exp(),
+}
+"""Where groups are. The commit inside is not of the group around, which has the same name."""
 
 
 @pytest.mark.field("F28")
 @pytest.mark.parametrize(("kind", "early_stop"), [("late", True), ("threads", False)])
-@pytest.mark.parametrize("program", REGIONS)
-def test_groups_and_checkpoint_regions(
-    kind: str, early_stop: bool, program: Callable[..., Tensor]
-) -> None:
+@pytest.mark.parametrize("where", REGIONS)
+def test_groups_and_checkpoint_regions(kind: str, early_stop: bool, where: str) -> None:
     """Gradients are right; whether a group inside a region offloads is not said."""
+    region = partial(torch_checkpoint, use_reentrant=False, early_stop=early_stop)
 
     def run(is_on: bool) -> list[Tensor]:
         x = drawn(ROWS, WIDTH).requires_grad_()
-        h = program(x * 3, is_on, early_stop=early_stop)
-        h = program(h, is_on, early_stop=early_stop)
+        context: Any = nullcontext()
+        if is_on and where == "in a context":
+            backend = PipelineOffloadManager.get_instance().backend
+            context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
+        h = x * 3
+        for _ in range(2):
+            with context:
+                h = REGIONS[where](h, partial(group, is_on=is_on), region)
         h.square().sum().backward()
         return gradients(x)
 
-    expected = run(False)
-    with session(kind) as manager:
-        for number in range(3):
-            begin_step()
-            assert_same(run(True), expected, f"step {number}")
-            assert_idle(manager)
+    check(run, kind, steps=3, moves=False)
