@@ -63,20 +63,10 @@ def functions_in_a_scope(h: Tensor, is_on: bool) -> Tensor:
     return y.sum() + z
 
 
-def b_in_the_midst_of_a(h: Tensor, is_on: bool) -> Tensor:
-    """Group b begins and ends while a is open; a goes on afterwards."""
-    with off_interface(is_on, h, "a"):
-        z = group(h, lambda h: h[:3].cos(), is_on, "b")
-        y = h[:1].sin()
-    return commit(y, "a", is_on).sum() + z.sum()
-
-
 @pytest.mark.field("F19")
 @pytest.mark.field("F51")
 @on_two_backends
-@pytest.mark.parametrize(
-    "program", [nested, one_after_the_other, functions_in_a_scope, b_in_the_midst_of_a]
-)
+@pytest.mark.parametrize("program", [nested, one_after_the_other, functions_in_a_scope])
 def test_each_group_keeps_its_own(
     manager: PipelineOffloadManager, program: Callable[[Tensor, bool], Tensor]
 ) -> None:

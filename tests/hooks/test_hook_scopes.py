@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,9 +9,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.processes import HANG_S
-from helpers.toy import assert_idle, assert_no_hooks, same_bits
-from torch import Tensor, nn
+from helpers.toy import assert_no_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -21,7 +18,6 @@ from pp_offload import (
     OffloadActivations,
     OffloadError,
     PipelineOffloadManager,
-    offload_modules,
 )
 from pp_offload._core.saved import Resident
 from pp_offload._hooks.hook_scopes import HookScope
@@ -37,49 +33,6 @@ def no_hook_is_left_to_others() -> Iterator[None]:
     for _ in range(num_packs):
         torch._C._autograd._pop_saved_tensors_default_hooks()
     assert not num_packs
-
-
-def step(model: nn.Module, device: torch.device) -> list[Tensor]:
-    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).to(device).requires_grad_()
-    loss = model((x * 1).sin()).exp().tanh().sum()
-    return [loss.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
-
-
-@on_two_backends
-def test_two_threads_in_one_module_may_end_in_any_order(manager: PipelineOffloadManager) -> None:
-    """The evaluation begins inside the trainer's groups, and is still in its own when they end."""
-    device = manager.backend.device
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())).to(device)
-    expected = step(model, device)
-    offload_modules(model, {"a": "0", "b": "0.1"})
-    is_inside, may_end = threading.Event(), threading.Event()
-
-    @torch.no_grad()
-    def evaluate() -> None:
-        model(torch.ones(2, WIDTH, device=device))
-        assert not all_packs()
-
-    with ThreadPoolExecutor(1) as thread:
-        evaluations = []
-
-        def meet(*_: object) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                is_inside.set()
-                assert may_end.wait(HANG_S)
-            elif not evaluations:
-                evaluations.append(thread.submit(evaluate))
-                assert is_inside.wait(HANG_S)
-
-        model[0][0].register_forward_hook(meet)
-        off_interface.init_chunk_handler(None, None, 1)
-        try:
-            got = step(model, device)
-        finally:
-            may_end.set()
-        evaluations[0].result(HANG_S)
-    assert same_bits(got, expected)
-    assert_idle(manager)
 
 
 def test_a_scope_takes_off_what_is_above_it_and_no_hooks_of_others() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.traces import check_file
 from helpers.virtual_models import KIND, chain
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
@@ -76,6 +77,9 @@ def test_what_was_planned_is_what_was_done(
 ) -> None:
     plan = request.getfixturevalue(made)
     timeline = run(tmp_path, plan, config=config)
+    assert check_file(tmp_path / "out.json.gz", 4)["X"] == len(timeline.spans)
+    begins = {timeline.of(rank, "steps")[0].begin_s for rank in timeline.ranks}
+    assert len(begins) == 1, "all ranks begin a step at the same time"
     compared = compare_with_plan(plan, timeline)
     assert [rank.rank for rank in compared.ranks] == [0, 1, 2, 3]
     assert any(rank.planned.bytes_offloaded for rank in compared.ranks)

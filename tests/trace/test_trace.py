@@ -18,6 +18,7 @@ from helpers.nets import Net
 from helpers.threaded import settled
 from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
+from helpers.virtual_layers import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch.profiler import ProfilerActivity, profile
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -25,6 +26,7 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.observer import Observers
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend
+from pp_offload.simulate import VirtualBackend
 from pp_offload.trace import Timeline, Trace, read
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
@@ -225,3 +227,66 @@ def test_a_file_that_cannot_be_written_does_not_end_training(
             train(3)
     assert steps_of(trace.timeline) == ["step 0"]
     assert "out.json cannot be written: " in caplog.text
+
+
+# Of a virtual device
+
+FORWARD_S = FLOPS / (990e12 * 0.6)
+
+
+def on(timeline: Timeline, track: str) -> list[tuple[str, float, float]]:
+    """Names and times of spans, in forwards of a layer since the begin of the step."""
+    zero_s = timeline.of(0, "steps")[0].begin_s
+    return [
+        (span.name, *(round((at - zero_s) / FORWARD_S, 9) for at in (span.begin_s, span.end_s)))
+        for span in timeline.of(0, track)
+    ]
+
+
+def test_three_layers_take_what_a_hand_computes(tmp_path: Path) -> None:
+    """Forward and backward of three layers, on a host that waits for every operator. A copy takes
+    2.5 forwards of a layer, nothing else takes time, and one layer may be in flight.
+
+    Compute waits for a copy before another group may leave. Layer 2 is taken back, because its copy
+    has not ended when backward asks for it; the others come back, each a bit late.
+    """
+    device = replace(hardware(2.5), launch_s=0, copy_latency_s=0)
+    backend = VirtualBackend(device, is_blocking=True)
+    config = OffloadConfig(max_in_flight_bytes=SAVED_BYTES, prefetch_bytes=2**30)
+    with use_backend(backend, config=config):
+        model = Layers(3, WIDTH)
+        with Trace(tmp_path / "out.json") as trace:
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            y = model(x, offload=True)
+            y.backward(torch.empty_like(y))
+    timeline = trace.timeline
+    assert timeline is not None
+    offloads = [
+        ("layer (offload)", 1, 3.5),
+        ("layer (offload)", 3.5, 6),
+        ("layer (offload)", 6, 8.5),
+    ]
+    assert on(timeline, "d2h") == offloads
+    assert on(timeline, "h2d") == [("layer (reload)", 6, 8.5), ("layer (reload)", 8.5, 11)]
+    assert on(timeline, "compute") == [
+        ("layer (forward)", 0, 1),
+        ("layer (forward)", 1, 3.5),
+        ("waits for layer (offload)", 2, 3.5),
+        ("layer (forward)", 3.5, 6),
+        ("waits for layer (offload)", 4.5, 6),
+        ("layer (backward)", 6, 8),
+        ("layer (backward)", 8, 10.5),
+        ("waits for layer (reload)", 8, 8.5),
+        ("layer (backward)", 10.5, 13),
+        ("waits for layer (reload)", 10.5, 11),
+    ]
+    works = [(0, 2), (3.5, 4.5), (6, 8), (8.5, 10.5), (11, 13)]
+    assert on(timeline, "operators") == [("operators", *work) for work in works]
+    assert on(timeline, "steps") == [("step 0", 0, 13)]
+    host = [item.nbytes // SAVED_BYTES for item in timeline.counter(0, "host")]
+    assert max(host) == 3 and host[0] == 0
+    first = timeline.of(0, "compute")[0].args
+    place = {"microbatch": 0, "vp_stage": 0, "position": 0}
+    assert first == place | {"state": "offloaded", "bytes": SAVED_BYTES}

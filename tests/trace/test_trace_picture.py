@@ -78,10 +78,7 @@ def test_titles_axes_and_legend() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == kinds + memory
     (text,) = figure.axes[0].texts
     assert text.get_text() == "waits for mlp (reload) 30 ms, the longest of its waits"
-
-
-def test_bytes_are_steps() -> None:
-    device, host, *_ = picture.picture(timeline_of(0, 1)).axes[1].lines
+    device, host, *_ = figure.axes[1].lines
     assert device.get_drawstyle() == "steps-post"
     assert list(device.get_xdata()) == pytest.approx([0, 20, 100])
     assert list(device.get_ydata()) == [4, 6, 6], "the value before the step holds at its begin"
