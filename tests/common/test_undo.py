@@ -11,23 +11,20 @@ from pp_offload._common.undo import UndoStack
 LINES = files("_common/undo")
 
 
-def stack(undone: list[int]) -> UndoStack:
-    undo = UndoStack()
-    for number in range(3):
-        undo.add(undone.append, number)
-    return undo
-
-
 def test_an_interrupted_run_goes_on_where_it_was() -> None:
     undone: list[int] = []
-    undo = stack(undone)
-    undo.run()
-    undo.run()
-    assert undone == [2, 1, 0]
-    for number in range(1, len(points_in(LINES, stack([]).run)) + 1):
-        undone = []
-        undo = stack(undone)
+
+    def stack() -> UndoStack:
+        undone.clear()
+        undo = UndoStack()
+        for number in range(3):
+            undo.add(undone.append, number)
+        return undo
+
+    for number in range(len(points_in(LINES, stack().run)) + 1):
+        undo = stack()
         with suppress(Injected), interrupt_at(number, LINES):
             undo.run()
+        undo.run()
         undo.run()
         assert list(dict.fromkeys(undone)) == [2, 1, 0], number

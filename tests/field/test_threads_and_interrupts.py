@@ -276,10 +276,10 @@ def test_an_interrupt_at_some_lines(kind: str, every: int, tmp_path: Path) -> No
             older: list[Any] = []
             graph: Any = None
             try:
-                with interrupt_at(point.number, LINES) as interrupt:
+                with interrupt_at(point.number, LINES) as interrupted:
                     program.step(1, older)
                 # Copies end sooner or later, so not every run is of the same length.
-                if interrupt.at is not None:
+                if interrupted:
                     wrong.append(f"{point}: the exception is lost")
             except Injected:
                 if all_packs():  # while it is handled, and keeps frames alive

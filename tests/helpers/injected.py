@@ -1,9 +1,8 @@
 """An exception at any line of chosen files, as a signal's handler may raise it there.
 
     points = points_in(files("_common/workers", "_memory/arena"), run)      # where it could be
-    with interrupt_at(points[7].number, files("_common/workers", "_memory/arena")) as it:
+    with interrupt_at(points[7].number, files("_common/workers", "_memory/arena")):
         run()                                                 # raises Injected
-    print(it.at)
 
 Lines are counted as they are run, so the same line may have many numbers. Only the thread that
 enters the context is watched, for only the main thread of a program runs handlers.
@@ -41,13 +40,6 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} (number {self.number})"
-
-
-@dataclass
-class Interrupt:
-    """What :func:`interrupt_at` did."""
-
-    at: Point | None = None
 
 
 def files(*names: str) -> frozenset[str]:
@@ -110,13 +102,13 @@ def _each_line(paths: Collection[str], visit: Callable[[Point], None]) -> Iterat
 
 
 @contextmanager
-def interrupt_at(number: int, paths: Collection[str]) -> Iterator[Interrupt]:
-    """Raise :class:`Injected` instead of the line with this number, counted from 0."""
-    done = Interrupt()
+def interrupt_at(number: int, paths: Collection[str]) -> Iterator[list[Point]]:
+    """Raise :class:`Injected` instead of the line with this number, counted from 0; yields it."""
+    done: list[Point] = []
 
     def visit(point: Point) -> None:
-        if point.number == number and done.at is None:
-            done.at = point
+        if point.number == number and not done:
+            done.append(point)
             raise Injected(str(point))
 
     with _each_line(paths, visit):
