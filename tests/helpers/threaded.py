@@ -5,18 +5,17 @@ results = at_once([lambda: train(0), lambda: train(1)])
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from helpers.processes import HANG_S
-from helpers.sessions import assert_no_hooks
+from helpers.sessions import assert_no_hooks, session
 from helpers.toy import AwayBackend
-from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import CpuBackend, PipelineOffloadManager
 
 KINDS = ["host", "copy threads", "disk", "host and disk", "staged disk"]
 """Where bytes go. The simulated backends follow one thread, so they are not among these."""
@@ -66,28 +65,20 @@ def at_once(
     return results
 
 
-@contextmanager
-def manager_of(kind: str, directory: Path) -> Iterator[PipelineOffloadManager]:
+def manager_of(kind: str, directory: Path) -> AbstractContextManager[PipelineOffloadManager]:
     """A manager for tensors of any size.
 
     Args:
         kind: One of :data:`KINDS`.
         directory: Of the disk tier, if there is one.
     """
-    tiers = {"disk": ("disk",), "staged disk": ("disk",), "host and disk": ("host", "disk")}
+    backends = {"copy threads": CpuBackend(inline_bytes=0), "staged disk": AwayBackend()}
     options: dict[str, Any] = {}
+    if "disk" in kind:
+        options = {"tiers": ("disk",), "disk_dir": directory}
     if kind == "host and disk":
-        gc.collect()  # the budget is that of the process: engines of other tests must be gone
-        options["host_budget_bytes"] = 2**16
-    config = OffloadConfig(
-        min_offloaded_tensor_size=1,
-        tiers=tiers.get(kind, ("host",)),
-        disk_dir=directory if kind in tiers else None,
-        **options,
-    )
-    backend = CpuBackend(inline_bytes=0) if kind == "copy threads" else CpuBackend()
-    with use_backend(AwayBackend() if kind == "staged disk" else backend, config=config) as manager:
-        yield manager
+        options |= {"tiers": ("host", "disk"), "host_budget_bytes": 2**16}
+    return session(backends.get(kind, CpuBackend()), **options)
 
 
 def settled(owner: Any) -> None:
