@@ -14,23 +14,22 @@ train_torchtitan.LENGTH = 16  # of sequences
 debug_model = train_torchtitan.llama3_debugmodel
 
 
-def of_four_layers() -> Any:
-    """One for each stage of the longest pipeline."""
-    config = debug_model()
-    del config.model_spec.model.layers[4:]
-    return config
-
-
-train_torchtitan.llama3_debugmodel = of_four_layers
-
-
-def compare(case: str) -> tuple[bool, int]:
-    """A case is the arguments of the example; that of one rank is a world of its own on each."""
+def compare(case: str) -> tuple[bool, int] | None:
+    """A case is the arguments of the example; where there is one rank, it is the first."""
     options = train_torchtitan.parse_arguments(["--steps", "2", *case.split()])
     if options.ranks < dist.get_world_size():
+        if dist.get_rank() > 0:
+            return None
         dist.destroy_process_group()
-        os.environ.update(WORLD_SIZE="1", RANK="0")
+        os.environ["WORLD_SIZE"] = "1"
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def config_of_few_layers() -> Any:
+        config = debug_model()
+        del config.model_spec.model.layers[4 if "Interleaved" in case else 2 :]
+        return config
+
+    train_torchtitan.llama3_debugmodel = config_of_few_layers
     return train_torchtitan.compare(options)
 
 
