@@ -1,4 +1,4 @@
-"""What makes plans of large models quick: equal ranks are recorded once, and steps are short."""
+"""Recordings: short, of equal ranks once; and their profile, beside what hooks count."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.virtual_models import KIND, chain
-from torch import nn
+from helpers.virtual_models import KIND, Layer, Stage, chain
+from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from pp_offload.plan import record
-from pp_offload.simulate import DEVICES, PipelineOrder
+from pp_offload import OffloadConfig, use_backend
+from pp_offload.plan import Profile, profile, profile_table, record
+from pp_offload.simulate import DEVICES, Modules, PipelineOrder, VirtualBackend
+
+H100 = DEVICES["H100"]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +35,7 @@ def test_equal_ranks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     example = torch.empty(16, 64, **KIND)
     work = chain(5, lambda: [nn.Linear(64, 64, **KIND), nn.GELU()], example, layers="*")
     order = PipelineOrder(Schedule1F1B, num_ranks=5, num_stages=5, num_microbatches=5)
-    tapes = record(order, work, DEVICES["H100"])
+    tapes = record(order, work, H100)
     recorded: list[int] = []
     tapes_of = module._Recording.tapes
 
@@ -45,3 +48,63 @@ def test_equal_ranks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded == [0, 1, 4]
     assert [list(rank.stages) for rank in others] == [[0], [1], [2], [3], [4]]
     assert others[2].recomputed == others[1].recomputed == (("0",),)
+
+
+# Profiles
+
+WIDTH, LENGTH, NUM_LAYERS = 4096, 8192, 3
+
+
+def microbatch() -> Tensor:
+    return torch.empty(1, LENGTH, WIDTH, **KIND, requires_grad=True)
+
+
+@pytest.fixture(scope="module")
+def of_gpt() -> Profile:
+    """Of two stages on two ranks."""
+    work = Modules(
+        [Stage(WIDTH, NUM_LAYERS) for _ in range(2)],
+        example=microbatch().detach(),
+        loss_fn=lambda y: y.float().square().mean(),
+        groups={"attn": "layers.*.attn", "mlp": "layers.*.mlp"},
+        layers="layers.*",
+    )
+    order = PipelineOrder(Schedule1F1B, num_ranks=2, num_stages=2, num_microbatches=2)
+    return profile(record(order, work, H100, OffloadConfig(rematerialize="none")), H100)
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """What autograd keeps of a forward, each storage once, without parameters and small tensors."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        is_small = tensor.numel() < OffloadConfig().min_offloaded_tensor_size
+        if not is_small and not any(whole is parameter for parameter in module.parameters()):
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with (
+        use_backend(VirtualBackend(H100)),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        y = module(x)
+        nbytes = sum(each.untyped_storage().nbytes() for each in saved.values())
+        del y
+    return nbytes
+
+
+def test_a_group_saves_what_hooks_see(of_gpt: Profile) -> None:
+    """Bytes of a token and unit of the width: 12 of attention, 20 of an MLP of four widths."""
+    layer = Layer(WIDTH)
+    for number, part in enumerate((layer.attn, layer.mlp)):
+        assert of_gpt.groups[2 + number].nbytes == saved_bytes(part, microbatch())
+    assert [each.nbytes / (WIDTH * LENGTH) for each in of_gpt.groups] == [12, 20] * 6
+
+
+def test_the_tables(of_gpt: Profile) -> None:
+    rows = profile_table(of_gpt).splitlines()
+    assert rows[3].split() == "mlp 0-1 6 640.0 3.95 8.28 13.46 161.9".split()
+    assert "The link carries 47.7" in profile_table(of_gpt)
+    stages = rows[next(i for i, row in enumerate(rows) if row.startswith("stage")) :]
+    assert stages[2].split() == "0 0 1.38 3.00 3.07 0.38 20.79 44.89 5.00 0.94".split()

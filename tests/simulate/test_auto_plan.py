@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.plans.random_pipelines import Drawn
 from helpers.plans.small import planned
 from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from helpers.virtual_training import NUM_LAYERS, Training, with_limit
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._groups import auto_bounds
-from pp_offload.plan import RankTapes, predict
-from pp_offload.simulate import PipelineStep, run_pipeline
+from pp_offload.plan import predict
+from pp_offload.simulate import run_pipeline
 
 MIB = 2**20
 
@@ -232,29 +230,24 @@ def test_a_device_that_tells_nothing_has_all_groups_leave(
 # Pipelines: each rank on its own
 
 
-def after(drawn: Drawn, num_steps: int, limit: int) -> PipelineStep:
-    config = replace(drawn.config, device_limit_bytes=limit)
-    how = drawn.order, drawn.work, replace(drawn.hardware, memory_bytes=2**40)
-    return run_pipeline(*how, config=config, peers=drawn.peers, num_steps=num_steps)
-
-
-def peaks_of(drawn: Drawn, tapes: list[RankTapes], **how: Any) -> list[int]:
-    step = predict(drawn.order, tapes, drawn.hardware, peers=drawn.peers, **how)
-    return [rank.peak_bytes for rank in step.ranks]
-
-
 @pytest.mark.parametrize(
     "seed",
     [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 7, 9, 11, 12, 20, 22, 35, 51))],
 )
-def test_no_rank_takes_more_than_the_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_takes_more_than_the_limit(seed: int, small_floor: None) -> None:
     """Where one step is below it in which all groups leave, and one with the margin."""
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
     drawn, tapes = planned(seed)
-    none = max(peaks_of(drawn, tapes, num_steps=1))
-    least = max(max(peaks_of(drawn, tapes, config=drawn.config, num_steps=num)) for num in (1, 2))
+    how = drawn.order, drawn.work, replace(drawn.hardware, memory_bytes=2**40)
+
+    def peak(num_steps: int, **config: Any) -> int:
+        options = {"peers": drawn.peers, "num_steps": num_steps, **config}
+        step = predict(drawn.order, tapes, drawn.hardware, **options)
+        return max(rank.peak_bytes for rank in step.ranks)
+
+    none, least = peak(1), max(peak(num, config=drawn.config) for num in (1, 2))
     for part in (0.0, 0.7, 1.5):
         limit = int(least + (max(none, least) - least) * part)
+        config = replace(drawn.config, device_limit_bytes=limit)
         for num_steps in (4, 6):
-            step = after(drawn, num_steps, limit)
+            step = run_pipeline(*how, config=config, peers=drawn.peers, num_steps=num_steps)
             assert all(rank.peak_bytes <= limit for rank in step.ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,11 +74,10 @@ def test_an_operator_takes_its_bytes(work: Any, tensors: list[Tensor], nbytes: i
 
 
 def test_a_product_takes_its_operations() -> None:
-    first, second = meta(1024, 2048), meta(2048, 4096)
-    seconds = 2 * 1024 * 2048 * 4096 / 0.5e12
-    assert busy_s(torch.mm, first, second) == approx(seconds)
+    x, seconds = meta(1024, 2048), 2 * 1024 * 2048 * 4096 / 0.5e12
+    assert busy_s(torch.mm, x, meta(2048, 4096)) == approx(seconds)
     with torch.inference_mode():
-        assert busy_s(F.linear, first, meta(4096, 2048)) == approx(seconds)
+        assert busy_s(F.linear, x, meta(4096, 2048)) == approx(seconds)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -278,15 +276,13 @@ def test_attention_has_rates_of_its_own_and_each_operator_a_gap() -> None:
     def seconds(**changes: Any) -> list[float]:
         backend = VirtualBackend(replace(EVEN, memory_bytes_per_s=1e30, **changes))
         qkv = [meta(1, 4, 512, 64, needs_grad=True) for _ in range(3)]
-        times = [0.0]
         with backend.activate():
             y = F.scaled_dot_product_attention(*qkv, is_causal=True)
-            times.append(backend.compute.busy_s)
+            forward_s = backend.compute.busy_s
             torch.autograd.grad(y, qkv, torch.empty_like(y))
-            times.append(backend.compute.busy_s)
+            both_s = backend.compute.busy_s
             qkv[0] @ qkv[0].mT
-            times.append(backend.compute.busy_s)
-        return [after - before for before, after in pairwise(times)]
+        return [forward_s, both_s - forward_s, backend.compute.busy_s - both_s]
 
     own = {"attention_fraction": 0.25, "attention_backward_fraction": 0.125}
     plain, slower, apart = seconds(), seconds(**own), seconds(kernel_gap_s=1.0)

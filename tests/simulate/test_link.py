@@ -131,36 +131,26 @@ def test_a_copy_of_the_program_takes_the_link(copy: Callable[[], Tensor], to_hos
     assert moved == ((BYTES, 0) if to_host else (0, BYTES))
 
 
-def test_the_host_does_not_wait_for_a_copy_that_does_not_block() -> None:
+def test_copies_that_do_not_block_or_stay_on_one_side() -> None:
     backend = VirtualBackend(H100)
     with backend.activate():
         on("cpu").copy_(on("meta"), non_blocking=True)
         on("meta").to("cpu", non_blocking=True)
-    assert backend.host.now_s == pytest.approx(2 * H100.launch_s)
-    assert backend.compute.busy_s == pytest.approx(2 * COPY_S)
-
-
-def test_a_copy_on_one_side_takes_no_link() -> None:
-    backend = VirtualBackend(H100)
-    with backend.activate():
+        assert backend.host.now_s == pytest.approx(2 * H100.launch_s)
+        assert backend.compute.busy_s == pytest.approx(2 * COPY_S)
         on("meta").copy_(on("meta"))
         on("meta").float()
         on("cpu").copy_(on("cpu"))
-        x = torch.empty(4, 6, device="meta").t()
-    assert backend.link.bytes_to_host == backend.link.bytes_to_device == 0
-    with backend.activate():
-        y = x.to("cpu", torch.bfloat16)
+        assert (backend.link.bytes_to_host, backend.link.bytes_to_device) == (2 * BYTES, 0)
+        y = torch.empty(4, 6, device="meta").t().to("cpu", torch.bfloat16)
     assert (y.shape, y.stride(), y.dtype) == ((6, 4), (1, 6), torch.bfloat16)
 
 
 # Streams
 
 
-def device(
-    launch_s: float = 1.0, num_queued_launches: int = 1000
-) -> tuple[HostClock, VirtualStream, VirtualStream]:
-    hardware = replace(DEVICES["H100"], launch_s=launch_s, num_queued_launches=num_queued_launches)
-    host = HostClock(hardware)
+def device(launch_s: float = 1.0, **changes: int) -> tuple[HostClock, VirtualStream, VirtualStream]:
+    host = HostClock(replace(H100, launch_s=launch_s, **changes))
     return host, VirtualStream(host), VirtualStream(host)
 
 
