@@ -233,46 +233,23 @@ def not_synced(model: nn.Module, syncs: bool) -> AbstractContextManager[Any]:
 # Stages of a pipeline
 
 
-class Untold(nn.Module):
+class Untold(nn.Linear):
     """Uses a weight first so that autograd does not see whose it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.weight.detach().t()) @ self.weight
 
 
-class Whole(nn.Module):
-    """Eight layers by name, any of which may be missing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({str(number): Block() for number in range(8)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
-        return x
-
-
-class EverySecondProduct:
+def selective_contexts() -> Any:
     """Outputs of every second product are saved, counted anew in the forward and when run again."""
+    num = {False: 0, True: 0}
 
-    def __init__(self) -> None:
-        self.num = {False: 0, True: 0}
-
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op not in MATMULS:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        self.num[context.is_recompute] += 1
-        is_saved = self.num[context.is_recompute] % 2
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        num[context.is_recompute] += op in MATMULS
+        is_saved = op in MATMULS and num[context.is_recompute] % 2
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-
-def selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(EverySecondProduct())
+    return create_selective_checkpoint_contexts(policy)
 
 
 def replicated_stage(index: int, num_stages: int, mesh: DeviceMesh) -> nn.Module:
@@ -283,7 +260,7 @@ def sharded_stage(index: int, num_stages: int, mesh: DeviceMesh, **options: Any)
     """Every layer and its mlp sharded, then the rest."""
     stage = Stage()
     for layer in stage.layers:
-        layer.mlp.append(Untold())
+        layer.mlp.append(Untold(WIDTH, WIDTH, bias=False))
         fully_shard(layer.mlp, mesh=mesh, **options)
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(stage, mesh=mesh, **options)
@@ -297,7 +274,9 @@ def checkpointed_stage(index: int, num_stages: int, mesh: DeviceMesh) -> nn.Modu
     checkpointed by operator.
     """
     torch.manual_seed(0)
-    stage = copy.deepcopy(Whole())
+    whole = Stage()
+    whole.layers = nn.ModuleDict({str(number): Block() for number in range(8)})
+    stage = copy.deepcopy(whole)
     size = len(stage.layers) // num_stages
     for number, name in enumerate(list(stage.layers)):
         if number // size != index:

@@ -33,7 +33,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self.layers.children():
             x = layer(x)
         return x
 
