@@ -99,17 +99,19 @@ def test_inside_other_hooks(active: Backend, offload: Offload) -> None:
     assert outer.statistics().bytes_offloaded % activation == 0, "no parameter is among them"
 
 
-@pytest.mark.parametrize("order", ["late", "eager", "random"])
 @pytest.mark.parametrize(
-    ("offload", "most_forward", "after_forward", "most_backward"),
+    ("order", "offload", "most_forward", "after_forward", "most_backward"),
     [
         # Forward, in the slice before the last: x, and what each layer so far has given. Backward,
         # in the first layer of the last slice: x, what the layers before have given, y; the
         # gradients of y and of both layers' inputs.
-        (as_slices, 1 + 10, 1 + 12, 1 + 10 + 1 + 3),
+        *(
+            (order, as_slices, 1 + 10, 1 + 12, 1 + 10 + 1 + 3)
+            for order in ("late", "eager", "random")
+        ),
         # Forward: x; the input of a slice, and the outputs of its layers. Backward: x and y; the
         # inputs of the last slice and of the one before; the same gradients.
-        (run_again, 1 + 3, 2, 2 + 2 + 3),
+        ("eager", run_again, 1 + 3, 2, 2 + 2 + 3),
     ],
 )
 def test_device_memory_is_arithmetic(
