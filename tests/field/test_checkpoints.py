@@ -391,42 +391,51 @@ def test_an_error_in_a_checkpoint_takes_no_hook_away(
 # F62: a layer that waits on the host comes as often with a checkpoint around it as without
 
 
-class Checkpointed(nn.Module):
-    """Calls a layer under a checkpoint."""
+AROUND: dict[str, Run] = {
+    "none": plainly,
+    "torch": torchs(),
+    "torch, reentrant": partial(checkpoint, use_reentrant=True),
+    "ours": pp_offload.checkpoint,
+}
+"""Called with a layer."""
 
-    def __init__(self, layer: nn.Module, run: Run) -> None:
-        super().__init__()
-        self.layer, self.run = layer, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.layer, x)
-
-
-WHOLE_LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "torch": partial(Checkpointed, run=torchs()),
-    "torch, reentrant": partial(Checkpointed, run=partial(checkpoint, use_reentrant=True)),
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch's wrapper": torch_wrapper,
-    "ours": partial(Checkpointed, run=pp_offload.checkpoint),
     "our wrapper, offloaded": partial(checkpoint_wrapper, **OFFLOADED),
 }
+"""In the place of a layer."""
+
+
+class Stack(nn.Module):
+    """Six layers, each under a checkpoint."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
+        self.layers = nn.ModuleList(map(WRAPPERS.get(way, lambda layer: layer), layers))
+        self.run = AROUND.get(way, plainly)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
 
 
 @pytest.mark.field("F62")
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("num_resident", [1, 4])
-@pytest.mark.parametrize("way", WHOLE_LAYERS)
+@pytest.mark.parametrize("way", [*AROUND, *WRAPPERS][1:])
 def test_a_checkpoint_brings_no_layer_more_often(
     way: str, num_resident: int, is_frozen: bool
 ) -> None:
     """Two microbatches in flight, over two steps, with the same gradients."""
 
-    def train(wrap: Callable[[nn.Module], nn.Module]) -> tuple[int, list[Tensor]]:
+    def train(way: str) -> tuple[int, list[Tensor]]:
         backend = SimulatedBackend("late")
         with backend.activate():
             torch.manual_seed(1)
-            layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
-            model = nn.Sequential(nn.Sequential(*map(wrap, layers))).requires_grad_(not is_frozen)
-            handle = offload_layers(model, "0", num_resident=num_resident, backend=backend)
+            model = Stack(way).requires_grad_(not is_frozen)
+            handle = offload_layers(model, "layers", num_resident=num_resident, backend=backend)
             leaves = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
             for _ in range(2):
                 losses = [model(leaf).square().sum() for leaf in leaves]
@@ -436,8 +445,8 @@ def test_a_checkpoint_brings_no_layer_more_often(
             assert handle.peak_parameter_bytes_on_device <= num_resident * 2 * (8 + 1) * 8 * 4
             return handle.statistics().bytes_reloaded, gradients(*leaves, *model.parameters())
 
-    nbytes, results = train(WHOLE_LAYERS[way])
-    nbytes_without, results_without = train(lambda layer: layer)
+    nbytes, results = train(way)
+    nbytes_without, results_without = train("none")
     assert nbytes <= nbytes_without
     assert same_bits(results, results_without)
 
@@ -495,6 +504,17 @@ def test_nothing_grows_with_each_call(product: str) -> None:
 
 
 # F65: other tensors in the places of parameters, for a forward
+
+
+class Checkpointed(nn.Module):
+    """Calls a layer under a checkpoint."""
+
+    def __init__(self, layer: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.layer, self.run = layer, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.layer, x)
 
 
 @pytest.mark.field("F65")
