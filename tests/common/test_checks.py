@@ -19,11 +19,8 @@ class Mute(Tensor):
         raise NotImplementedError("no")
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_any_tensor_can_be_described() -> None:
-    rows = [torch.ones(2, 3), torch.ones(4, 3)]
-    assert described(rows[0]) == "a tensor of shape (2, 3), dtype torch.float32"
-    assert described(torch.nested.nested_tensor(rows)) == "a Tensor"
+    assert described(torch.ones(2, 3)) == "a tensor of shape (2, 3), dtype torch.float32"
     assert described(torch.ones(2).as_subclass(Mute)) == "a Mute"
 
 

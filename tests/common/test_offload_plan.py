@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.toy import make_model
+from helpers.scenarios import begin
+from helpers.toy import batches, make_model, run_step, same_bits
+from torch import Tensor
 
 from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 
 GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
@@ -72,45 +72,37 @@ def test_what_is_no_plan_is_refused(content: Any, message: str, tmp_path: Path) 
         OffloadConfig(plan=path)
 
 
-def steps(config: OffloadConfig, num: int = 3) -> tuple[list[torch.Tensor], list[int]]:
-    """Gradients of the last step, and how many groups each step kept that may leave."""
-    with use_backend(CpuBackend(), config=config) as manager:
-        torch.manual_seed(0)
+def steps(**options: Any) -> tuple[list[Tensor], list[int]]:
+    """Losses and gradients of three steps, and the bytes that each has offloaded."""
+    results: list[Tensor] = []
+    sent = []
+    with use_backend(CpuBackend(), config=OffloadConfig(**options)) as manager:
         model = make_model()
-        sent = []
-        for _ in range(num):
-            off_interface.reset()
+        for number in range(3):
             before = manager.statistics().bytes_offloaded
-            for _ in range(2):
-                off_interface.init_chunk_handler(None, None, 1)
-                model(torch.ones(2, 8)).sum().backward()
+            results += run_step(model, batches(2, step=number))
             sent.append(manager.statistics().bytes_offloaded - before)
-        off_interface.reset()
-    return [p.grad for p in model.parameters() if p.grad is not None], sent
+    return results, sent
 
 
 def plan_of(keeps: bool) -> OffloadPlan:
     """Make a plan for the model of these tests."""
     with use_backend(CpuBackend()) as manager:
-        model = make_model()
-        off_interface.init_chunk_handler(None, None, 1)
-        model(torch.ones(2, 8)).sum().backward()
+        begin()
+        make_model()(batches(1)[0]).sum().backward()
         (record,) = [chunk.record(key) for key, chunk in manager.step._backward.items()]
-    groups = [
-        PlannedGroup(name, nbytes, keeps)
-        for name, nbytes in zip(record.shape.names, record.shape.sizes, strict=True)
-    ]
-    return OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((tuple(groups),)),))
+    named = zip(record.shape.names, record.shape.sizes, strict=True)
+    groups = tuple(PlannedGroup(name, nbytes, keeps) for name, nbytes in named)
+    return OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((groups,)),))
 
 
 def test_what_is_planned_stays_from_the_first_step_on() -> None:
-    grads, sent = steps(OffloadConfig())
-    kept_grads, kept_sent = steps(OffloadConfig(plan=plan_of(True)))
-    left_grads, left_sent = steps(OffloadConfig(plan=plan_of(False)))
+    results, sent = steps()
+    kept_results, kept_sent = steps(plan=plan_of(True))
+    sent_results, sent_by_plan = steps(plan=plan_of(False))
     assert kept_sent == [0, 0, 0] and sent[0] > sent[1] == sent[2] > 0
-    assert left_sent == [sent[1]] * 3, "but for the last ones, whose backward comes at once"
-    for grad, kept_grad, left_grad in zip(grads, kept_grads, left_grads, strict=True):
-        assert torch.equal(grad, kept_grad) and torch.equal(grad, left_grad)
+    assert sent_by_plan == [sent[1]] * 3, "but for the last ones, whose backward comes at once"
+    assert same_bits(results, kept_results) and same_bits(results, sent_results)
 
 
 def test_bounds_of_a_plan_hold_where_no_option_says_otherwise() -> None:
@@ -120,7 +112,7 @@ def test_bounds_of_a_plan_hold_where_no_option_says_otherwise() -> None:
     with use_backend(CpuBackend(), config=config) as manager:
         model = make_model()
         for _ in range(3):
-            off_interface.reset()
-            off_interface.init_chunk_handler(None, None, 1)
+            manager.reset()
+            begin()
             assert manager.bounds.now == (77, 300)
-            model(torch.ones(2, 8)).sum().backward()
+            model(batches(1)[0]).sum().backward()
