@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pp_offload import OffloadActivations, OffloadConfig, checkpoint, use_backend
-from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend
 
 Function = Callable[[Tensor], Tensor]
@@ -29,39 +28,6 @@ def plain(x: Tensor) -> Tensor:
     return compute(compute(x))
 
 
-def in_groups(x: Tensor) -> Tensor:
-    return group(group(x, compute, name="a"), compute, name="b")  # type: ignore[no-any-return]
-
-
-def in_context(x: Tensor) -> Tensor:
-    with CONTEXTS[0]:
-        return plain(x)
-
-
-CONTEXTS: list[OffloadActivations] = []
-
-
-def checkpointed(x: Tensor) -> Tensor:
-    return checkpoint(compute, checkpoint(compute, x, offload_inputs=True), offload_inputs=True)
-
-
-products = pytest.mark.parametrize("run", [in_groups, in_context, checkpointed])
-
-
-@pytest.fixture
-def manager(backend: Backend) -> Iterator[Manager]:
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(backend, config=config) as manager:
-        begin_microbatch()
-        CONTEXTS[:] = [
-            OffloadActivations(
-                min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
-            )
-        ]
-        yield manager
-        CONTEXTS.clear()
-
-
 def inputs(backend: Backend, seed: int) -> Tensor:
     return drawn(WIDTH, WIDTH, seed=seed).to(backend.device)
 
@@ -71,52 +37,58 @@ def gradient(run: Function, x: Tensor) -> Tensor:
     return torch.autograd.grad(run(x).sum(), x)[0]
 
 
-def jacfwd(run: Function, x: Tensor) -> Tensor:
-    x = x[:4, :4].detach().contiguous().requires_grad_()
-    return torch.func.jacfwd(run)(x)
+@pytest.fixture(params=["groups", "context", "checkpoint"])
+def run(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Function]:
+    """A program with offload. Behind the test, a step of it is offloaded as ever."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(backend, config=config) as manager:
+        context = OffloadActivations(
+            min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
+        )
+
+        def run(x: Tensor) -> Tensor:
+            if request.param == "groups":
+                return group(group(x, compute, name="a"), compute, name="b")  # type: ignore[no-any-return]
+            if request.param == "context":
+                with context:
+                    return plain(x)
+            for _ in range(2):
+                x = checkpoint(compute, x, offload_inputs=True)
+            return x
+
+        begin_microbatch()
+        yield run
+        begin_step()
+        x = inputs(backend, 2)
+        assert torch.equal(gradient(run, x), gradient(plain, x))
+        manager.reset()
+        assert manager.statistics().live_tensors == context.statistics().live_tensors == 0
 
 
 @on_two_backends
-@products
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_a_recorded_step_is_right_for_other_inputs(
-    manager: Manager, backend: Backend, run: Function, mode: str
+    backend: Backend, run: Function, mode: str
 ) -> None:
     recorded = make_fx(lambda x: gradient(run, x), tracing_mode=mode)(inputs(backend, 0))
     other = inputs(backend, 1)
     assert torch.equal(recorded(other), gradient(plain, other))
-    assert_a_step_goes_on(manager, backend, run)
 
 
 @on_two_backends
-@products
-def test_a_forward_recorded_early_has_no_copies(
-    manager: Manager, backend: Backend, run: Function
-) -> None:
+def test_a_forward_recorded_early_has_no_copies(backend: Backend, run: Function) -> None:
     """As ``torch.export`` records one, above autograd."""
-
     recorded = make_fx(run, pre_dispatch=True)(inputs(backend, 0).requires_grad_())
     assert not [node for node in recorded.graph.nodes if "copy" in str(node.target)]
     other = inputs(backend, 1)
     assert torch.equal(recorded(other), plain(other))
-    assert_a_step_goes_on(manager, backend, run)
 
 
 @on_two_backends
-@products
-def test_a_transformed_step_is_right(manager: Manager, backend: Backend, run: Function) -> None:
-    if run is checkpointed and BEFORE_2_13:
+def test_a_transformed_step_is_right(
+    backend: Backend, run: Function, request: pytest.FixtureRequest
+) -> None:
+    if BEFORE_2_13 and "checkpoint" in request.node.callspec.params.values():
         pytest.skip("PyTorch's checkpoints refuse it before torch 2.13")
-    x = inputs(backend, 0)
-    assert torch.equal(jacfwd(run, x), jacfwd(plain, x))
-    assert_a_step_goes_on(manager, backend, run)
-
-
-def assert_a_step_goes_on(manager: Manager, backend: Backend, run: Function) -> None:
-    """What follows is offloaded as ever."""
-    begin_step()
-    x = inputs(backend, 2)
-    assert torch.equal(gradient(run, x), gradient(plain, x))
-    manager.reset()
-    assert manager.statistics().live_tensors == 0
-    assert CONTEXTS[0].stash.statistics().live_tensors == 0
+    x = inputs(backend, 0)[:4, :4].contiguous().requires_grad_()
+    assert torch.equal(torch.func.jacfwd(run)(x), torch.func.jacfwd(plain)(x))
