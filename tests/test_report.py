@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from helpers.toy import batches, make_model, run_step
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadConfig,
-    PipelineOffloadManager,
     debug_rank,
     fine_grained_activation_offload,
     print_offload_summary_table,
@@ -30,17 +28,6 @@ def rows_of(table: str) -> dict[str, list[str]]:
     """Cells by the first cell of their line."""
     lines = [line.split() for line in table.splitlines()]
     return {cells[0]: cells[1:] for cells in lines if cells}
-
-
-@pytest.fixture
-def trained() -> Iterator[PipelineOffloadManager]:
-    """A manager after a complete step."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config) as manager:
-        for step in range(2):
-            run_step(make_model(), batches(3, step=step), in_flight=2)
-        manager.reset()
-        yield manager
 
 
 def test_a_row_per_rank_a_column_per_group_and_sums() -> None:
@@ -104,12 +91,15 @@ def test_debug_speaks_on_its_rank_through_logging(
     assert caplog.messages == ["pp_offload [rank 0]: 100% %s"] * (is_on and rank == 0)
 
 
-def test_the_summary_is_that_of_the_current_manager(
-    trained: PipelineOffloadManager, one_rank: None
-) -> None:
-    assert set(trained.offload_summary_bytes) <= {"mix", "mlp"}
-    assert trained.offload_summary_total_bytes == sum(trained.offload_summary_bytes.values())
-    assert trained.offload_summary_total_bytes > 0
-    assert summary_table().startswith(format_summary([trained.offload_summary_bytes], [0]))
-    with use_backend(CpuBackend()):
-        assert "counts from the next reset()" in summary_table(), "no step is complete yet"
+def test_the_summary_is_that_of_the_current_manager(one_rank: None) -> None:
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config) as manager:
+        for step in range(2):
+            run_step(make_model(), batches(3, step=step), in_flight=2)
+        manager.reset()
+        summary = manager.offload_summary_bytes
+        assert set(summary) <= {"mix", "mlp"}
+        assert manager.offload_summary_total_bytes == sum(summary.values()) > 0
+        assert summary_table().startswith(format_summary([summary], [0]))
+        with use_backend(CpuBackend()):
+            assert "counts from the next reset()" in summary_table(), "no step is complete yet"
