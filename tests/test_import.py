@@ -20,15 +20,21 @@ import pp_offload
 ROOT = Path(pp_offload.__file__).parents[1]
 
 
-def modules_after(code: str) -> set[str]:
-    """What a new process has imported after this code."""
-    code += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+def modules_of(code: str, *, behind: str = "") -> set[str]:
+    """What a new process imports for this code, when it has run another before."""
+    code = f"""
+import json, sys
+{behind}
+before = set(sys.modules)
+{code}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     return set(json.loads(done.stdout))
 
 
 def test_the_package_alone_imports_no_other_module_of_it() -> None:
-    loaded = modules_after("import pp_offload")
+    loaded = modules_of("import pp_offload")
     assert {module for module in loaded if module.split(".")[0] == "pp_offload"} == {"pp_offload"}
     assert "torch" not in loaded
 
@@ -37,7 +43,7 @@ def test_all_its_names_import_nothing_that_is_heavy() -> None:
     """Beside what ``import torch`` does. Pipelining of PyTorch alone would take a tenth of that."""
     names = "import pp_offload\nfor name in pp_offload.__all__: getattr(pp_offload, name)"
     names += "\nimport pp_offload.integrations.accelerate"
-    loaded = modules_after(names) - modules_after("import torch, decimal, numpy.typing, statistics")
+    loaded = modules_of(names, behind="import torch, decimal, numpy.typing, statistics")
     others = {module for module in loaded if module.split(".")[0] != "pp_offload"}
     assert others <= {  # no compiler of PyTorch among them
         "fractions",
