@@ -26,7 +26,7 @@ TINY = LlamaConfig(**SIZES)
 
 
 def test_a_config(tmp_path: Path) -> None:
-    TINY.save_pretrained(tmp_path)
+    LlamaConfig(**SIZES | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
         assert "mlp may leave" in good("simulate", "--hf", path, *SMALL, "--groups", "mlp")
     check_refused("simulate --hf ./nowhere", "found no file or directory './nowhere'")

@@ -57,9 +57,8 @@ def slow(*values: Any) -> list[Any]:
 
 
 def chosen(drawn: Drawn, tapes: list[RankTapes], limit: int) -> OffloadPlan | None:
-    how = {"config": drawn.config, "peers": drawn.peers}
     try:
-        return choose(drawn.order, tapes, drawn.hardware, limit, **how)
+        return chooser_of(drawn, tapes).plan(limit)
     except InfeasibleError as failure:
         assert failure.least_bytes > limit
         return None
