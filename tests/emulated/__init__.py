@@ -51,7 +51,7 @@ def load() -> ModuleType:
         EmulatedDeviceError: It cannot be built; it says what is missing.
     """
     loaded = sys.modules.get(f"torch.{NAME}")
-    return _register(_import(_built())) if loaded is None else loaded
+    return _registered(_built()) if loaded is None else loaded
 
 
 def _check() -> None:
@@ -117,18 +117,14 @@ def _build(library: Path) -> None:
         os.replace(Path(scratch) / library.name, library)  # whole, or not there
 
 
-def _import(library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(library.stem, library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _register(native: ModuleType) -> ModuleType:
+def _registered(library: Path) -> ModuleType:
+    """The module around a library, which PyTorch knows from now on."""
     from . import module
 
-    module.native = native
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None and spec.loader is not None
+    module.native = native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

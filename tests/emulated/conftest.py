@@ -12,11 +12,8 @@ from emulated import load
 
 
 @pytest.fixture(autouse=True)
-def emulated(request: pytest.FixtureRequest) -> Iterator[ModuleType | None]:
-    """The device, without delays, and with nothing queued before or after; or none is needed."""
-    if request.node.get_closest_marker("emulated") is None:
-        yield None
-        return
+def emulated(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The device, without delays, and with nothing queued before or after."""
     delays = request.config.getoption("emulated")
     if delays != "fast":
         pytest.skip("this sets delays of its own; run it with --emulated fast")

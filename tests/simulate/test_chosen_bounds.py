@@ -21,10 +21,7 @@ NUM_LAYERS = 8
 CHUNK_BYTES = NUM_LAYERS * SAVED_BYTES
 FORWARD_S = NUM_LAYERS * FLOPS / (990e12 * 0.6)
 
-
-@pytest.fixture(autouse=True)
-def least(small_floor: None) -> None:
-    """Layers here are small, so that tests are fast."""
+pytestmark = pytest.mark.usefixtures("small_floor")
 
 
 @contextmanager
