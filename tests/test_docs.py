@@ -111,7 +111,7 @@ def test_the_six_lines_are_six_and_run(
 def test_the_loop_without_a_schedule_runs(
     on_cpu: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = trained(Model(1), 1024)
+    names = trained(Model(2), 1024)
     run("pipelining", names=names, data=[names["data"]] * 2)
     assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
     assert "mlp" in capsys.readouterr().out
