@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import on_two_backends
 from helpers.scenarios import begin
 from helpers.sessions import group
 from helpers.toy import batches, make_model, run_step, same_bits
@@ -20,6 +21,8 @@ from pp_offload import (
     offload_modules,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+
+pytestmark = on_two_backends
 
 OTHER = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)
 
