@@ -34,6 +34,7 @@ try:
     from torch._C import DispatchKey as DispatchKey
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.amp import grad_scaler as _grad_scaler
     from torch.autograd import Variable
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
     from torch.utils import _python_dispatch, _pytree
@@ -45,6 +46,9 @@ try:
     is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
     CachingTorchDispatchMode = _checkpoints._CachingTorchDispatchMode
+
+    ScaleCopies: Any = _grad_scaler._MultiDeviceReplicator
+    """Copies of a tensor of a ``GradScaler`` on the devices of gradients."""
 
     ActivationWrapper = _wrappers.ActivationWrapper
     CheckpointWrapper = _wrappers.CheckpointWrapper

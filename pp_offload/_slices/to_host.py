@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pp_offload._common.torch_private import has_compatible_shallow_copy_type
+from pp_offload._slices.loss_scale import wait_for_scales
 from pp_offload._slices.places import HOST
 from pp_offload._slices.plain_copies import PlainCopies
 
@@ -22,6 +23,8 @@ def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> 
 
     The parameters of a slice share an allocation.
     """
+    if not copies.backend.is_host:
+        wait_for_scales()
     placed: set[int] = set()
     for parameters in slices:
         new = [parameter for parameter in parameters if id(parameter) not in placed]

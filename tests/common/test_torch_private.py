@@ -31,6 +31,7 @@ ATTRIBUTES: dict[Callable[[], Any], str] = {
     lambda: nn.Linear(1, 1): """_apply _backward_hooks _backward_pre_hooks _buffers
         _compiled_call_impl _forward_hooks _forward_pre_hooks _modules _non_persistent_buffers_set
         _parameters""",
+    lambda: torch_private.ScaleCopies(torch.ones(1)): "_per_device_tensors",
     lambda: torch_private.CheckpointWrapper(nn.Linear(1, 1)): "_checkpoint_wrapped_module",
 }
 """Private attributes of objects that can be made in one process."""
