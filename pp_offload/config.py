@@ -113,8 +113,9 @@ class OffloadConfig:
         tiers: Where offloaded bytes go: ``("host",)``, the default, ``("disk",)``, or
             ``("host", "disk")``, where the disk takes what is above the host budget.
 
-            The disk needs some host memory to pass bytes through, which is pinned for an
-            accelerator. If the device is the host itself, only the disk frees memory.
+            Bytes pass through host memory on their way, pinned for an accelerator: with both tiers
+            through an eighth of the budget, which has to hold the largest group. If the device is
+            the host itself, only the disk frees memory.
         disk_dir: A path, default None. Directory of the disk tier's file, one per rank; created if
             missing. None is the directory of temporary files.
 

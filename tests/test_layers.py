@@ -18,7 +18,7 @@ MOST_LINES = {
     "_hooks": 450,
     "_megatron": 1300,
     "_memory": 1500,
-    "_slices": 1600,
+    "_slices": 1650,
     "backends": 750,
     "cli": 1250,
     "compat": 150,

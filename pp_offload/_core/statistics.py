@@ -34,7 +34,9 @@ class OffloadStatistics:
     """Host bytes that a living saved tensor needs, at rest or on the way to and from the disk."""
 
     host_bytes_peak: int
-    """Most host bytes that were ever in use; with a disk tier, bytes passing through included."""
+    """Most host bytes that were ever in use. With a disk, the most of those that stay and the most
+    of those that pass through are added, though they may be at different times.
+    """
 
     host_bytes_reserved: int
     """Host bytes taken from the system, in use or kept for reuse."""

@@ -209,10 +209,11 @@ class DiskTier(HostTier):
             raise Busy(furthest)
         try:
             passage.host = super().take(passage, sizes, specs, force=force and furthest is None)
-        except MemoryError:
-            if furthest is None:
-                raise
-            raise Busy(furthest) from None
+        except MemoryError as full:
+            if furthest is not None:
+                raise Busy(furthest) from None
+            advice = "or make groups smaller: a group passes whole through host memory to the disk"
+            raise MemoryError(f"{full}, {advice}") from None
         return passage
 
     def furthest(self) -> Event | None:

@@ -43,7 +43,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pp_offload._common.processes import logger_of
-from pp_offload._common.sizes import GIB, MIB
+from pp_offload._common.sizes import MIB, size_text
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
@@ -340,7 +340,7 @@ class DeviceRoom:
         """Return the cause of the device's peak as text; empty if the peak is in a group."""
         if self._outside_bytes > peak_bytes:
             return (
-                f"the most, {self._outside_bytes / GIB:.2f} GiB, is taken outside of groups, by "
+                f"the most, {size_text(self._outside_bytes)}, is taken outside of groups, by "
                 "an optimizer, an evaluation, or loading"
             )
         if self._is_of_loss:

@@ -113,7 +113,7 @@ def step_line(gain: Gain) -> tuple[int, str]:
             line += f", and took {gain.first.step_ms:.1f} as the first"
     if device is None:
         spared = gain.spared_bytes / size
-        line += f"; without offload the peak is {spared:.2f} {unit} higher (estimated)"
+        line += f"; without offload the peak is up to {spared:.2f} {unit} higher (estimated)"
     else:
         line += f"; the device's peak is about {device.peak_bytes / size:.2f} {unit}"
         if device.limit_bytes is not None:
@@ -121,7 +121,7 @@ def step_line(gain: Gain) -> tuple[int, str]:
         if device.first_peak_bytes:
             line += f", was {device.first_peak_bytes / size:.2f} in the first step"
         without = (device.peak_bytes + gain.spared_bytes) / size
-        line += f", and {without:.2f} without offload (estimated)"
+        line += f", and up to {without:.2f} without offload (estimated)"
         if device.elsewhere:
             line += f"; {device.elsewhere}"
     if not gain.copies_free:

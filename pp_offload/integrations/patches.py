@@ -156,7 +156,7 @@ class patch:  # noqa: N801  called as a function is
         host = sum(each.host_bytes_peak for each in counts) / 2**20
         state = "active" if _active is self else "undone"
         if not moved and not again:
-            why = "no option asked for it, or no tensor has min_offload_size bytes"
+            why = "no option asked for it, or too few tensors have min_offload_size bytes"
             return f"<pp_offload.patch: {state}; nothing offloaded: {why}>"
         return (
             f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "

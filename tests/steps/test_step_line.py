@@ -52,7 +52,7 @@ def test_figures_are_those_of_the_step(training: Training, line: Line) -> None:
         re.findall(
             r"peak, ([\d.]+) GiB.*device, ([\d.]+) are on.*takes ([\d.]+) ms, ([\d.]+) without.*"
             r"took ([\d.]+) as the first.*about ([\d.]+) GiB of at most ([\d.]+), was ([\d.]+) in "
-            r"the first step, and ([\d.]+) without offload \(estimated\)$",
+            r"the first step, and up to ([\d.]+) without offload \(estimated\)$",
             line().getMessage(),
         )[0],
     )
@@ -73,7 +73,7 @@ def test_without_a_clock_a_step_is_timed_by_the_host(line: Line) -> None:
             run_step(make_model(), batches(3, step=number))
         FineGrainedActivationOffloadingInterface.reset()
         assert re.search(r"takes [\d.]+ ms, and took [\d.]+ as the first", line().getMessage())
-        assert "the peak is 0.00 MiB higher (estimated)" in line().getMessage()
+        assert "the peak is up to 0.00 MiB higher (estimated)" in line().getMessage()
         assert line().getMessage().endswith("free no memory here, where the device is the host")
         *_, row, note = summary_table(local=True).splitlines()
         assert row.split()[4:7] == ["-", "-", "-"] and note.startswith("copies free no memory")
@@ -85,12 +85,12 @@ def test_where_copies_cost_time_it_is_a_warning() -> None:
     level, text = step_line(gain)
     assert level == logging.WARNING
     assert "takes 120.0 ms, 100.0 without waiting for copies (estimated), and took 150.0" in text
-    assert "1.00 GiB of at most 2.00, was 2.00 in the first step, and 6.00 without" in text
+    assert "1.00 GiB of at most 2.00, was 2.00 in the first step, and up to 6.00 without" in text
     assert "a larger device_limit_bytes, fewer groups" in text
     cells = gain_table({"rank 3": gain}).splitlines()[-1].split()[2:]
     assert cells == "120.0 150.0 ~100.0 1.00 2.00 ~6.00 0.00 5.00 0.00".split()
     small = gain._replace(groups=GroupBytes(copied=5 * 2**20), device=None)
-    assert "the peak is 5.00 MiB higher" in step_line(small)[1]
+    assert "the peak is up to 5.00 MiB higher" in step_line(small)[1]
     assert gain_table({"rank 0": small}).splitlines()[-1].split()[-2] == "5.00"
     few_waits = gain._replace(now=StepTime(120.0, 1.0), device=None)
     assert step_line(few_waits)[0] == logging.INFO
