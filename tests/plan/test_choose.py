@@ -138,7 +138,7 @@ def test_tapes_of_another_smallest_tensor_are_refused() -> None:
 
 
 def test_a_limit_that_may_need_more_host_memory_says_so() -> None:
-    drawn, tapes = with_host_memory(*planned(2), 0.3)
+    drawn, tapes = with_host_memory(*planned(20), 0.3)
     budget_bytes = drawn.config.host_budget_bytes
     with pytest.raises(InfeasibleError, match=f"larger host_budget_bytes than {budget_bytes}"):
         chooser_of(drawn, tapes).plan(1)

@@ -149,7 +149,7 @@ SEEDS = {
     with_budget: range(300, 304),
     with_optimizer: range(6),
     split: range(5),
-    v_shaped: range(7, 11),
+    v_shaped: range(6, 10),
 }
 
 
