@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 HANG_S = 1800
-"""Without a sign of life for so long it hangs: on a quiet machine the whole suite takes 720 s, and
+"""Without a sign of life for so long it hangs: on a quiet machine the fast suite takes 180 s, and
 on the busiest one seen, five times as long; no part of it a tenth of that."""
 
 Run = subprocess.CompletedProcess[str]
