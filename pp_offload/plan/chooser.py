@@ -412,9 +412,9 @@ class _Search:
         if AUTO not in (predictor.config.max_in_flight_bytes, predictor.config.prefetch_bytes):
             return filled
         order = ORDERS[filled.index(self._best_of(filled))]
+        orders = ORDERS if predictor.has_few else (order,)
         for part in BOUNDS[1:]:
             bounds = _scaled(predictor.first_bounds, part)
-            orders = ORDERS if predictor.has_few else [order]
             filled += [self._fill(nums, bounds, each) for each in orders]
         own = predictor.own_bounds(self._best_of(filled).choice)
         return [*filled, self._fill(nums, own, order)]

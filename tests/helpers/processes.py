@@ -40,19 +40,19 @@ def start(
         )
 
 
-def watch(processes: Sequence[subprocess.Popen], files: Sequence[Path]) -> bool:
-    """Wait until all have ended well, or one has failed: the others might wait for it for ever.
+def watch(process: subprocess.Popen, *files: Path) -> bool:
+    """Wait until a process has ended.
 
     Args:
-        processes: Those of :func:`start`.
-        files: What they write. As long as one of these grows, none hangs.
+        process: What :func:`start` returned.
+        files: What it writes. As long as one of these grows, it does not hang.
 
     Returns:
-        Whether none hung.
+        Whether it did not hang.
     """
     written, since = -1, time.monotonic()
     try:
-        while any(each.poll() is None for each in processes) and not any(map(_failed, processes)):
+        while process.poll() is None:
             now = sum(file.stat().st_size for file in files)
             if now != written:
                 written, since = now, time.monotonic()
@@ -61,8 +61,7 @@ def watch(processes: Sequence[subprocess.Popen], files: Sequence[Path]) -> bool:
             time.sleep(0.02)
         return True
     finally:
-        for process in processes:
-            end(process)
+        end(process)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -90,7 +89,7 @@ def run(
     """
     out, err = folder / "stdout", folder / "stderr"
     process = start(command, env, out, err, cwd)
-    is_well = watch([process], [out, err])
+    is_well = watch(process, out, err)
     assert is_well, f"{command} hangs:\n{out.read_text()}\n{err.read_text()}"
     return subprocess.CompletedProcess(
         command, process.returncode, out.read_text(), err.read_text()
@@ -133,7 +132,3 @@ def run_each(programs: Mapping[str, str], folder: Path, prologue: str) -> dict[s
         assert (ended[name], errors) == ("0", ""), f"{name}:\n{output}{errors}"
         printed[name] = output.splitlines()
     return printed
-
-
-def _failed(process: subprocess.Popen) -> bool:
-    return bool(process.poll())

@@ -47,7 +47,7 @@ def run_ranks(
     log, errors = out / "log.txt", out / "errors.txt"
     command = [sys.executable, str(worker), str(out), str(world), *cases]
     process = start(command, {**os.environ, **shared}, log, errors)
-    is_well = watch([process], [log])  # each rank writes a line for each case
+    is_well = watch(process, log)  # each rank writes a line for each case
     assert is_well, f"no rank came to its next case:\n{errors.read_text()}"
     assert process.returncode == 0, errors.read_text()
     return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world)]
