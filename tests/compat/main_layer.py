@@ -1,8 +1,8 @@
 """A small transformer that calls the offload as the call sites of Megatron-LM's main do.
 
-Which groups a layer has, where each begins and where it is closed, what is named to be released and
-which commits may be delayed is written after transformer_layer.py, attention.py and experts.py;
-what is called once a microbatch after gpt_model.py, and once a step after schedules.py.
+Where a group begins and where it is closed, what is named to be released and which commits may be
+delayed is written after transformer_layer.py, attention.py and experts.py; what is called once a
+microbatch after gpt_model.py, and once a step after schedules.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pp_offload import PipelineOffloadManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 
 WIDTH = 16
-GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+GROUPS = ("attn_norm", "core_attn", "expert_fc1", "moe_act")
 
 
 class Layer(nn.Module):
@@ -31,45 +31,25 @@ class Layer(nn.Module):
         self.is_on = is_on
         self.may_delay = False
         self.attn_norm = nn.LayerNorm(WIDTH)
-        self.mlp_norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
         self.fc1 = nn.Linear(WIDTH, 4 * WIDTH)
         self.fc2 = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.attention(x))
+        return self.experts(self.attention(x))
 
     def attention(self, x: Tensor) -> Tensor:
         residual = x
-        group = off_interface(self.is_on, x, "attn_norm")
-        with group as x:
+        norm_group = off_interface(self.is_on, x, "attn_norm")
+        with norm_group as x:
             normed = self.attn_norm(x)
-        x = self.self_attention(normed) + residual
-        return group.group_offload(x, forced_released_tensors=[residual])
-
-    def self_attention(self, x: Tensor) -> Tensor:
-        group = off_interface(self.is_on, x, "qkv_linear")
-        with group as x:
-            parts = self.qkv(x).chunk(3, dim=-1)
-        query, key, value = group.group_offload(parts, forced_released_tensors=[])
+        query, key, value = self.qkv(normed).chunk(3, dim=-1)
         group = off_interface(self.is_on and self.training, query, "core_attn")
         with group as query:
             scores = torch.softmax(query @ key.transpose(-1, -2), dim=-1)
             attended = scores @ value
         attended = group.group_offload(attended, forced_released_tensors=[query, key, value])
-        group = off_interface(self.is_on, attended, "attn_proj")
-        with group as attended:
-            out = self.proj(attended)
-        return group.group_offload(out, forced_released_tensors=[attended])
-
-    def mlp(self, x: Tensor) -> Tensor:
-        residual = x
-        norm_group = off_interface(self.is_on, x, "mlp_norm")
-        with norm_group as x:
-            normed = self.mlp_norm(x)
-        x = self.experts(normed) + residual
-        return norm_group.group_offload(x, forced_released_tensors=[residual])
+        return norm_group.group_offload(attended + residual, forced_released_tensors=[residual])
 
     def experts(self, x: Tensor) -> Tensor:
         group = off_interface(self.is_on, x, "expert_fc1")
@@ -82,9 +62,8 @@ class Layer(nn.Module):
         with group as hidden:
             gate, up = hidden.chunk(2, dim=-1)
             activated = functional.silu(gate) * up
-        out = self.fc2(activated)
         return group.group_offload(
-            out, forced_released_tensors=[hidden], delay_offload=self.may_delay
+            self.fc2(activated), forced_released_tensors=[hidden], delay_offload=self.may_delay
         )
 
     def replay(self, x: Tensor) -> Tensor:
@@ -95,7 +74,7 @@ class Layer(nn.Module):
             x = self.attention(x)
             if self.may_delay:
                 off_interface.flush_delayed_groups()
-            return self.mlp(x)
+            return self.experts(x)
         finally:
             if self.may_delay:
                 off_interface.exit_replay()
@@ -194,7 +173,3 @@ def in_group(
     with group as inside:
         y = compute(inside)
     return group.group_offload(y, **offload)
-
-
-def exp_in_a_group(x: Tensor, name: str) -> Tensor:
-    return in_group(x, lambda h: (h / 2).exp(), name)

@@ -47,15 +47,6 @@ def test_a_flush_offloads_in_forward_order(manager: PipelineOffloadManager, x: T
     assert same_bits(gradients(x), torch.autograd.grad((x * 1).sin().sin().sum(), x))
 
 
-def test_a_commit_after_backward_moves_nothing(manager: PipelineOffloadManager, x: Tensor) -> None:
-    batch = torch.ones_like(x)
-    group(batch, lambda h: (h * x).exp(), delay_offload=True).sum().backward()
-    batch.add_(1)  # the next batch, into the same memory
-    manager.reset()
-    assert manager.statistics().bytes_offloaded == 0
-    begin()
-
-
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_a_delayed_release_keeps_nothing_alive(
     manager: PipelineOffloadManager, x: Tensor, is_dropped: bool

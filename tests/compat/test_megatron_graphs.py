@@ -10,7 +10,7 @@ import torch
 from helpers.captures import manager_of
 from helpers.sessions import gradients
 from helpers.toy import same_bits
-from main_layer import Model, batches, begin, exp_in_a_group, models, step
+from main_layer import Model, batches, begin, in_group, models, step
 from torch import Tensor
 
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
@@ -71,7 +71,7 @@ def test_the_event_is_recorded_where_the_copies_are_joined() -> None:
         begin()
         stream = off_interface.cuda_graph_stream()
         assert stream is simulated.current_stream()
-        y = exp_in_a_group(torch.ones(9, requires_grad=True) * 1, "a")
+        y = in_group(torch.ones(9, requires_grad=True) * 1, torch.sin)
         assert simulated.pending > 0
         off_interface.forward_record()
         assert simulated.pending == 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.sessions import session
 from helpers.toy import same_bits
 from helpers.wrapped import KeepsSaved, Pair
-from main_layer import batches, begin, in_group, models, step
+from main_layer import begin, in_group
 from torch import Tensor
 
 from pp_offload import CpuBackend
@@ -126,21 +126,7 @@ def test_a_hook_that_waits_keeps_no_tensor_alive(face: PipelineOffloadManager) -
     assert [[tensor is held for tensor in tensors] for tensors in called] == [[True], [True]]
 
 
-# Steps and the table
-
-
-def test_a_reset_takes_part_in_no_collective(
-    one_rank: None, face: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("a collective")
-
-    for name in ("all_gather_object", "all_reduce", "barrier", "gather_object"):
-        monkeypatch.setattr(dist, name, refuse)
-    step(models(face)[0], batches(face.backend.device))
-    off_interface.reset(process_group=dist.group.WORLD)
-    face.post_warmup_callback(process_group=dist.group.WORLD)
-    face.reset()
+# The table
 
 
 def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
