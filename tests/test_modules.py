@@ -81,32 +81,6 @@ def test_a_star_stands_for_one_part(pattern: Any, expected: list[str]) -> None:
         assert handle.modules == {"group": expected}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("layers.*.mpl", r"'layers\.\*\.mpl' .*layers\.0\.mlp.*; expected"),
-        ("layers.*.MLP", r"'layers\.\*\.MLP' .*layers.*; expected"),
-    ],
-)
-def test_a_pattern_without_a_match_is_an_error_with_near_names(pattern: str, message: str) -> None:
-    net = Net()
-    with pytest.raises(ValueError, match=message):
-        offload_modules(net, {"ok": "head", "wrong": pattern})
-    assert num_hooks(net) == 0
-
-
-def test_remove_restores_the_model(manager: PipelineOffloadManager) -> None:
-    net = make_net(manager)
-    expected = step(net, manager, chunk=False)
-    handle = offload_modules(net, GROUPS)
-    assert num_hooks(net) > 0
-    handle.remove()
-    handle.remove()
-    assert num_hooks(net) == 0
-    assert same_bits(step(net, manager, chunk=False), expected)
-    assert manager.statistics().bytes_offloaded == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_module_that_takes_no_hooks_leaves_the_model_as_it_was(
     manager: PipelineOffloadManager,
@@ -141,7 +115,9 @@ def test_removing_the_handle_frees_a_copy_too(manager: PipelineOffloadManager, w
     expected, num = step(net, manager, chunk=False), num_hooks(net)
     handle = offload_modules(net, GROUPS)
     twin = COPIED[way](net)
-    handle.remove()
+    for _ in range(2):
+        handle.remove()
+    assert num_hooks(net) == num
     assert same_bits(step(twin, manager, chunk=False), expected)
     assert manager.statistics().bytes_offloaded == 0
     with offload_modules(twin, {"layer": "layers.*", **GROUPS}):
