@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_backend
-from helpers.backward_orders import (
-    Program,
-    first_in_first_out,
-    forward,
-    gradients,
-    last_in_first_out,
-    one_by_one,
-)
-from helpers.toy import assert_idle, assert_no_hooks, batches, make_model, same_bits
+from helpers.checkpointed import ORDERS, make, results
+from helpers.sliced import Call, Order, first_in_first_out, one_by_one, together
+from helpers.toy import assert_idle, assert_no_hooks, same_bits
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import NoOpManager, OffloadActivations
@@ -32,65 +26,24 @@ from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 
 
-def device_of(offload: OffloadActivations) -> torch.device:
-    return offload.stash._offloader.backend.device
-
-
-def pair(offload: OffloadActivations) -> list[nn.Module]:
-    model = make_model(groups=(), device=str(device_of(offload)))
-    offload.keep_module(model)
-    return [model, make_model(groups=(), device=str(device_of(offload)))]
-
-
-def together(model, leaves, offload):
-    losses = [forward(model, x, offload) for x in leaves]
-    sum(losses[1:], start=losses[0]).backward()
-    return gradients(model, leaves)
-
-
-def some_dropped(model, leaves, offload):
-    losses = [forward(model, x, offload) for x in leaves]
-    del losses[1]
-    losses.pop().backward()
-    return gradients(model, leaves)
-
-
-def inside(model, leaves, offload):
-    """Backward inside the context, as an eager trainer may do."""
-    for x in leaves:
-        with offload or nullcontext():
-            model(x).square().mean().backward()
-    return gradients(model, leaves)
-
-
-def recomputed(model, leaves, offload):
-    def run(x: Tensor) -> Tensor:
-        for layer in model:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    for loss in [forward(run, x, offload) for x in leaves]:
-        loss.backward()
-    return gradients(model, leaves)
-
-
-PROGRAMS = [
-    *(one_by_one, first_in_first_out, last_in_first_out, together, some_dropped, inside),
-    recomputed,
-]
-
-
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_equal_bit_for_bit(activations: OffloadActivations, program: Program) -> None:
-    on, off = pair(activations)
+@pytest.mark.parametrize("order", [*ORDERS, together], ids=lambda order: order.__name__)
+@pytest.mark.parametrize("way", [None, "full"], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("is_whole_step", [False, True])
+def test_equal_bit_for_bit(
+    activations: OffloadActivations, is_whole_step: bool, way: str | None, order: Order
+) -> None:
+    """Around each forward, or around backwards as well, as in an eager trainer."""
+    backend = activations.stash.backend
+    plain, model = (make(backend.device, way, backend)[0] for _ in range(2))
+    activations.keep_module(model)
+    for_forward, for_step = (None, activations) if is_whole_step else (activations, None)
     for step in range(3):
-        runs = []
-        for model, context in ((on, activations), (off, None)):
-            inputs = batches(4, step=step, length=4 + step)
-            leaves = [x.to(device_of(activations)).requires_grad_() for x in inputs]
-            runs.append(program(model, leaves, context))
-        assert same_bits(*runs), step
+        program = partial(results, order=order, step=step, device=backend.device, rows=6 + step)
+        expected = program(plain)
+        with for_step or nullcontext():
+            got = program(model, context=for_forward)
+        assert same_bits(got, expected), step
         gc.collect()
         assert_idle(activations)
     assert activations.statistics().bytes_offloaded > 0
@@ -140,17 +93,17 @@ def test_small_ones_and_those_of_a_no_op_manager_stay() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("use_pin_memory", [True, False])
 @pytest.mark.parametrize("use_streams", [True, False])
-def test_options(active: Backend, use_streams: bool, use_pin_memory: bool) -> None:
+def test_options(active: Backend, use_streams: bool, use_pin_memory: bool, size: int) -> None:
     offload = OffloadActivations(
-        use_pin_memory, use_streams, min_offload_size=1, max_fwd_stash_size=2, backend=active
+        use_pin_memory, use_streams, min_offload_size=1, max_fwd_stash_size=size, backend=active
     )
-    runs = []
-    for model, context in zip(pair(offload), (offload, None), strict=True):
-        leaves = [x.to(active.device).requires_grad_() for x in batches(3)]
-        runs.append(first_in_first_out(model, leaves, context))
-    assert same_bits(*runs)
+    plain, model = (make(active.device, None, active)[0] for _ in range(2))
+    expected = results(plain, first_in_first_out, 0, active.device)
+    got = results(model, first_in_first_out, 0, active.device, context=offload)
+    assert same_bits(got, expected)
     assert use_streams or offload.statistics().bytes_in_flight == 0
 
 
@@ -195,28 +148,6 @@ def test_it_can_be_switched_off_and_has_the_names_of_trl_and_torchtune() -> None
     assert [getattr(offload, name) for name in names] == [True, False, 1024, 2]
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_statistics_of_batch_norm_stay(active: Backend, is_known: bool) -> None:
-    """They change without a trace: two forwards in training in flight, then one in evaluation."""
-    results = []
-    for is_on in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()).to(active.device)
-        offload = OffloadActivations(
-            min_offload_size=1, max_fwd_stash_size=2, config=OffloadConfig(), backend=active
-        )
-        if is_known:
-            offload.keep_module(model)
-        leaves = [torch.randn(4, 8).to(active.device).requires_grad_() for _ in range(3)]
-        losses = []
-        for x, mode in zip(leaves, (True, True, False), strict=True):
-            losses.append(forward(model.train(mode), x, offload if is_on else None))
-        for loss in reversed(losses):
-            loss.backward()
-        results.append(gradients(model, leaves))
-    assert same_bits(*results)
-
-
 def test_sparse_and_nested_tensors_stay() -> None:
     offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
     sparse = torch.eye(3).to_sparse()
@@ -230,19 +161,23 @@ def test_sparse_and_nested_tensors_stay() -> None:
     assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
 
 
+def without_backward(call: Call, leaves: list[Tensor]) -> list[Tensor]:
+    return [call(leaves[0])]
+
+
 @pytest.mark.parametrize("order", [one_by_one, first_in_first_out])
 def test_after_two_steps_the_log_says_once_what_a_step_takes(
-    activations: OffloadActivations, order: Program, caplog: pytest.LogCaptureFixture
+    activations: OffloadActivations, order: Order, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps without a backward do not count."""
-    (model, _), backend = pair(activations), activations.stash.backend
+    backend = activations.stash.backend
+    model, _ = make(backend.device, None, backend)
     assert activations.statistics().step_ms is None and "a step takes" not in repr(activations)
     times = []
     with caplog.at_level("INFO"):
         for number in range(6):
-            leaves = [x.to(backend.device) for x in batches(2, step=number)]
-            order(model, leaves, activations)
-            forward(model, leaves[0], activations)
+            for each in (order, without_backward):
+                results(model, each, number, backend.device, context=activations, num=2)
             backend.synchronize()
             times.append(activations.statistics().step_ms)
     (line,) = [line for line in caplog.messages if "a step takes" in line]

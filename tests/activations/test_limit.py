@@ -7,9 +7,11 @@ import logging
 import pytest
 import torch
 from conftest import make_backend
-from helpers.backward_orders import Program, last_in_first_out, one_by_one
-from helpers.toy import batches, make_model, same_bits
+from helpers.checkpointed import make, results
+from helpers.sliced import Call, Order, last_in_first_out, one_by_one
+from helpers.toy import same_bits
 from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from torch import Tensor
 
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import OffloadActivations
@@ -18,10 +20,20 @@ from pp_offload.simulate import VirtualBackend
 NUM_LAYERS = 24
 
 
-@pytest.mark.parametrize("program", [one_by_one, last_in_first_out])
+def one_ahead(call: Call, leaves: list[Tensor]) -> list[Tensor]:
+    """As in a pipeline: a step is over where no graph is left."""
+    losses = [call(leaves[0]).square().mean()]
+    for x in leaves[1:]:
+        losses.append(call(x).square().mean())
+        losses[-2].backward()
+    losses[-1].backward()
+    return losses
+
+
+@pytest.mark.parametrize("program", [one_by_one, last_in_first_out, one_ahead])
 @pytest.mark.parametrize("limit_bytes", [1, 3000, 2**30])
 @pytest.mark.parametrize("order", ["late", "eager", "random"])
-def test_equal_bit_for_bit(order: str, limit_bytes: int, program: Program) -> None:
+def test_equal_bit_for_bit(order: str, limit_bytes: int, program: Order) -> None:
     """In steps that differ in how many microbatches there are."""
     backend = make_backend(order)
     offload = OffloadActivations(
@@ -30,14 +42,12 @@ def test_equal_bit_for_bit(order: str, limit_bytes: int, program: Program) -> No
         config=OffloadConfig(device_limit_bytes=limit_bytes),
         backend=backend,
     )
-    models = [make_model(groups=()) for _ in range(2)]
+    plain, model = (make(backend.device, None, backend)[0] for _ in range(2))
     sent = []
     for number, num in enumerate([2] * 7 + [3, 3, 1, 1]):
         before = offload.statistics().bytes_offloaded
-        got, expected = (
-            program(model, [x.requires_grad_() for x in batches(num, step=number)], context)
-            for model, context in zip(models, (offload, None), strict=True)
-        )
+        expected = results(plain, program, number, backend.device, num=num)
+        got = results(model, program, number, backend.device, context=offload, num=num)
         assert same_bits(got, expected)
         sent.append(offload.statistics().bytes_offloaded - before)
     assert sent[0]
@@ -82,21 +92,3 @@ def test_the_limit_is_kept_and_filled(
     assert f"{sent[-1] / 2**30:.2f} are on the host" in line
     assert f"of at most {limit_bytes / 2**30:.2f}" in line
     assert "a step takes" in line and "without waiting for copies (estimated)" in line
-
-
-def test_with_a_backward_after_each_forward_but_one() -> None:
-    """As in a pipeline: a step is over where no graph is left."""
-    backend = make_backend("eager")
-    config = OffloadConfig(device_limit_bytes=2**30)
-    offload = OffloadActivations(min_offload_size=1, config=config, backend=backend)
-    model, sent = make_model(groups=()), []
-    for number in range(4):
-        before, waiting = offload.statistics().bytes_offloaded, []
-        for x in batches(4, step=number):
-            with offload:
-                waiting.append(model(x).square().mean())
-            if len(waiting) > 1:
-                waiting.pop(0).backward()
-        waiting.pop().backward()
-        sent.append(offload.statistics().bytes_offloaded - before)
-    assert sent[0] and not sent[-1]

@@ -20,6 +20,8 @@ from helpers.sessions import (
 )
 from torch import Tensor
 
+from pp_offload import OffloadActivations
+
 ROWS, COLUMNS = 6, 4
 NBYTES = ROWS * COLUMNS * 4
 
@@ -132,16 +134,30 @@ def test_a_copy_of_what_a_wrapper_changed_is_not_shared(kind: str, is_plain_firs
 
 
 @kinds
-def test_no_copy_of_an_earlier_step_is_shared(kind: str) -> None:
+@pytest.mark.parametrize("is_context", [False, True], ids=["groups", "context"])
+def test_no_copy_of_an_earlier_step_is_shared(kind: str, is_context: bool) -> None:
     """A fused optimizer changes tensors between two steps, and counts no change."""
     x, w = drawn(4, 4).requires_grad_(), drawn(4, 4, seed=1)
+
+    def compute(x: Tensor) -> Tensor:
+        return (x * w).sin().sum()
+
     with session(kind) as manager:
-        begin_step()
-        alive = group(x, lambda x: x * w)
+        context = OffloadActivations(
+            min_offload_size=1, max_fwd_stash_size=1, backend=manager.backend
+        )
+
+        def forward() -> Tensor:
+            if is_context:
+                with context:
+                    return compute(x)
+            begin_step()
+            return group(x, compute)  # type: ignore[no-any-return]
+
+        alive = forward()
         settle(manager)
-        begin_step()
         with torch.autograd._unsafe_preserve_version_counter(w):
             w.mul_(2)
-        group(x, lambda x: x * w).sum().backward()
-        assert_same(gradients(x), [w])
+        forward().backward()
+        assert_same(gradients(x), torch.autograd.grad(compute(x), x))
         del alive

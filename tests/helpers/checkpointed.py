@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,14 +68,17 @@ WAYS: dict[str, tuple[ActivationCheckpointingVariants, Any]] = {
 
 
 class Block(nn.Module):
-    """Products with and without bias, dropout, batch norm, a maximum; inputs everywhere."""
+    """Products with and without bias, dropout, batch norm, a maximum; inputs everywhere.
+
+    Its last operator draws noise into what autograd has saved already.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width, bias=False)
         self.mix = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
+        self.norm, self.noise = nn.BatchNorm1d(width), nn.RReLU()
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(
@@ -84,7 +88,7 @@ class Block(nn.Module):
         y = self.down(torch.sigmoid(self.up(x * context["mask"])))
         y = nn.functional.dropout(self.norm(y), 0.25) * scales[0] * scales[1]
         top, _ = y.max(dim=-1, keepdim=True)
-        return self.mix(x) + y * torch.tanh(self.calls + top)
+        return self.noise(self.mix(x) + y * torch.tanh(self.calls + top))
 
 
 class Model(nn.Module):
@@ -126,14 +130,39 @@ def dropped(call: Call, leaves: list[Tensor]) -> list[Tensor]:
 ORDERS: list[Order] = [one_by_one, first_in_first_out, last_in_first_out, dropped, twice]
 
 
-def results(model: nn.Module, order: Order, step: int, device: torch.device) -> list[Tensor]:
-    """Losses, gradients and buffers of a step of three microbatches."""
+def results(
+    model: nn.Module,
+    order: Order,
+    step: int,
+    device: torch.device,
+    *,
+    context: Any = None,
+    num: int = 3,
+    rows: int = 6,
+) -> list[Tensor]:
+    """Losses, gradients and buffers of a step.
+
+    Args:
+        model: Of blocks; its gradients go.
+        order: Of forwards and backwards.
+        step: Inputs of another are others.
+        device: Where they are.
+        context: Around each forward.
+        num: Of microbatches.
+        rows: Of each input.
+    """
     generator = torch.Generator().manual_seed(step)
-    draw = [[torch.randn(6, 8, generator=generator).to(device) for _ in range(3)] for _ in "abc"]
-    others = {x.requires_grad_(): rest for x, *rest in draw}
+    drawn = [torch.randn(rows, 8, generator=generator).to(device) for _ in range(3 * num)]
+    leaves = [x.requires_grad_() for x in drawn[::3]]
+    others = dict(zip(leaves, zip(drawn[1::3], drawn[2::3], strict=True), strict=True))
     torch.manual_seed(50 + step)
-    losses = order(lambda x: model(x, *others[x]), list(others))
-    tensors = [*(loss.detach() for loss in losses), *(x.grad for x in others if x.grad is not None)]
+
+    def call(x: Tensor) -> Tensor:
+        with context or nullcontext():
+            return model(x, *others[x])  # type: ignore[no-any-return]
+
+    losses = order(call, leaves)
+    tensors = [*(loss.detach() for loss in losses), *(x.grad for x in leaves if x.grad is not None)]
     tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     tensors += [buffer.clone() for buffer in model.buffers()]
     model.zero_grad()
