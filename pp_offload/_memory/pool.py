@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import deque
-from itertools import chain, starmap
+from collections import defaultdict, deque
+from itertools import chain
 from typing import TypedDict
 
 import torch
@@ -23,26 +23,10 @@ from torch import Tensor
 from pp_offload._common.checks import brief, check_flag, check_kind, described
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import pageable
-from pp_offload._memory.storages import has_storage, owned_by
+from pp_offload._memory.storages import owned_by
 from pp_offload.backends import default_backend
 
 _Key = tuple[tuple[int, ...], torch.dtype]
-
-
-class _Lease:
-    """A tensor of the pool, and the bytes under it."""
-
-    __slots__ = ("data", "freed_at", "key", "tensor")
-
-    def __init__(self, key: _Key, data: Tensor) -> None:
-        self.key, self.data = key, data
-        self.freed_at = 0  # number of tensors the pool had taken back by then
-        self.make_tensor()
-
-    def make_tensor(self) -> None:
-        """Make a new tensor on the same bytes."""
-        shape, dtype = self.key
-        self.tensor = self.data.view(dtype).view(shape).detach()
 
 
 class PoolStatus(TypedDict):
@@ -61,12 +45,8 @@ class PoolStatus(TypedDict):
 class GPUTensorPool:
     """Tensors on one device, handed out and taken back in constant time.
 
-    Before a tensor of a new shape or dtype is made, free tensors of others are let go, the longest
-    unused first, until they have as many bytes. So tensors never hold more bytes than were once in
-    use at the same time, however many shapes there are.
-
-    A view of a pooled tensor frees the whole of it. The pool does not order streams: free a tensor
-    only after waiting for the copies that use it. It is not safe to call from two threads at once.
+    The pool does not order streams: free a tensor only after waiting for the copies that use it. It
+    is not safe to call from two threads at once.
 
     Args:
         device: Device of the tensors.
@@ -86,9 +66,8 @@ class GPUTensorPool:
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
         self.pin_memory = pin_memory and torch.accelerator.is_available()
         self._budget = HostBudget() if self.device.type == "cpu" else None
-        self._in_use: dict[int, _Lease] = {}
-        self._free: dict[_Key, deque[_Lease]] = {}
-        self._num_freed = 0
+        self._in_use: dict[int, tuple[_Key, Tensor]] = {}  # by id of the tensor
+        self._free: defaultdict[_Key, deque[Tensor]] = defaultdict(deque)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor with undefined contents: the longest free one, else a new one.
@@ -97,18 +76,30 @@ class GPUTensorPool:
             MemoryError: Host memory would exceed this process's share of the available memory.
         """
         key = self._get_pool_key(shape, dtype)
-        lease = self._pop_free(key) if key in self._free else self._make(key)
-        self._in_use[id(lease.tensor)] = lease
-        return lease.tensor
+        tensor = self._free[key].popleft() if self._free[key] else self._make(*key)
+        self._in_use[id(tensor)] = key, tensor
+        return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """Take a tensor back for reuse.
+        """Take a tensor back for reuse; drop it if it requires grad, or has another shape now.
 
         Raises:
             ValueError: The tensor is not in use here: it is already free, is not of this pool, or
                 the pool was cleared since it was handed out.
         """
-        self._recycle(self._in_use.get(id(tensor)) or self._lease_of_view(tensor))
+        check_kind("tensor", tensor, Tensor, "one that allocate() gave")
+        if id(tensor) not in self._in_use:
+            what = f"{described(tensor)} on {tensor.device}"
+            if any(tensor is each for each in chain(*self._free.values())):
+                raise ValueError(f"{what} is already free; free each tensor once")
+            raise ValueError(
+                f"{what} does not belong to this pool; free the tensor that allocate() gave, and "
+                "no view of it. If this pool was cleared since, drop the tensor instead"
+            )
+        key, _ = self._in_use.pop(id(tensor))
+        has_shape = (tuple(tensor.shape), tensor.dtype) == key and tensor.is_contiguous()
+        if has_shape and not tensor.requires_grad:
+            self._free[key].append(tensor)
 
     def get_pool_status(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -116,13 +107,13 @@ class GPUTensorPool:
         """Return counts and bytes of the pool, or of one shape and dtype; all zero without any."""
         if (shape is None) != (dtype is None):
             raise ValueError(f"found shape={shape}, dtype={dtype}; pass both, or neither")
-        in_use = [lease.key for lease in self._in_use.values()]
-        free = [lease.key for lease in chain(*self._free.values())]
+        in_use = [key for key, _ in self._in_use.values()]
+        free = [key for key, tensors in self._free.items() for _ in tensors]
         if shape is not None and dtype is not None:
             key = self._get_pool_key(shape, dtype)
             in_use, free = [key] * in_use.count(key), [key] * free.count(key)
-        used_bytes = sum(starmap(self._calculate_memory_size, in_use))
-        free_bytes = sum(starmap(self._calculate_memory_size, free))
+        used_bytes = sum(self._calculate_memory_size(*key) for key in in_use)
+        free_bytes = sum(self._calculate_memory_size(*key) for key in free)
         return PoolStatus(
             num_pools=len({*in_use, *free}),
             total_count=len(in_use) + len(free),
@@ -136,8 +127,8 @@ class GPUTensorPool:
 
     def reset(self) -> None:
         """Make every tensor available, also tensors in use: others may get their bytes."""
-        for lease in list(self._in_use.values()):
-            self._recycle(lease)
+        for _, tensor in list(self._in_use.values()):
+            self.free(tensor)
 
     def clear(self) -> None:
         """Let go of every tensor and give device memory back to the driver.
@@ -168,59 +159,14 @@ class GPUTensorPool:
     def _calculate_memory_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
 
-    def _make(self, key: _Key) -> _Lease:
-        nbytes = needed = self._calculate_memory_size(*key)
-        while needed > 0 and self._free:
-            needed -= self._let_go()
-        return _Lease(key, self._bytes(nbytes))
-
-    def _bytes(self, nbytes: int) -> Tensor:
-        """Return new memory; host memory is counted for as long as a tensor is on it."""
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Make a tensor; host memory is counted for as long as a tensor is on it."""
+        nbytes = self._calculate_memory_size(shape, dtype)
         if self._budget is None or not nbytes:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(shape, dtype=dtype, device=self.device)
         reserved = self._budget.reserve(nbytes)
         allocate = default_backend().allocate_host if self.pin_memory else pageable
-        return owned_by(reserved, allocate(nbytes))
-
-    def _let_go(self) -> int:
-        """Drop the longest unused tensor; return its bytes."""
-        longest = min(self._free, key=lambda key: self._free[key][0].freed_at)
-        return self._pop_free(longest).data.numel()
-
-    def _pop_free(self, key: _Key) -> _Lease:
-        queue = self._free[key]
-        if len(queue) == 1:
-            del self._free[key]
-        return queue.popleft()
-
-    def _recycle(self, lease: _Lease) -> None:
-        """Queue a tensor, or a new one on its bytes if it requires grad or was reshaped."""
-        tensor, key = lease.tensor, lease.key
-        del self._in_use[id(tensor)]
-        if tensor.requires_grad or tensor.shape != key[0] or not tensor.is_contiguous():
-            lease.make_tensor()
-        self._num_freed = lease.freed_at = self._num_freed + 1
-        if key in self._free:
-            self._free[key].append(lease)
-        else:
-            self._free[key] = deque([lease])  # an interrupt must not leave an empty queue
-
-    def _lease_of_view(self, tensor: Tensor) -> _Lease:
-        """Return the lease with the same storage."""
-        check_kind("tensor", tensor, Tensor, "one that allocate() gave")
-        what = f"{described(tensor)} on {tensor.device}"
-        if has_storage(tensor):
-            storage = tensor.untyped_storage()
-            for lease in self._in_use.values():
-                if lease.data.untyped_storage() is storage:
-                    return lease
-            free = chain(*self._free.values())
-            if any(lease.data.untyped_storage() is storage for lease in free):
-                raise ValueError(f"{what} is already free; free each tensor once")
-        raise ValueError(
-            f"{what} does not belong to this pool; free it where it was allocated. If this pool "
-            "was cleared since, drop the tensor instead"
-        )
+        return owned_by(reserved, allocate(nbytes)).view(dtype).view(shape)
 
 
 def _usable_device(name: object) -> torch.device:
