@@ -209,9 +209,14 @@ INTERFACE = "FineGrainedActivationOffloadingInterface"
 OURS_TAKES_MORE = {
     f"{INTERFACE}.init_chunk_handler",
     f"{INTERFACE}.forward_record",
+    f"{INTERFACE}.reset",
+    "FineGrainedOffloadingBackwardRecordFunction.forward",
     "PipelineOffloadManager.init_model_chunk_offload_handler",
+    "PipelineOffloadManager.post_warmup_callback",
+    "PipelineOffloadManager.reset",
+    "print_offload_summary_table",
 }
-"""Of main, where our parameters have defaults that theirs have not, or there is one more."""
+"""Where our parameters have defaults that theirs have not, or there are more, with defaults."""
 
 
 def signature(owner: Any, name: str) -> tuple[str, str]:
