@@ -23,12 +23,14 @@ def make_accelerator(**options: Any) -> Accelerator:
     return Accelerator(cpu=True, **options)
 
 
-def train(make: Make | None, *, num: int = 9, **options: Any) -> tuple[list[Tensor], Any]:
+def train(
+    make: Make | None, *, wrap: Callable[[nn.Module], nn.Module] = nn.Module.train, **options: Any
+) -> tuple[list[Tensor], Any]:
     """Two epochs with an evaluation after each; losses, gradients and parameters; the offload."""
     accelerator = make_accelerator(**options)
-    model = Blocks()
+    model = wrap(Blocks())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, data = accelerator.prepare(model, optimizer, batches(num))
+    model, optimizer, data = accelerator.prepare(model, optimizer, batches(9))
     offload = nullcontext() if make is None else make(accelerator, model)
     torch.manual_seed(17)
     seen: list[Tensor] = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.toy import assert_no_hooks, same_bits
+from torch.nn.parallel import DistributedDataParallel
 
 from pp_offload import PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend
@@ -25,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 4},
     "bf16": {"mixed_precision": "bf16"},
+    "ddp": {"gradient_accumulation_steps": 2, "wrap": DistributedDataParallel},
 }
 
 
@@ -37,7 +39,7 @@ def on_the_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_same_bits_with_the_options_of_an_accelerator(
-    product: dict[str, Any], options: dict[str, Any]
+    product: dict[str, Any], options: dict[str, Any], one_rank: None
 ) -> None:
     got, offload = train(partial(ActivationOffload, **product), **options)
     assert same_bits(got, train(None, **options)[0])

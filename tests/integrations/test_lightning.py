@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from helpers.toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
@@ -37,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate_grad_batches": 3},
     "clipped": {"gradient_clip_val": 0.1},
     "bf16": {"precision": "bf16-mixed"},
+    "ddp": {"strategy": "ddp", "devices": 1, "accumulate_grad_batches": 2},
 }
 
 
@@ -44,6 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def on_the_cpu() -> Iterator[None]:
     with use_backend(CpuBackend()):
         yield
+    if dist.is_initialized():  # by a strategy
+        dist.destroy_process_group()
 
 
 def assert_nothing_left(model: Model, callback: ActivationOffload) -> None:
@@ -151,11 +155,8 @@ def test_each_step_of_the_optimizer_logs_what_it_moved(name: str, tmp_path: Path
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "pp_offload.integrations.lightning"
-    module = sys.modules.pop(name)
+    monkeypatch.delitem(sys.modules, name)
     for missing in ("lightning.pytorch", "lightning", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, missing, None)
-    try:
-        with pytest.raises(ImportError, match=r"pip install 'pp_offload\[lightning\]'"):
-            importlib.import_module(name)
-    finally:
-        sys.modules[name] = module
+    with pytest.raises(ImportError, match=r"pip install 'pp_offload\[lightning\]'"):
+        importlib.import_module(name)

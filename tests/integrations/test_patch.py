@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.examples import environment
 from helpers.kept import Raises
+from helpers.processes import run
 from helpers.toy import assert_idle, autograd_lets_go, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -29,7 +29,6 @@ from pp_offload import OffloadActivations, OffloadConfig, errors, patch
 from pp_offload.__main__ import main
 from pp_offload._common.torch_private import CachingTorchDispatchMode
 from pp_offload.backends import Backend
-from pp_offload.integrations import patches
 from pp_offload.integrations.patches import patch as Patch
 
 CONFIG = OffloadConfig(device_limit_bytes=None)
@@ -142,11 +141,11 @@ def patched(backend: Backend) -> Iterator[Patch]:
         yield made
 
 
-@pytest.mark.parametrize(("run", "nbytes"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("way", "nbytes"), WAYS.values(), ids=WAYS)
 def test_numbers_are_those_without_and_bytes_leave(
-    backend: Backend, patched: Patch, run: Any, nbytes: int
+    backend: Backend, patched: Patch, way: Any, nbytes: int
 ) -> None:
-    got = train(run, *make(backend.device))
+    got = train(way, *make(backend.device))
     expected = train(plain, *make(backend.device))
     assert same_bits(got, expected)
     statistics = patched.statistics()
@@ -343,44 +342,20 @@ sys.exit(3)
 """
 
 
-def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["train.py"], ["-m", "train"]])
+def test_a_script_runs_unchanged(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-m", "pp_offload", "train.py", "--length", "8"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pp_offload", *arguments, "--length", "8"]
+    done = run(command, tmp_path, environment(), cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     assert "<pp_offload.patch: active, 4.0 MiB offloaded" in done.stderr
-
-
-def command_exits_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """In this process."""
-    monkeypatch.setattr(sys, "argv", ["pp_offload", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
-
-
-def test_a_module_runs_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "trains_as_module.py").write_text(SCRIPT)
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        assert command_exits_with(monkeypatch, "-m", "trains_as_module", "--length", "8") == 3
-        assert "<pp_offload.patch: active, 4.0 MiB offloaded" in capsys.readouterr().err
-    finally:
-        patches._active.undo()
 
 
 @pytest.mark.parametrize(("arguments", "what"), [([], "script"), (["simulate"], "file simulate")])
 def test_without_a_script_the_command_says_how(
     arguments: list[str], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = command_exits_with(monkeypatch, *arguments)
-    assert f"found no {what}; expected" in text and "python -m pp_offload train.py" in text
+    monkeypatch.setattr(sys, "argv", ["pp_offload", *arguments])
+    with pytest.raises(SystemExit, match=f"found no {what}; expected") as ended:
+        main()
+    assert "python -m pp_offload train.py" in str(ended.value.code)

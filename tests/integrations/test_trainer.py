@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.toy import assert_idle, assert_no_hooks, repeated, same_bits
 
 from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin, OffloadConfig
@@ -18,7 +17,6 @@ from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin, OffloadC
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-import transformers
 from helpers.tiny_llama import (
     CHECKPOINTING,
     LENGTH,
@@ -93,24 +91,6 @@ def test_same_bits_with_options(
     check_same_bits(trainer, lambda: make_llama(**model), **options)
 
 
-T5 = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-MAMBA = {"vocab_size": 48, "hidden_size": 8, "num_hidden_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [("T5ForConditionalGeneration", T5), ("MambaForCausalLM", MAMBA)]
-)
-def test_same_bits_with_other_models(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
-    def make_model() -> Any:
-        kind = getattr(transformers, name)
-        torch.manual_seed(5)
-        # A config of its own: a trainer writes use_cache=False to it, and without a cache the
-        # keys have other strides, so another kernel multiplies them: equal on some processors only.
-        return kind(kind.config_class(**shape, decoder_start_token_id=0))
-
-    check_same_bits(make_trainer(make_model(), tmp_path), make_model)
-
-
 def test_each_training_loss_is_logged_with_what_was_moved_since_the_last(tmp_path: Path) -> None:
     """Evaluation, prediction and the summary move nothing, and are logged as they were."""
     trainer = make_trainer(make_llama(), tmp_path, max_steps=4, logging_steps=2)
@@ -161,7 +141,13 @@ def test_one_warning_if_nothing_was_offloaded(
 
 # Layers
 
-ALL_LAYERS = {"trainer": {"layer_offloading": {"frozen_only": False}}, "kind": LayerTrainer}
+
+def of_layers(wanted: Any) -> dict[str, Any]:
+    """Options of a trainer whose layers leave."""
+    return {"trainer": {"layer_offloading": wanted}, "kind": LayerTrainer}
+
+
+ALL_LAYERS = of_layers({"frozen_only": False})
 OPTIONS: list[dict[str, Any]] = [
     {CHECKPOINTING: True},
     {"bf16": True, "max_grad_norm": 0.0},
@@ -260,18 +246,6 @@ def test_who_says_whether_it_is_on(
     assert (trainer.layer_offload is not None) == is_on
 
 
-def trainer_of(word: Any, place: str, folder: Path, **options: Any) -> Any:
-    """A trainer whose user or whose arguments have ``word`` for activation_offloading."""
-    return make_trainer(
-        make_llama(),
-        folder,
-        arguments=Arguments,
-        trainer={"activation_offloading": word if place == "trainer" else None},
-        activation_offloading=word if place == "arguments" else False,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("place", ["trainer", "arguments"])
 @pytest.mark.parametrize("word", ["disk", "off", "hidden_states", "legacy"])
 def test_words_of_other_trainers_mean_what_they_mean_there(
@@ -279,7 +253,12 @@ def test_words_of_other_trainers_mean_what_they_mean_there(
 ) -> None:
     """Hidden states are those of each layer and microbatch."""
     options = {CHECKPOINTING: True} if word in ("hidden_states", "legacy") else {}
-    trainer = trainer_of(word, place, tmp_path, **options)
+    how = {
+        "arguments": Arguments,
+        "trainer": {"activation_offloading": word if place == "trainer" else None},
+        "activation_offloading": word if place == "arguments" else False,
+    }
+    trainer = make_trainer(make_llama(), tmp_path, **how, **options)
     check_same_bits(trainer, make_llama, **options)
     offload = trainer.activation_offload
     assert (offload is None) == (word == "off")
@@ -291,28 +270,33 @@ def test_words_of_other_trainers_mean_what_they_mean_there(
         assert offload.use_streams == (word != "legacy")
 
 
-@pytest.mark.parametrize("place", ["trainer", "arguments"])
-def test_an_unknown_word_is_refused_at_once(place: str, tmp_path: Path) -> None:
-    words = "'yes', expected True, False, 'off', 'disk', 'hidden_states', 'legacy' or a mapping"
-    with pytest.raises(ValueError, match=f"activation_offloading.* is {words}"):
-        trainer_of("yes", place, tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("offload", "message"),
+    ("options", "message"),
     [
-        ({"layers": "model.layer"}, r"no module 'model.layer' \(did you mean model.layers\?\)"),
-        ("yes", "layer_offloading is 'yes', expected True, False or a mapping of options"),
-        (True, "have no frozen parameters.*freeze the base"),
+        (
+            {"trainer": {"activation_offloading": "yes"}},
+            "activation_offloading is 'yes', expected True, False, 'off', 'disk', 'hidden_states',"
+            " 'legacy' or a mapping",
+        ),
+        (
+            {"arguments": Arguments, "activation_offloading": 0}
+            | {"trainer": {"activation_offloading": None}},
+            "activation_offloading of the trainer's arguments is 0, expected True, False",
+        ),
+        (
+            of_layers({"layers": "model.layer"}),
+            r"no module 'model.layer' \(did you mean model.layers\?\)",
+        ),
+        (of_layers("yes"), "layer_offloading is 'yes', expected True, False or a mapping of opt"),
+        (of_layers(True), "have no frozen parameters.*freeze the base"),
     ],
     ids=str,
 )
-def test_bad_options_of_layers_are_refused_at_once(
-    offload: Any, message: str, tmp_path: Path
+def test_bad_options_are_refused_at_once(
+    options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    how = {"kind": LayerTrainer, "trainer": {"layer_offloading": offload}}
     with pytest.raises(ValueError, match=message):
-        make_trainer(make_llama(), tmp_path, **how)
+        make_trainer(make_llama(), tmp_path, **options)
 
 
 @pytest.mark.parametrize("mixin", [ActivationOffloadingMixin, LayerOffloadingMixin])

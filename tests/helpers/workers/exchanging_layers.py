@@ -1,8 +1,8 @@
 """Layers that exchange activations between ranks in their forward.
 
-``ulysses`` and ``ring`` are context parallel: a rank has a part of each sequence. The first
-exchanges sequence for heads, the second passes keys and values on to the next rank. ``experts`` is
-expert parallel: each token goes to the rank of its expert, and comes back.
+``ring`` is context parallel: a rank has a part of each sequence, and passes keys and values on to
+the next rank. ``experts`` is expert parallel: each token goes to the rank of its expert, and comes
+back.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Exchange(torch.autograd.Function):
 
 
 class Pass(torch.autograd.Function):
-    """Sends to the rank that is ``step`` further; backward sends gradients the other way."""
+    """Sends to the next rank; backward sends gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, step: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, step: int = 1) -> Tensor:
         ctx.step, rank, world = step, dist.get_rank(), dist.get_world_size()
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
         for work in dist.batch_isend_irecv(
@@ -51,42 +51,23 @@ class Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return Pass.apply(grads[0], -ctx.step), None
+        return Pass.apply(grads[0], -ctx.step)
 
 
-class Attention(nn.Module):
+class Ring(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).unbind(1)
-        return self.out(self.attend(q, k, v).reshape(x.shape))
-
-
-class Ulysses(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        world, length = dist.get_world_size(), len(q)
-        parts = HEADS // world  # heads of a rank, whose tokens are all there
-
-        def to_heads(x: Tensor) -> Tensor:
-            x = x.view(length, world, parts, -1).transpose(0, 1).flatten(0, 1)
-            return Exchange.apply(x, [length] * world, [length] * world).transpose(0, 1)
-
-        y = nn.functional.scaled_dot_product_attention(*map(to_heads, (q, k, v)))
-        y = Exchange.apply(y.transpose(0, 1), [length] * world, [length] * world)
-        return y.view(world, length, parts, -1).transpose(0, 1)
-
-
-class Ring(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         total, weights = torch.zeros_like(q), torch.zeros(len(q), HEADS, 1)
         for _ in range(dist.get_world_size()):
             scores = torch.einsum("qhd,khd->qhk", q, k).tanh().exp()
             total = total + torch.einsum("qhk,khd->qhd", scores, v)
             weights = weights + scores.sum(-1, keepdim=True)
-            k, v = Pass.apply(k, 1), Pass.apply(v, 1)
-        return total / weights
+            k, v = Pass.apply(k), Pass.apply(v)
+        return self.out((total / weights).reshape(x.shape))
 
 
 class Experts(nn.Module):

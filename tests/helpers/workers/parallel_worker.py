@@ -33,7 +33,7 @@ from helpers.checkpointed import BY_OP, WAYS
 from helpers.products import PRODUCTS, Checkpoints, Product
 from helpers.ranks import run_cases
 from helpers.sessions import begin_step, group
-from helpers.workers.exchanging_layers import Experts, Ring, Ulysses
+from helpers.workers.exchanging_layers import Experts, Ring
 from helpers.workers.steps import (
     NUM_MICROBATCHES,
     WIDTH,
@@ -163,7 +163,6 @@ WRAPPERS = {
     "fsdp2, bf16": Wrapper(partial(sharded, mp_policy=BF16)),
     "fsdp2, compiled": Wrapper(lambda model: sharded(with_compiled_parts(model))),
     "fsdp2, kept": Wrapper(partial(sharded, reshard_after_forward=False)),
-    "ulysses": exchanging(Ulysses),
     "ring": exchanging(Ring),
     "experts": exchanging(Experts),
 }
