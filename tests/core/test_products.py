@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -35,8 +35,6 @@ from pp_offload import (
 
 pytestmark = pytest.mark.smoke
 
-kinds = pytest.mark.parametrize("kind", ["late", "threads"])
-
 LAYERS = 4
 
 
@@ -63,8 +61,59 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
-def step(model: Any, run: Any, around: Any) -> list[Tensor]:
-    """Losses and gradients of two microbatches in flight."""
+Product = Callable[[Any, nn.Sequential], tuple[Any, Any]]
+"""Makes of a backend and a model what is called, and a context around each forward, or None."""
+
+
+def in_a_context(backend: Any, model: nn.Sequential) -> tuple[Any, Any]:
+    return model, OffloadActivations(min_offload_size=1, max_fwd_stash_size=5, backend=backend)
+
+
+def checkpointed(backend: Any, model: nn.Sequential) -> tuple[Any, Any]:
+    def run(x: Tensor) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, offload_inputs=True, min_offload_size=1, backend=backend)
+        return x
+
+    return run, None
+
+
+def wrapped(backend: Any, model: nn.Sequential) -> tuple[Any, Any]:
+    wrap = partial(checkpoint_wrapper, offload_to_cpu=True, backend=backend)
+    return nn.Sequential(*map(wrap, model)), None
+
+
+def hidden_states(backend: Any, model: nn.Sequential) -> tuple[Any, Any]:
+    for layer in model:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(torch_checkpoint, use_reentrant=False)
+    return model, OffloadHiddenStates(model, min_offload_size=1, backend=backend)
+
+
+def sliced(backend: Any, model: nn.Sequential, is_recomputed: bool = False) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"checkpoint_activation": is_recomputed, "backend": backend}
+    return OffloadModel(model, backend.device, num_slices=2, **options), None
+
+
+def streamed(backend: Any, model: nn.Sequential) -> tuple[Any, Any]:
+    whole = nn.Sequential(OrderedDict(layers=model))
+    offload_layers(whole, "layers", backend=backend)
+    return whole, None
+
+
+PRODUCTS = [
+    in_a_context,
+    checkpointed,
+    wrapped,
+    hidden_states,
+    sliced,
+    partial(sliced, is_recomputed=True),
+    streamed,
+]
+
+
+def step(model: nn.Module, run: Any, around: Any) -> list[Tensor]:
+    """Losses and gradients of two microbatches in flight, and the parameters behind an update."""
     graphs = []
     for number in range(2):
         x = drawn(ROWS, WIDTH, seed=number).requires_grad_()
@@ -74,116 +123,24 @@ def step(model: Any, run: Any, around: Any) -> list[Tensor]:
     for x, loss in graphs:
         loss.backward()
         results += [loss.detach(), *gradients(x)]
-    return results + gradients(*model.parameters())
-
-
-def check_steps(plain: Any, model: Any, run: Any = None, around: Any = None) -> None:
-    """Steps of a model with offload have the results of a plain one.
-
-    Args:
-        plain: A model with the same weights.
-        model: Whose gradients are compared.
-        run: What is called; the model if None.
-        around: A context around each forward, with statistics.
-    """
-    expected = step(plain, plain, None)
-    for number in range(3):
-        assert_same(step(model, run or model, around), expected, f"step {number}")
-        if around is not None:
-            assert around.statistics().bytes_offloaded > 0
-            assert_idle(around)
-
-
-@kinds
-@pytest.mark.parametrize("stash", [1, 5])
-def test_offload_activations(kind: str, stash: int) -> None:
-    backend = make_backend(kind)
-    with backend.activate():
-        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=stash, backend=backend)
-        check_steps(make_model(), make_model(), around=context)
-
-
-@kinds
-def test_checkpoints_whose_inputs_leave(kind: str) -> None:
-    """By the function and by the wrapper."""
-    backend, plain, wrapped = make_backend(kind), make_model(), make_model()
-
-    def by_function(x: Tensor) -> Tensor:
-        for layer in plain:
-            x = checkpoint(layer, x, offload_inputs=True, min_offload_size=1, backend=backend)
-        return x
-
-    for number, layer in enumerate(wrapped):
-        wrapped[number] = checkpoint_wrapper(layer, offload_to_cpu=True, backend=backend)
-    with backend.activate():
-        check_steps(plain, plain, by_function)
-        check_steps(plain, wrapped)
-
-
-@kinds
-def test_offload_hidden_states(kind: str) -> None:
-    """What checkpointed layers are given leaves, and nothing else."""
-    backend, model = make_backend(kind), make_model()
-    for layer in model:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(torch_checkpoint, use_reentrant=False)
-    with backend.activate():
-        context = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-        check_steps(make_model(), model, around=context)
-        assert context.statistics().bytes_offloaded <= 3 * 2 * LAYERS * ROWS * WIDTH * 4
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    results += gradients(*model.parameters())
+    return results + [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.field("F11")
-@kinds
-@pytest.mark.parametrize("is_recomputed", [False, True])
-def test_offload_model(kind: str, is_recomputed: bool) -> None:
-    """Parameters wait on the host; after an optimizer step the next one is right as well."""
-    plain, inner = make_model(), make_model()
-    backend = make_backend(kind)
+@pytest.mark.parametrize("kind", ["late", "threads"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_steps_are_those_of_the_plain_model(kind: str, product: Product) -> None:
+    plain, model, backend = make_model(), make_model(), make_backend(kind)
     with backend.activate():
-        model = OffloadModel(
-            inner,
-            backend.device,
-            num_slices=2,
-            checkpoint_activation=is_recomputed,
-            backend=backend,
-        )
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+        run, around = product(backend, model)
         for number in range(3):
-            results = []
-            for trained, optimizer in zip((plain, model), optimizers, strict=True):
-                x = drawn(ROWS, WIDTH, seed=number).requires_grad_()
-                loss = trained(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                results.append([loss, *gradients(x), *trained.parameters()])
-            assert_same(results[1], results[0], f"step {number}")
-
-
-class Body(nn.Module):
-    """Layers under a name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = make_model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x * 2)
-
-
-@kinds
-@pytest.mark.parametrize(("num_resident", "frozen_only"), [(1, True), (2, False)])
-def test_offload_layers(kind: str, num_resident: int, frozen_only: bool) -> None:
-    plain, backend = Body(), make_backend(kind)
-    if frozen_only:
-        for block in plain.layers:
-            block.up.requires_grad_(False)  # type: ignore[union-attr]
-    model = copy.deepcopy(plain)
-    with backend.activate():
-        with offload_layers(model, "layers", frozen_only, num_resident, backend=backend):
-            check_steps(plain, model)
-        check_steps(plain, model)  # closed
+            expected = step(plain, plain, None)
+            assert_same(step(model, run, around), expected, f"step {number}")
+            if around is not None:
+                assert around.statistics().bytes_offloaded > 0
+                assert_idle(around)
 
 
 # With PyTorch's checkpoints
