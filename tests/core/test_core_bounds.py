@@ -68,21 +68,6 @@ def test_bytes_in_flight_are_capped_from_the_first_step_on(kind: str, cap: int) 
             assert_idle(manager)
 
 
-@simulated
-def test_the_device_holds_less_with_offload(kind: str) -> None:
-    """Twenty activations are saved; a few are on the device at a time."""
-    peaks = []
-    for is_on in (False, True):
-        with session(kind, max_in_flight_bytes=PART, prefetch_bytes=PART) as manager:
-            manager.backend.take_device_peak()
-            begin_step()
-            x, h = chain(20, is_on)
-            h.sum().backward()
-            peaks.append(manager.backend.take_device_peak())
-    assert peaks[0] > 20 * PART
-    assert peaks[1] < 10 * PART
-
-
 # Prefetch
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from helpers.kept import Raises
-from helpers.nets import WIDTH, Net, inputs, train
+from helpers.nets import Net, inputs, train
 from helpers.sessions import (
     assert_idle,
     assert_no_hooks,
@@ -16,7 +15,6 @@ from helpers.sessions import (
     begin_microbatch,
     begin_step,
     drawn,
-    group,
     session,
 )
 from torch import Tensor, nn
@@ -26,8 +24,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,
     PipelineOffloadManager,
-    fine_grained_offloading_disable_offload,
-    fine_grained_offloading_enable_offload,
     offload_modules,
 )
 
@@ -144,29 +140,3 @@ def test_the_step_behind_an_aborted_one_is_right(
         for step in (1, 2):
             assert_same(train(net, inputs(3, step=step), True, ahead=2), expected[step])
             assert_idle(manager)
-
-
-# Scopes
-
-
-@pytest.mark.field("F26")
-@kinds
-def test_disabled_inside_a_scope(kind: str) -> None:
-    """Nothing moves meanwhile, no hook stays, and offload goes on behind it."""
-    with session(kind) as manager:
-        begin_step()
-        x = drawn(4, WIDTH).requires_grad_()
-        with off_interface(True, x, "attn") as h:
-            fine_grained_offloading_disable_offload()
-            y = (h * 2).sin()
-        y = off_interface.group_commit(y, name="attn")
-        y = group(y, torch.exp)
-        moved = manager.statistics().bytes_offloaded
-        fine_grained_offloading_enable_offload()
-        assert_no_hooks()
-        y = group(y, torch.cos)
-        assert manager.statistics().bytes_offloaded == moved + x.nbytes
-        y.sum().backward()
-        assert_same([x.grad], torch.autograd.grad((x * 2).sin().exp().cos().sum(), x))
-        del y, h
-        assert_idle(manager)

@@ -26,7 +26,6 @@ from helpers.sessions import (
     settle,
     unseen,
 )
-from helpers.wrapped import Scaled
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -372,22 +371,6 @@ def test_no_byte_of_a_parameter_or_buffer_moves(kind: str, use: str) -> None:
         assert_idle(manager)
 
 
-@on_two
-def test_marked_tensors_stay_with_their_views(kind: str) -> None:
-    with session(kind) as manager:
-        results = []
-        for is_on in (False, True):
-            begin_step()
-            x = drawn(ROWS, COLUMNS).requires_grad_()
-            h, other = x * 2, x * 3
-            off_interface.mark_not_offloadable(h)
-            y = group(h, lambda h, o=other: h.sin() + h.t().cos().t() + o.sin(), is_on)
-            assert manager.statistics().bytes_offloaded == is_on * other.nbytes
-            y.sum().backward()
-            results.append(gradients(x))
-        assert_same(*results)
-
-
 @pytest.mark.field("F42")
 @on_two
 def test_small_and_foreign_tensors_stay(kind: str) -> None:
@@ -448,22 +431,3 @@ def test_a_forced_tensor_whose_memory_is_not_torchs_stays(
         y.sum().backward()
         assert_same(gradients(w), [held])
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
-
-
-# Wrapper subclasses
-
-
-@on_two
-@pytest.mark.parametrize("is_dtensor", [False, True], ids=["scaled", "dtensor"])
-def test_a_wrapper_comes_back_as_what_it_was(kind: str, is_dtensor: bool) -> None:
-    """Its inner tensors move."""
-
-    def program(is_on: bool) -> list[Tensor]:
-        x, wrapped = ((dtensor if is_dtensor else drawn)(ROWS, COLUMNS, seed=n) for n in range(2))
-        factor = wrapped if is_dtensor else Scaled.of(wrapped)
-        group(x.requires_grad_() * 2, lambda h: h * factor, is_on).sum().backward()
-        (gradient,) = gradients(x)
-        return [gradient.to_local() if is_dtensor else gradient]
-
-    with one_rank():
-        check(program, kind)

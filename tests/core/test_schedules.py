@@ -15,13 +15,11 @@ from helpers.sessions import (
     assert_idle,
     assert_same,
     begin_microbatch,
-    begin_step,
     check,
     drawn,
     gradients,
     group,
     session,
-    settle,
 )
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -54,14 +52,6 @@ def test_pipeline_orders_of_virtual_stages(
     nets = [Net(("attn",), layers=1 + n % 2, seed=n) for n in range(stages)]
     options = {"ahead": ahead, "last_first": last_first}
     check(lambda on: train(nets, inputs(4), on, **options), kind, steps=3)  # type: ignore[arg-type]
-
-
-@kinds
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_groups_that_stay_by_a_plan(kind: str, fraction: float) -> None:
-    """Which do changes what moves, never what is computed."""
-    net = Net(layers=3)
-    check(lambda on: train(net, inputs(3), on), kind, activation_offload_fraction=fraction, steps=4)
 
 
 @kinds
@@ -134,49 +124,6 @@ def test_markers(kind: str, mark: Callable[..., Tensor]) -> None:
         return gradients(x)
 
     check(program, kind, moves=mark is not switched_off, steps=3)
-
-
-@kinds
-def test_delayed_groups_leave_at_the_flush(kind: str) -> None:
-    """Or at the next step, if their graph is still alive."""
-    with session(kind) as manager:
-        begin_step()
-        x = drawn(ROWS, WIDTH).requires_grad_()
-        y = delayed(delayed(x, torch.sin, name="first") * 2, torch.exp, name="second")
-        assert manager.statistics().bytes_offloaded == 0
-        fine_grained_offloading_group_flush_delayed_groups()
-        moved = manager.statistics().bytes_offloaded
-        assert moved > 0
-        settle(manager)
-        y.sum().backward()
-        assert_same(gradients(x), torch.autograd.grad((x.sin() * 2).exp().sum(), x))
-        delayed(x * 3, torch.cos, name="third").sum().backward()
-        off_interface.reset()
-        assert manager.statistics().bytes_offloaded == moved, "its graph was dead"
-        del y
-        assert_idle(manager)
-
-
-@kinds
-def test_a_group_in_a_group_of_the_same_name(kind: str) -> None:
-    """A commit is of the innermost one."""
-
-    def program(is_on: bool) -> list[Tensor]:
-        commit = off_interface.group_commit if is_on else lambda y, name: y
-        x = drawn(ROWS, WIDTH).requires_grad_()
-        with off_interface(is_on, x, "a"):
-            y = (x * 2).sin()
-            with off_interface(is_on, y[1:], "a"):
-                z = (y[1:] * 3).exp()
-            commit(z, name="a")
-            moved = PipelineOffloadManager.get_instance().statistics().bytes_offloaded
-            assert moved == is_on * z.nbytes
-            z = z.cos().sin()
-        commit(z, name="a")
-        z.sum().backward()
-        return gradients(x)
-
-    check(program, kind, steps=1)
 
 
 # By module names, and real pipelines

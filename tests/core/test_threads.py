@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -56,10 +55,10 @@ def backward(net: Net, leaf: Tensor, loss: Tensor) -> list[Tensor]:
 Work = list[Callable[[], Sequence[Tensor]]]
 
 
-def check_threads(kind: str, work: Callable[[bool], Work], **options: Any) -> None:
+def check_threads(kind: str, work: Callable[[bool], Work]) -> None:
     """Each piece of the work of a step, on a thread of its own, has the results without offload."""
     expected = [piece() for piece in work(False)]
-    with frequent_switches(), session(kind, **options) as manager:
+    with frequent_switches(), session(kind) as manager:
         for _ in range(STEPS):
             off_interface.reset()
             for got, right in zip(at_once(work(True)), expected, strict=True):
@@ -67,24 +66,6 @@ def check_threads(kind: str, work: Callable[[bool], Work], **options: Any) -> No
         off_interface.reset()
         assert manager.statistics().bytes_offloaded > 0
         assert_idle(manager)
-
-
-@pytest.mark.field("F54")
-@kinds
-@pytest.mark.parametrize("window", [2**12, 2**20])
-def test_a_model_for_each_thread(kind: str, window: int) -> None:
-    """All within one step, each with lengths of its own."""
-    nets = [Net(seed=n) for n in range(NUM)]
-
-    def run(number: int, is_on: bool) -> list[Tensor]:
-        net, results = nets[number], list[Tensor]()
-        for step in range(STEPS):
-            (x,) = inputs(1, step=step, rows=2 + step + number)
-            results += backward(net, *microbatch(net, x, is_on))
-        return results
-
-    options: dict[str, Any] = {"prefetch_bytes": window, "max_in_flight_bytes": window}
-    check_threads(kind, lambda on: [partial(run, n, on) for n in range(NUM)], **options)
 
 
 @kinds

@@ -29,16 +29,19 @@ def inputs(num: int, device: torch.device) -> list[Tensor]:
 def test_what_left_is_gone(
     manager: PipelineOffloadManager, make: Callable[[list[Tensor]], Tensor]
 ) -> None:
-    """Nothing of the engine keeps the memory inside a wrapper."""
+    """Nothing of the engine keeps the memory inside a wrapper, and the wrapper comes back."""
     x, *others = inputs(5, manager.backend.device)
     begin_step()
     saved = [make(others)]
+    expected = [leaf.clone() for leaf in leaves(saved[0])]
     refs = [weakref.ref(leaf.untyped_storage()) for leaf in leaves(saved[0])]
     y = group(x.requires_grad_() * 1, lambda h: KeepsSaved.apply(h, saved.pop()))
     others.clear()
     manager.backend.synchronize()
     assert manager.statistics().bytes_in_flight == 0
     assert [ref() for ref in refs] == [None] * len(refs)
+    y.sum().backward()
+    assert_same(leaves(KeepsSaved.seen.pop()), expected)
     del y
     assert_idle(manager)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.sessions import assert_same, begin_step, gradients, group
+from helpers.sessions import assert_no_hooks, assert_same, begin_step, gradients, group
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -93,24 +93,31 @@ def test_each_group_that_opens_is_told_to_close(manager: PipelineOffloadManager)
 
 
 @on_two_backends
-@pytest.mark.parametrize("is_inner_left_out", [False, True])
-def test_offload_switched_inside_a_group_of_the_same_name(
-    is_inner_left_out: bool, manager: PipelineOffloadManager
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        ("none", [GroupState.OPEN, GroupState.OFFLOADED]),
+        ("inner", [GroupState.OPEN]),
+        ("outer", [GroupState.OFFLOADED]),
+    ],
+)
+def test_a_group_in_a_group_of_the_same_name(
+    left_out: str, expected: list[GroupState], manager: PipelineOffloadManager
 ) -> None:
-    """The inner commit is the inner group's, and the outer one's is the outer group's."""
+    """The inner commit is the inner group's; offload may be switched for one of them."""
     chunk = chunk_of(manager)
     x = torch.ones(4, 4).to(manager.backend.device).requires_grad_()
-    switches = [manager.disable_offload, manager.enable_offload]
-    first, second = reversed(switches) if is_inner_left_out else switches
-    first()
+    switch = {True: manager.disable_offload, False: manager.enable_offload}
+    switch[left_out == "outer"]()
     with off_interface(True, x, "a"):
-        second()
+        switch[left_out == "inner"]()
         with off_interface(True, x, "a"):
             y = x.sin()
         manager.enable_offload()
         off_interface.group_commit(y, name="a")
-        states = [group.state for group in chunk.groups]
-        assert states == [GroupState.OPEN if is_inner_left_out else GroupState.OFFLOADED]
+        assert [group.state for group in chunk.groups] == expected
+        assert (manager.statistics().bytes_offloaded == 0) is (left_out == "inner")
+    assert_no_hooks()
     off_interface.group_commit(y, name="a")
     assert not chunk.open_groups
     assert all(group.state is not GroupState.OPEN for group in chunk.groups)

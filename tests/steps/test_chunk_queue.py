@@ -47,17 +47,6 @@ def test_without_an_order_only_chunks_of_the_last_stage_are_certain() -> None:
     assert keys(queue.certain()) == [(0, 1), (1, 0), (1, 1), (0, 0)]
 
 
-def test_a_name_selects_the_next_chunk_that_has_it_and_empty_chunks_are_skipped() -> None:
-    queue = ChunkQueue()
-    queue.push(Chunk(ChunkKey(0, 2), ()))  # type: ignore[arg-type]
-    attn = push(queue, 0, 0, "attn")
-    both = push(queue, 0, 1, "mlp", "attn")
-    assert queue.front("mlp") is both
-    assert queue.pop("mlp") is both
-    assert queue.pop("mlp") is None
-    assert queue.pop("attn") is attn
-
-
 def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
     queue = ChunkQueue()
     queue.set_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_scheduled=True)
