@@ -39,9 +39,13 @@ kinds_and_errors = pytest.mark.parametrize(
 )
 
 
+def at_the_start(x: Tensor, error: type[BaseException]) -> None:
+    with off_interface(True, x, "fails"):
+        raise error
+
+
 def in_the_body(x: Tensor, error: type[BaseException]) -> None:
-    h = Net()(x)
-    with off_interface(True, h, "attn") as h:
+    with off_interface(True, Net()(x), "fails") as h:
         h.sin()
         raise error
 
@@ -73,7 +77,7 @@ def in_a_module(x: Tensor, error: type[BaseException]) -> None:
             raise error
 
     model = nn.Sequential(nn.Tanh(), Fails())
-    with offload_modules(model, {"attn": ["0", "1"]}):
+    with offload_modules(model, {"fails": ["0", "1"]}):
         model(x)
 
 
@@ -99,6 +103,7 @@ def in_the_copy(x: Tensor, error: type[BaseException]) -> None:
 
 
 FAILURES = [
+    at_the_start,
     in_the_body,
     between_start_and_commit,
     behind_a_commit,
@@ -113,9 +118,14 @@ FAILURES = [
 @kinds_and_errors
 @pytest.mark.parametrize("fails", FAILURES)
 def test_the_step_behind_an_aborted_one_is_right(
-    kind: str, error: type[BaseException], fails: Callable[[Tensor, type[BaseException]], None]
+    kind: str,
+    error: type[BaseException],
+    fails: Callable[[Tensor, type[BaseException]], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Twice in a row, behind a step that was complete; and hooks of others stay."""
+    """Twice in a row, behind a step that was complete; hooks of others stay, and no warning of a
+    group follows the error.
+    """
     net, seen = Net(), list[Tensor]()
     expected = [train(net, inputs(3, step=step), False, ahead=2) for step in range(3)]
     with session(kind) as manager:
@@ -140,3 +150,5 @@ def test_the_step_behind_an_aborted_one_is_right(
         for step in (1, 2):
             assert_same(train(net, inputs(3, step=step), True, ahead=2), expected[step])
             assert_idle(manager)
+        manager.reset()
+    assert "group '" not in caplog.text

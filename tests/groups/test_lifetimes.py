@@ -13,9 +13,9 @@ from helpers.sessions import assert_same, begin_microbatch, begin_step, group, s
 from helpers.toy import batches, make_model
 from torch import Tensor, nn
 
-from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadActivations, PipelineOffloadManager
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload.backends import CpuBackend, cpu
+from pp_offload.backends import cpu
 
 
 @on_two_backends
@@ -40,17 +40,12 @@ def test_what_a_dropped_graph_saved_may_change_and_is_not_moved(
 def test_a_manager_that_goes_gives_its_idle_memory_back(how: str) -> None:
     gc.collect()  # engines of other tests, or they would go meanwhile
     before = reserved_bytes()
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    if how == "use_backend":
-        with use_backend(CpuBackend(), config=config) as manager:
-            train(Net(), inputs(2), True)
-            assert reserved_bytes() > before
-    else:
-        manager = PipelineOffloadManager(config=config, backend=CpuBackend())
-        PipelineOffloadManager.OFFLOAD_MGR = manager
+    with session("cpu") as manager:
         train(Net(), inputs(2), True)
         assert reserved_bytes() > before
-        PipelineOffloadManager.reset_instance()
+        if how == "reset_instance":
+            PipelineOffloadManager.reset_instance()
+            assert reserved_bytes() == before
     assert reserved_bytes() == before
     assert manager.statistics().host_bytes_reserved == 0
 

