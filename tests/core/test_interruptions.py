@@ -24,6 +24,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,
     PipelineOffloadManager,
+    fine_grained_offloading_group_start,
     offload_modules,
 )
 
@@ -70,14 +71,19 @@ def in_backward(x: Tensor, error: type[BaseException]) -> None:
     net(Raises.apply(net(x), error)).sum().backward()
 
 
+def in_a_scope(x: Tensor, error: type[BaseException]) -> None:
+    fine_grained_offloading_group_start(x, "fails")
+    with off_interface.get_context(True):
+        raise error
+
+
 def in_a_module(x: Tensor, error: type[BaseException]) -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            x.sin()
             raise error
 
     model = nn.Sequential(nn.Tanh(), Fails())
-    with offload_modules(model, {"fails": ["0", "1"]}):
+    with offload_modules(model, {"attn": "0", "fails": "1"}):
         model(x)
 
 
@@ -108,6 +114,7 @@ FAILURES = [
     between_start_and_commit,
     behind_a_commit,
     in_backward,
+    in_a_scope,
     in_a_module,
     in_a_context,
     in_the_copy,
