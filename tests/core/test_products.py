@@ -27,7 +27,6 @@ from pp_offload import (
     OffloadActivations,
     OffloadHiddenStates,
     OffloadModel,
-    PipelineOffloadManager,
     checkpoint,
     checkpoint_wrapper,
     offload_layers,
@@ -155,13 +154,6 @@ def in_the_middle(x: Tensor, group: Any, region: Any) -> Any:
 
 
 REGIONS: dict[str, Callable[[Tensor, Any, Any], Any]] = {
-    "reentrant": lambda x, group, _: torch_checkpoint(
-        lambda h: group(h, sines).cos(), x, use_reentrant=True
-    ),
-    "at the start": lambda x, group, region: region(lambda h: group(h, sines).exp().cos(), x),
-    "two groups": lambda x, group, region: region(
-        lambda h: group(group(h, sines, name="a").exp(), sines, name="b"), x
-    ),
     "nested": lambda x, group, region: region(
         lambda h: in_the_middle(group(h, sines, name="outer"), group, region).cos(), x
     ),
@@ -173,7 +165,6 @@ REGIONS: dict[str, Callable[[Tensor, Any, Any], Any]] = {
     "around": lambda x, group, region: group(
         x, lambda h: in_the_middle(h.sin(), group, region).exp()
     ),
-    "in a context": lambda x, _, region: region(sines, x.cos()).exp(),
 }
 """Where groups are. The commit inside is not of the group around, which has the same name."""
 
@@ -187,14 +178,9 @@ def test_groups_and_checkpoint_regions(kind: str, early_stop: bool, where: str) 
 
     def run(is_on: bool) -> list[Tensor]:
         x = drawn(ROWS, WIDTH).requires_grad_()
-        context: Any = nullcontext()
-        if is_on and where == "in a context":
-            backend = PipelineOffloadManager.get_instance().backend
-            context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
         h = x * 3
         for _ in range(2):
-            with context:
-                h = REGIONS[where](h, partial(group, is_on=is_on), region)
+            h = REGIONS[where](h, partial(group, is_on=is_on), region)
         h.square().sum().backward()
         return gradients(x)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.sessions import assert_same, begin_step, gradients, session, settle
+from helpers.sessions import assert_same, begin_step, gradients, settle
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -101,45 +101,3 @@ def test_a_view_is_emptied_if_nobody_needs_its_base(
         assert_same([held.view(40)], [leaf * 2])
     (gradient,) = torch.autograd.grad(y.sum() + other.sum(), weight)
     assert_same([gradient], [leaf * (4 if holder == "autograd" else 2)])
-
-
-@on_two_backends
-@pytest.mark.parametrize("is_needed", [True, False], ids=["a sibling in use", "nobody else"])
-def test_a_view_of_what_was_changed_in_place(
-    manager: PipelineOffloadManager, is_needed: bool
-) -> None:
-    """Its graph cannot be made anew, and PyTorch raises whenever it is asked for that."""
-    begin_step()
-    leaf = leaf_on(manager)
-    with off_interface(True, leaf * 2, "g") as x:
-        y = x.sin()
-        view, sibling = (x * 2).chunk(2)
-        with torch.no_grad():
-            sibling.add_(1)
-        reference = sibling if is_needed else None
-        del sibling
-    y = off_interface.group_commit(y, name="g", forced_released_tensors=[view])
-    settle(manager)
-    assert (view.untyped_storage().nbytes() > 0) is (reference is not None)
-    y.sum().backward()
-    assert_same(gradients(leaf), [(leaf.detach() * 2).cos() * 2])
-
-
-def test_what_compute_waits_for_is_emptied() -> None:
-    """Above ``max_in_flight_bytes``, where the host runs ahead of the copies."""
-    with session("late", max_in_flight_bytes=1) as manager:
-        begin_step()
-        weight = leaf_on(manager)
-        first = weight * 2
-        with off_interface(True, first, "first"):
-            second = first * weight
-        second = off_interface.group_commit(second, name="first", forced_released_tensors=[first])
-        assert first.untyped_storage().nbytes() > 0, "the copy has still to run"
-        with off_interface(True, second, "second"):
-            y = second * weight
-        y = off_interface.group_commit(y, name="second")
-        assert first.untyped_storage().nbytes() == 0
-        y.sum().backward()
-        got = gradients(weight)
-        (weight * 2 * weight * weight).sum().backward()
-        assert_same(got, gradients(weight))

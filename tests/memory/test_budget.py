@@ -63,33 +63,18 @@ def test_without_proc_it_is_the_physical_memory(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) > 2**20
 
 
-def test_two_budgets_share_one_count() -> None:
-    limit = reserved_bytes() + 100
-    first, second = HostBudget(limit), HostBudget(limit)
-    held = first.reserve(60)
-    assert held is not None
-    assert second.left_bytes == 40
-    with pytest.raises(MemoryError, match="41 more bytes .*: 40 of"):
-        second.reserve(41)
-    more = second.reserve(40)
-    assert more is not None and second.left_bytes == 0
-    del held
-    assert second.left_bytes == 60
-    del more
-    assert second.left_bytes == 100
-
-
-def test_budgets_of_another_process_share_another_count() -> None:
-    limit = reserved_bytes() + 100
+def test_budgets_of_a_process_share_one_count() -> None:
+    """Those of another one have a count of their own."""
+    here = HostBudget(reserved_bytes() + 100)
     with as_another_process():
         there, beside = HostBudget(100), HostBudget(100)
-    here = HostBudget(limit)
-    held = there.reserve(60), here.reserve(70)
-    assert all(held)
+    first, other = there.reserve(60), here.reserve(70)
     assert here.left_bytes == 30 and there.left_bytes == beside.left_bytes == 40
     assert beside.but_for(2).left_bytes == 0
-    with pytest.raises(MemoryError, match="over the budget"):
-        there.reserve(41)
+    with pytest.raises(MemoryError, match="41 more bytes .* over the budget .*: 40 of 100"):
+        beside.reserve(41)
+    del first, other
+    assert here.left_bytes == beside.left_bytes == 100
 
 
 def test_the_default_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
