@@ -48,17 +48,6 @@ def test_frontier_writes_its_figures(tmp_path: Path) -> None:
 
 
 @slow
-def test_rows_of_a_card_have_equal_bits() -> None:
-    ways = ["recompute", "ours", "activations"]
-    flags = ["tiny", "--rounds", "1", "--warmup", "1", "--ways", *ways]
-    printed = run_example(ROOT / "benchmarks/on_card.py", *flags).stdout
-    link, *rows = [json.loads(line) for line in printed.splitlines()]
-    assert min(link["link_gb_per_s"]) > 0
-    assert [row["way"] for row in rows] == ways
-    assert all(row["same"] and row["ms"] > 0 for row in rows)
-
-
-@slow
 def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     """All but the tests that need one."""
     flags = ["--out", str(tmp_path), "--device", "cpu", "--cases", "tiny"]
@@ -66,7 +55,7 @@ def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ways = [row["way"] for row in rows if "way" in row]
     assert {"default", "limit-0.7", "ours-copied", "recompute", "save_on_cpu"} <= set(ways)
-    assert all(row["same"] for row in rows if "same" in row)
+    assert all(row["same"] and row["ms"] > 0 for row in rows if "same" in row)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert all(outcome.startswith("ended") for outcome in outcomes.values())
 

@@ -56,16 +56,12 @@ DEEP = f"plan {MODELS}:deep --ranks 2 --microbatches 4 --min-numel 1 --length 10
 WRONG = {
     # Before torch is imported
     "simulat": "invalid choice: 'simulat' (choose from ",
-    "plan x:y": "the following arguments are required: --limit",
     "plan x:y --limi 1": "the following arguments are required: --limit",
     "trace": "the following arguments are required: FILE...",
     "simulate x:y --ranks 0": "Invalid value for --ranks/--pp: found 0, expected an integer of at",
     "simulate x:y --ranks 1.5": "found 1.5, expected an integer of at least 1",
     "simulate x:y --fraction 2": "found 2, expected a finite number of at least 0 and at most 1",
     "simulate x:y --gib nan": "Invalid value for --gib: found nan, expected a finite number",
-    "plan x:y --limit 1GiB --host-gib inf": "found inf, expected a finite number of at least 0",
-    "simulate x:y --network-gb 0": "found 0, expected a finite number of at least 0.001",
-    "sweep x:y --limits 1": "found 1, expected an integer of at least 2",
     # Models
     "simulate": "found neither of module:function and --hf, expected one of the two",
     f"simulate {MODELS}:good --hf x": "found both of module:function and --hf",

@@ -103,7 +103,6 @@ WRONG = {
     "trace FILE --step 4": "--step: step is 4, expected one of the trace: [5]",
     "trace FILE --rank 2": "found 2, expected one that has step 5: [0, 1]",
     "trace FILE --png out.gif": "out.gif ends otherwise than pictures do, expected .png, .svg",
-    "trace FILE --png nowhere/out.png": "expected a file in a directory that is there",
     "trace EMPTY": "--step: the trace has no step",
     "trace nothing.json": "FILE: found no file nothing.json",
     "trace TEXT": "cannot be read as a trace",

@@ -110,9 +110,6 @@ def test_bounds_of_a_plan_hold_where_no_option_says_otherwise() -> None:
     rank = replace(rank, max_in_flight_bytes=5000, prefetch_bytes=300)
     config = OffloadConfig(plan=replace(PLAN, ranks=(rank,)), max_in_flight_bytes=77)
     with use_backend(CpuBackend(), config=config) as manager:
-        model = make_model()
         for _ in range(3):
-            manager.reset()
-            begin()
+            run_step(make_model(), batches(1))
             assert manager.bounds.now == (77, 300)
-            model(batches(1)[0]).sum().backward()

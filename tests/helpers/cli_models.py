@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.virtual_models import KIND, chain
 from pp_offload.simulate import Modules
-
-KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
 
 
 def modules(
     num_stages: int,
     length: int,
-    make: Callable[[], Sequence[nn.Module]] = lambda: [nn.Linear(64, 64, **KIND), nn.GELU()],
+    layers: Callable[[], Sequence[nn.Module]] = lambda: [nn.Linear(64, 64, **KIND), nn.GELU()],
     width: int = 64,
     **options: Any,
 ) -> Modules:
-    stages = [nn.Sequential(*make()) for _ in range(num_stages)]
-    example = torch.empty(length, width, **KIND)
-    return Modules(stages, example=example, loss_fn=lambda y: y.sum(), **options)
+    return chain(num_stages, layers, torch.empty(length, width, **KIND), **options)
 
 
 def good(num_stages: int, length: int) -> Modules:
@@ -35,7 +32,7 @@ def deep(num_stages: int, length: int, **options: Any) -> Modules:
     def layers() -> list[nn.Module]:
         return [nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.Softplus()) for _ in range(6)]
 
-    return modules(num_stages, length, layers, 1024, **{"groups": {"layer": "*"}} | options)
+    return modules(num_stages, length, layers, 1024, **options)
 
 
 def as_megatron(num_stages: int, length: int) -> Modules:
@@ -60,7 +57,7 @@ def broken_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def with_lbfgs(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length, groups={"linear": "0"}, optimizer=torch.optim.LBFGS)
+    return modules(num_stages, length, optimizer=torch.optim.LBFGS)
 
 
 def twice(num_stages: int, length: int) -> Modules:
@@ -69,11 +66,11 @@ def twice(num_stages: int, length: int) -> Modules:
     def layers() -> list[nn.Module]:
         return [nn.Linear(256, 256, **KIND), nn.Sigmoid()]
 
-    return modules(num_stages, length, layers, 256, groups={"layer": "*"})
+    return modules(num_stages, length, layers, 256)
 
 
 def unmarked(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length)
+    return modules(num_stages, length, groups=None)
 
 
 def without_length(num_stages: int) -> Modules:

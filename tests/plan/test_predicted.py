@@ -293,17 +293,9 @@ def test_a_program_that_is_not_known_is_refused(
         record(order, work, DEVICE, CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (torch.optim.Adafactor, "Adafactor"),  # looks at data
-        (torch.optim.LBFGS, "LBFGS"),  # wants a closure
-        (lambda p: torch.optim.AdamW(p, fused=True), "AdamW"),
-    ],
-)
-def test_an_optimizer_that_cannot_run_here_is_refused(make: Any, name: str) -> None:
-    order, work = with_large_layers(make)
-    message = f"the optimizer is {name}, expected one that can run without data.*leave room"
+def test_an_optimizer_that_cannot_run_here_is_refused() -> None:
+    order, work = with_large_layers(lambda p: torch.optim.AdamW(p, fused=True))
+    message = "the optimizer is AdamW, expected one that can run without data.*leave room"
     for run in (run_pipeline, record):
         with pytest.raises(ValueError, match=message):
             run(order, work, DEVICE, config=CONFIG)

@@ -16,7 +16,6 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from pp_offload import OffloadConfig
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload.errors import ConfigError
 from pp_offload.plan import InfeasibleError, choose, record
 from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, run_pipeline
 from pp_offload.trace import Sample, Span, Timeline, Trace, compare_with_plan
@@ -163,12 +162,10 @@ def test_a_step_of_a_real_device(worse: dict[str, float], expected: str | None) 
     assert [text[: len(expected or "")] for text in texts] == ([expected] if expected else [])
 
 
-def test_another_number_of_ranks(plan: OffloadPlan, tmp_path: Path) -> None:
+def test_ranks_of_a_run_that_are_the_same_rank_of_its_plan(
+    plan: OffloadPlan, tmp_path: Path
+) -> None:
     short = replace(plan, ranks=plan.ranks[:2])
     timeline = run(tmp_path, plan)
-    with pytest.raises(ConfigError, match="the plan is for 2 pipeline ranks, and this is rank 2"):
-        compare_with_plan(short, timeline)
     compared = compare_with_plan(short, timeline, pipeline_rank=lambda rank: rank // 2)
     assert [rank.planned for rank in compared.ranks] == [plan.ranks[i] for i in (0, 0, 1, 1)]
-    with pytest.raises(ValueError, match="step is 7, expected one of the trace"):
-        compare_with_plan(plan, timeline, step=7)
