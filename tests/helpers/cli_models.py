@@ -15,11 +15,11 @@ from pp_offload.simulate import Modules
 def modules(
     num_stages: int,
     length: int,
-    layers: Callable[[], Sequence[nn.Module]] = lambda: [nn.Linear(64, 64, **KIND), nn.GELU()],
+    make: Callable[[], Sequence[nn.Module]] = lambda: [nn.Linear(64, 64, **KIND), nn.GELU()],
     width: int = 64,
     **options: Any,
 ) -> Modules:
-    return chain(num_stages, layers, torch.empty(length, width, **KIND), **options)
+    return chain(num_stages, make, torch.empty(length, width, **KIND), **options)
 
 
 def good(num_stages: int, length: int) -> Modules:
