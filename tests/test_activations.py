@@ -11,8 +11,9 @@ import pytest
 import torch
 from conftest import make_backend
 from helpers.checkpointed import ORDERS, make, results
+from helpers.sessions import assert_idle, assert_no_hooks
 from helpers.sliced import Call, Order, first_in_first_out, one_by_one, together
-from helpers.toy import assert_idle, assert_no_hooks, same_bits
+from helpers.toy import same_bits
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACCELERATORS, BEFORE_2_13
-from helpers.toy import assert_idle, assert_no_hooks, num_hooks, same_bits
+from helpers.sessions import assert_idle, assert_no_hooks
+from helpers.toy import num_hooks, same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,

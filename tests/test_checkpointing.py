@@ -16,8 +16,9 @@ import pytest
 import torch
 from conftest import make_backend, on_two_backends
 from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, results
+from helpers.sessions import assert_no_hooks
 from helpers.sliced import Order, twice
-from helpers.toy import assert_no_hooks, make_model, same_bits
+from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
 
 from pp_offload._checkpoint.recompute import Recompute

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import gradients
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.sessions import assert_no_hooks, gradients
+from helpers.toy import same_bits
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from conftest import make_backend
 from helpers.processes import HANG_S
+from helpers.sessions import assert_idle
 from helpers.threaded import at_once
-from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.toy import batches, make_model, run_step, same_bits
 from torch import nn
 
 from pp_offload import OffloadConfig, OffloadModel, offload_layers, use_backend

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.sessions import assert_no_hooks
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

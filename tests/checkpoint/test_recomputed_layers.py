@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.toy import assert_idle, assert_no_hooks, batches, make_model, run_step, same_bits
+from helpers.sessions import assert_idle, assert_no_hooks
+from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.processes import HANG_S
 from helpers.scenarios import begin
-from helpers.sessions import gradients, group
-from helpers.toy import assert_idle, same_bits
+from helpers.sessions import assert_idle, gradients, group
+from helpers.toy import same_bits
 from torch import Tensor
 
 from pp_offload import GroupStateError, PipelineOffloadManager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.captures import manager_of
-from helpers.toy import assert_idle, same_bits
+from helpers.sessions import assert_idle
+from helpers.toy import same_bits
 from main_layer import GROUPS, assert_steps_equal, batches, begin, in_group, models, step
 
 from pp_offload import PipelineOffloadManager

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.examples import train
-from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.sessions import assert_idle
+from helpers.toy import batches, make_model, run_step, same_bits
 
 from emulated.helpers import DELAYS, compute
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -8,8 +8,8 @@ import pytest
 from helpers.captures import Event, manager_of, step
 from helpers.nets import Net, inputs
 from helpers.scenarios import begin
-from helpers.sessions import group
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.sessions import assert_no_hooks, group
+from helpers.toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 

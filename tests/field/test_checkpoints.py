@@ -18,8 +18,8 @@ import pytest
 import torch
 from helpers.kept import Raises
 from helpers.scenarios import begin, make_inputs
-from helpers.sessions import gradients, group, session
-from helpers.toy import assert_idle, assert_no_hooks, same_bits
+from helpers.sessions import assert_idle, assert_no_hooks, gradients, group, session
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import (

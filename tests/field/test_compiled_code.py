@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ACCELERATORS
 from helpers.scenarios import begin, check_steps, make_inputs
-from helpers.sessions import gradients, group, session
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.sessions import assert_no_hooks, gradients, group, session
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 

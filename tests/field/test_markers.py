@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.scenarios import begin, check_steps, make_inputs
-from helpers.sessions import gradients, group
-from helpers.toy import assert_idle, assert_no_hooks, same_bits
+from helpers.sessions import assert_idle, assert_no_hooks, gradients, group
+from helpers.toy import same_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.processes import run_each
 from helpers.scenarios import begin
-from helpers.sessions import gradients, session
-from helpers.toy import assert_idle, batches, make_model, run_step, same_bits
+from helpers.sessions import assert_idle, gradients, session
+from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor
 
 from pp_offload.backends import CpuBackend

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from conftest import NO_SPARSE, on_two_backends, skip_on_emulated
 from helpers.nets import Net, inputs
 from helpers.scenarios import Compute, begin, check_steps, make_inputs
-from helpers.sessions import gradients, group
-from helpers.toy import assert_idle, same_bits
+from helpers.sessions import assert_idle, gradients, group
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

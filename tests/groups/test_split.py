@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import BEFORE_2_13, TWO_BACKENDS, make_backend
-from helpers.sessions import MostUnused, assert_same, gradients
-from helpers.toy import assert_idle, batches, make_model
+from helpers.sessions import MostUnused, assert_idle, assert_same, gradients
+from helpers.toy import batches, make_model
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 

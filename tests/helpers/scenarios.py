@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from helpers.sessions import drawn
-from helpers.toy import assert_idle, same_bits
+from helpers.sessions import assert_idle, drawn
+from helpers.toy import same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
 

@@ -164,14 +164,20 @@ def assert_idle(owner: Any) -> None:
         owner: Of ``statistics()``.
     """
     if any(in_use(owner).values()):
-        # Autograd's queue keeps what is left of a graph whose backward raised until the next one.
-        torch.ones((), requires_grad=True).backward()
+        autograd_lets_go()
         gc.collect()  # an exception holds frames, and they hold tensors
         rest = {name for name, number in in_use(owner).items() if number}
         assert rest <= {"host_bytes_in_use"}, in_use(owner)  # a read keeps nothing else
         end_reads()
         assert not any(in_use(owner).values()), in_use(owner)
     assert_no_hooks()
+
+
+def autograd_lets_go() -> None:
+    """Of what is left of a graph whose backward raised: its queues keep that until the next one."""
+    for device in (torch.accelerator.current_accelerator(check_available=True), "cpu"):
+        if device is not None:
+            torch.zeros((), device=device, requires_grad=True).clone().backward()
 
 
 def end_reads() -> None:

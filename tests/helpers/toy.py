@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from helpers.sessions import assert_no_hooks
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadActivations, PipelineOffloadManager
 from pp_offload.backends import CpuBackend
 
 
@@ -133,23 +131,3 @@ def repeated(run: Callable[[], Sequence[Tensor]], *, most: int = 4) -> Sequence[
 def num_hooks(model: nn.Module) -> int:
     """Around forwards of its modules."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-def assert_idle(manager: PipelineOffloadManager | OffloadActivations) -> None:
-    """Nothing of the engine is alive, and a tensor saved now is not packed."""
-    autograd_lets_go()
-    statistics = manager.statistics()
-    assert statistics.host_bytes_in_use == 0
-    assert statistics.live_tensors == 0
-    assert statistics.bytes_reloaded_unused == 0
-    assert_no_hooks()
-
-
-def autograd_lets_go() -> None:
-    """Of a graph whose backward failed: its thread for a device does so after it has said so.
-
-    That thread takes one node after the other, so another backward comes behind that.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        torch.zeros((), device=device, requires_grad=True).clone().backward()

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.toy import assert_no_hooks
+from helpers.sessions import assert_no_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

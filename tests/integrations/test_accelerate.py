@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.sessions import assert_no_hooks
+from helpers.toy import same_bits
 from torch.nn.parallel import DistributedDataParallel
 
 from pp_offload import PipelineOffloadManager, use_backend

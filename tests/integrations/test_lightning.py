@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.sessions import assert_no_hooks
+from helpers.toy import same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend

@@ -15,7 +15,8 @@ import torch
 from helpers.examples import environment
 from helpers.kept import Raises
 from helpers.processes import run
-from helpers.toy import assert_idle, autograd_lets_go, same_bits
+from helpers.sessions import assert_idle, autograd_lets_go
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (

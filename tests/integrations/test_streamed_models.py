@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
+from helpers.sessions import assert_no_hooks
 from helpers.sliced import OnHost, state
-from helpers.toy import assert_no_hooks, moved, same_bits
+from helpers.toy import moved, same_bits
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.toy import assert_idle, assert_no_hooks, repeated, same_bits
+from helpers.sessions import assert_idle, assert_no_hooks
+from helpers.toy import repeated, same_bits
 
 from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin, OffloadConfig
 

@@ -15,10 +15,10 @@ from math import inf
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from helpers.fuzz.operators import COMPUTES
 from helpers.fuzz.programs import Program, drawn
-from helpers.fuzz.run import Machine, end_failed_backward, offload
+from helpers.fuzz.run import Machine, offload
+from helpers.sessions import autograd_lets_go
 from hook_overhead import no_garbage
 from torch.utils._mode_utils import no_dispatch
 
@@ -44,18 +44,18 @@ FIGURES = (
 )
 
 
-def forget_unseen(device: torch.device) -> None:
+def forget_unseen() -> None:
     """Without counting what that computes."""
     with no_dispatch():
-        end_failed_backward(device)
+        autograd_lets_go()
 
 
 def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> dict[str, Any]:
     with (
         no_garbage(),  # or a peak would depend on when the collector runs
         patch("helpers.fuzz.run.make_backend", lambda *kind: backend),
-        patch("helpers.fuzz.run.assert_no_hooks", lambda: None),  # it computes, on the CPU
-        patch("helpers.fuzz.run.end_failed_backward", forget_unseen),
+        patch("helpers.sessions.assert_no_hooks", lambda: None),  # it computes, on the CPU
+        patch("helpers.sessions.autograd_lets_go", forget_unseen),
         patch("pp_offload.simulate.memory.ROUNDING_BYTES", 1),
         offload(program) as engine,
     ):
@@ -76,8 +76,7 @@ def test_programs_move_what_they_move_with_data() -> None:
         warnings.simplefilter("ignore")
         for place in range(40):
             program = drawn(random.Random(f"1 {place}"), KINDS)
-            options = replace(program.options, **without)
-            program = replace(program, backend="eager", options=options)
+            program = replace(program, backend="eager", options=program.options | without)
             with_data = moved(program, SimulatedBackend("eager"))
             if not any("more than one element" in error for _, error in with_data["errors"]):
                 num_compared += 1

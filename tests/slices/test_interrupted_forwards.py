@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import make_backend
 from helpers.injected import ROOT, Injected, Point, chosen, folders, interrupt_at, points_in
+from helpers.sessions import assert_no_hooks
 from helpers.sliced import (
     WIDTH,
     Inside,
@@ -25,7 +26,7 @@ from helpers.sliced import (
     run_again,
     state,
 )
-from helpers.toy import assert_no_hooks, same_bits
+from helpers.toy import same_bits
 from torch import Tensor, nn
 
 from pp_offload._hooks.regions import all_packs

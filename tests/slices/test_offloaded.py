@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend, on_two_backends, skip_on_emulated
+from helpers.sessions import assert_no_hooks, autograd_lets_go
 from helpers.sliced import (
     MODELS,
     ORDERS,
@@ -34,7 +35,7 @@ from helpers.sliced import (
     together,
     train,
 )
-from helpers.toy import assert_no_hooks, autograd_lets_go, same_bits
+from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

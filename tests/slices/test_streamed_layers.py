@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend, on_two_backends
+from helpers.sessions import assert_no_hooks
 from helpers.sliced import WIDTH, input_for, same_training, state
-from helpers.toy import assert_no_hooks, moved, same_bits
+from helpers.toy import moved, same_bits
 from torch import Tensor, nn
 
 from pp_offload import (

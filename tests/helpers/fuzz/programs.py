@@ -12,26 +12,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from helpers.fuzz.operators import CHANGES, COMPUTES
 
-
-class Record:
-    """The base of all records. Its ``repr`` leaves out values that are the default."""
-
-    def __repr__(self) -> str:
-        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
-        given = [f"{name}={value!r}" for name, value, default in values if value != default]
-        return f"{type(self).__name__}({', '.join(given)})"
-
-
 # The forward of a stage. It works on a list of tensors, the first of which is its input.
 
 
-@dataclass(frozen=True, repr=False)
-class Do(Record):
+@dataclass(frozen=True)
+class Do:
     """Append a tensor made of two others; or change one in place; or forget it (``free``)."""
 
     kind: str
@@ -39,8 +29,8 @@ class Do(Record):
     b: int = 0
 
 
-@dataclass(frozen=True, repr=False)
-class Group(Record):
+@dataclass(frozen=True)
+class Group:
     """Parts of which saved tensors leave."""
 
     body: Body
@@ -51,8 +41,8 @@ class Group(Record):
     """A tensor that is force-released, and not used by the forward any more."""
 
 
-@dataclass(frozen=True, repr=False)
-class Region(Record):
+@dataclass(frozen=True)
+class Region:
     """Parts under a checkpoint, which runs them again in backward; appends their last tensor."""
 
     body: Body
@@ -66,8 +56,8 @@ Body = tuple[Part, ...]
 # A step
 
 
-@dataclass(frozen=True, repr=False)
-class Forward(Record):
+@dataclass(frozen=True)
+class Forward:
     """One microbatch through one stage; its input is what the stage before has ready, if any."""
 
     stage: int = 0
@@ -83,8 +73,8 @@ class Forward(Record):
     """Raise when backward comes to this part."""
 
 
-@dataclass(frozen=True, repr=False)
-class Backward(Record):
+@dataclass(frozen=True)
+class Backward:
     """The backward of a microbatch, or a part of it."""
 
     how: str = "whole"
@@ -92,19 +82,19 @@ class Backward(Record):
     stream: int = 0
 
 
-@dataclass(frozen=True, repr=False)
-class Call(Record):
+@dataclass(frozen=True)
+class Call:
     """``evaluate`` without grad; ``touch`` a tensor of a waiting microbatch in place, or ``drop``
-    the microbatch; or what the engine has of that name.
+    the microbatch; ``synchronize``; or a method of the manager.
     """
 
     what: str = "evaluate"
     pick: int = 0
-    kind: str = "add_"
+    change: str = "add_"
 
 
-@dataclass(frozen=True, repr=False)
-class Step(Record):
+@dataclass(frozen=True)
+class Step:
     """From one reset to the next."""
 
     ops: tuple[Forward | Backward | Call, ...] = ()
@@ -116,27 +106,8 @@ class Step(Record):
     """Whether the weights change at the end."""
 
 
-@dataclass(frozen=True, repr=False)
-class Options(Record):
-    """Options of the engine, named as there."""
-
-    prefetch_bytes: int | str = "auto"
-    max_in_flight_bytes: int | str = "auto"
-    host_budget_bytes: int | None = None
-    activation_offload_fraction: float = 1.0
-    device_limit_bytes: int | None = None
-    """With a limit, the fraction is left out."""
-    tiers: tuple[str, ...] = ("host",)
-    verify: bool = False
-    rematerialize: str = "cheap"
-    stash: int | None = None
-    """With a number, ``OffloadActivations`` with that ``max_fwd_stash_size``, and no groups."""
-    is_fine: bool = False
-    """Whether thresholds in bytes are as small as the tensors here."""
-
-
-@dataclass(frozen=True, repr=False)
-class Program(Record):
+@dataclass(frozen=True)
+class Program:
     """What is run with and without offload."""
 
     stages: tuple[tuple[Body, ...], ...]
@@ -144,7 +115,12 @@ class Program(Record):
     steps: tuple[Step, ...]
     backend: str = "late"
     seed: int = 0
-    options: Options = Options()
+    stash: int | None = None
+    """With a number, ``OffloadActivations`` with that ``max_fwd_stash_size``, and no groups."""
+    is_fine: bool = False
+    """Whether thresholds in bytes are as small as the tensors here."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the engine, by name."""
 
 
 def script(program: Program) -> str:
@@ -161,6 +137,11 @@ def script(program: Program) -> str:
 # Drawing
 
 HOWS = ["weight", "retain", "stage input", "stage weight", "double", "together"]
+
+CALLS = [
+    *("evaluate", "touch", "drop", "flush_delayed_groups", "synchronize"),
+    *("enable_offload", "disable_offload"),
+]
 
 
 class Draw:
@@ -207,8 +188,7 @@ class Draw:
 
     def op(self) -> Forward | Backward | Call:
         if self.seldom():
-            names = ["evaluate", "touch", "drop", "flush", "synchronize", "enable", "disable"]
-            return Call(self.one_of(names), self.number(4), self.one_of(list(CHANGES)))
+            return Call(self.one_of(CALLS), self.number(4), self.one_of(list(CHANGES)))
         stream = self.one_of([0, 0, 0, 1, 2])
         if self.seldom(2):
             how = self.one_of(HOWS) if self.seldom(2) else "whole"
@@ -229,22 +209,25 @@ class Draw:
         rest = self.one_of(["fifo", "fifo", "fifo", "lifo", "drop", "keep"])
         return Step(ops, rest, self.seldom(), self.seldom())
 
-    def options(self) -> Options:
+    def options(self) -> dict[str, Any]:
+        """Of a program, those of the engine among them."""
         if self.seldom():
-            return Options()
+            return {}
         sizes = ["auto", "auto", 0, 64, 300, 10**6]
-        return Options(
-            prefetch_bytes=self.one_of(sizes),
-            max_in_flight_bytes=self.one_of(sizes),
-            host_budget_bytes=self.one_of([0, 512, 1024, 4096]) if self.seldom() else None,
-            activation_offload_fraction=self.one_of([1.0, 1.0, 1.0, 0.5, 0.0]),
-            device_limit_bytes=self.one_of([0, 2000, 8000, 10**6]) if self.seldom() else None,
-            tiers=self.one_of([("host",)] * 6 + [("disk",), ("host", "disk")]),
-            verify=self.seldom(20),
-            rematerialize=self.one_of(["cheap", "cheap", "none"]),
-            stash=self.one_of([None, None, None, 1, 2, 5]),
-            is_fine=self.seldom(2),
-        )
+        options = {
+            "prefetch_bytes": self.one_of(sizes),
+            "max_in_flight_bytes": self.one_of(sizes),
+            "host_budget_bytes": self.one_of([0, 512, 1024, 4096]) if self.seldom() else None,
+            "activation_offload_fraction": self.one_of([1.0, 1.0, 1.0, 0.5, 0.0]),
+            "device_limit_bytes": self.one_of([0, 2000, 8000, 10**6]) if self.seldom() else None,
+            "tiers": self.one_of([("host",)] * 6 + [("disk",), ("host", "disk")]),
+            "verify": self.seldom(20),
+            "rematerialize": self.one_of(["cheap", "cheap", "none"]),
+        }
+        if options["device_limit_bytes"] is not None:  # which goes with no fraction
+            del options["activation_offload_fraction"]
+        stash = self.one_of([None, None, None, 1, 2, 5])
+        return {"stash": stash, "is_fine": self.seldom(2), "options": options}
 
 
 def drawn(source: random.Random, kinds: Sequence[str] = tuple(COMPUTES)) -> Program:
@@ -256,7 +239,7 @@ def drawn(source: random.Random, kinds: Sequence[str] = tuple(COMPUTES)) -> Prog
         tuple(draw.step() for _ in range(num_steps)),
         draw.one_of(["late", "random", "eager", "cpu", "cpu threads"]),
         draw.number(100),
-        draw.options(),
+        **draw.options(),
     )
 
 
@@ -273,10 +256,12 @@ def simpler(value: Any) -> Iterator[Any]:
             inside = [item.body] if isinstance(item, Group | Region) else []
             for others in (*inside, *((other,) for other in simpler(item))):
                 yield value[:at] + others + value[at + 1 :]
-    elif isinstance(value, Record):
-        for each in fields(value):  # type: ignore[arg-type]
+    elif isinstance(value, dict):
+        yield from ({n: v for n, v in value.items() if n != name} for name in value)
+    elif is_dataclass(value):
+        for each in fields(value):
             present = getattr(value, each.name)
             if each.default is not MISSING and present != each.default:
-                yield replace(value, **{each.name: each.default})  # type: ignore[type-var]
+                yield replace(value, **{each.name: each.default})
             for other in simpler(present):
-                yield replace(value, **{each.name: other})  # type: ignore[type-var]
+                yield replace(value, **{each.name: other})

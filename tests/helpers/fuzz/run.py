@@ -5,7 +5,6 @@ check(program)  # raises AssertionError, with what differs
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import time
@@ -29,17 +28,17 @@ from helpers.fuzz.programs import (
     Do,
     Forward,
     Group,
-    Options,
     Part,
     Program,
     Region,
     Step,
 )
+from helpers.kept import Raises
 from helpers.processes import HANG_S
 from helpers.sessions import (
+    assert_idle,
     assert_no_hooks,
     assert_same,
-    end_reads,
     in_use,
     make_backend,
     unseen,
@@ -64,61 +63,63 @@ CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# What a program calls: an engine, or nothing
+class Engine:
+    """What a program calls.
 
+    Args:
+        device: Of its tensors.
+        owner: A manager, to which what is saved in groups leaves; or a context, to which all
+            leaves that is saved in a forward; None without offload.
+        backend: Theirs.
+    """
 
-class Plain:
-    """The program without offload."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.context: AbstractContextManager[object] = nullcontext()
-        """Around each forward."""
+    def __init__(self, device: torch.device, owner: Any = None, backend: Any = None) -> None:
+        self.device, self.owner, self.backend = device, owner, backend
+        self.has_groups = isinstance(owner, PipelineOffloadManager)
+        self._streams: dict[int, Any] = {}
 
     def reset(self) -> None:
         """A step begins."""
+        if self.has_groups:
+            try:
+                off_interface.reset()
+            except GroupStateError as error:  # a program may leave groups open; the step has begun
+                if "never committed" not in str(error):
+                    raise
 
-    def begin(self, num_stages: int, stage: int) -> None:
-        """A forward begins."""
+    @contextmanager
+    def forward(self, num_stages: int, stage: int) -> Iterator[None]:
+        """Around each forward."""
+        if self.has_groups:
+            off_interface.init_chunk_handler(num_stages, stage, 1)
+        with nullcontext() if self.has_groups or self.owner is None else self.owner:
+            yield
 
     def scope(self, name: str, x: Tensor) -> AbstractContextManager[object]:
         """Around the body of a group."""
-        return nullcontext()
+        return off_interface(self.has_groups, x, name)
 
-    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None: ...
+    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None:
+        if self.has_groups:
+            off_interface.group_commit((), name, released, is_delayed)
 
     def call(self, what: str) -> None:
-        """``flush``, ``enable``, ``disable`` or ``synchronize``."""
-
-    def on_stream(self, number: int) -> AbstractContextManager[object]:
-        """Another compute stream, ordered with the others on entering and leaving."""
-        return nullcontext()
-
-    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
-        how(tensor)
-
-    def check_left(self, is_empty: bool) -> None:
-        """Nothing is in use; ``is_empty`` says that no graph is alive."""
-
-
-class Offload(Plain):
-    """Everything that is saved in a forward leaves: ``OffloadActivations``."""
-
-    def __init__(self, engine: Any, backend: Any) -> None:
-        super().__init__(backend.device)
-        self.context, self.backend = engine, backend
-        self.statistics: Callable[[], OffloadStatistics] = engine.statistics
-        self._streams = {0: backend.current_stream()}
+        """``synchronize``, or a method of a manager."""
+        if what == "synchronize":
+            self.synchronize()
+        elif self.has_groups:
+            getattr(self.owner, what)()
 
     @contextmanager
     def on_stream(self, number: int) -> Iterator[object]:
-        backend, streams = self.backend, self._streams
+        """Another compute stream, ordered with the others on entering and leaving."""
+        backend = self.backend
         if number == 0 or not hasattr(backend, "new_stream"):
             yield
             return
-        if number not in streams:
-            streams[number] = backend.new_stream(f"side {number}")
-        main, side = streams[0], streams[number]
+        if number not in self._streams:
+            self._streams[number] = backend.new_stream(f"side {number}")
+        main, side = backend.current_stream(), self._streams[number]
         side.wait_stream(main)
         try:
             with backend.stream(side):
@@ -128,101 +129,54 @@ class Offload(Plain):
 
     def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
         # The simulated device would report the race itself; here the engine alone must notice.
-        with unseen(self.backend):
+        with nullcontext() if self.owner is None else unseen(self.backend):
             how(tensor)
-
-    def call(self, what: str) -> None:
-        if what == "synchronize":
-            self.synchronize()
 
     def synchronize(self) -> None:
         """Wait until all bytes are on the host, or on the disk."""
-        end = time.monotonic() + HANG_S
-        self.backend.synchronize()
-        while self.statistics().bytes_in_flight:
-            assert time.monotonic() < end, "bytes are in flight for ever"
+        if self.owner is not None:
+            end = time.monotonic() + HANG_S
             self.backend.synchronize()
+            while self.owner.statistics().bytes_in_flight:
+                assert time.monotonic() < end, "bytes are in flight for ever"
+                self.backend.synchronize()
 
     def check_left(self, is_empty: bool) -> None:
-        assert_no_hooks()
-        if is_empty and any(in_use(self).values()):
+        """Nothing is in use; ``is_empty`` says that no graph is alive."""
+        if self.owner is None or not is_empty:
+            assert_no_hooks()
+            return
+        if any(in_use(self.owner).values()):
             self.synchronize()
-            end_failed_backward(self.device)
-            gc.collect()
-            end_reads()
-            assert not any(in_use(self).values()), f"in use without a graph: {in_use(self)}"
+        assert_idle(self.owner)
 
     def finish(self) -> OffloadStatistics:
         """The program is over: nothing is in use."""
         self.reset()
         self.synchronize()
         self.check_left(True)
-        return self.statistics()
-
-
-class OffloadGroups(Offload):
-    """What is saved in groups leaves."""
-
-    def __init__(self, manager: PipelineOffloadManager, backend: Any) -> None:
-        super().__init__(manager, backend)
-        self.manager, self.context = manager, nullcontext()
-
-    def reset(self) -> None:
-        try:
-            off_interface.reset()
-        except GroupStateError as error:  # a program may leave groups open; the step has begun
-            if "never committed" not in str(error):
-                raise
-
-    def begin(self, num_stages: int, stage: int) -> None:
-        off_interface.init_chunk_handler(num_stages, stage, 1)
-
-    def scope(self, name: str, x: Tensor) -> AbstractContextManager[object]:
-        return off_interface(True, x, name)
-
-    def commit(self, name: str, released: Sequence[Tensor], is_delayed: bool) -> None:
-        off_interface.group_commit((), name, released, is_delayed)
-
-    def call(self, what: str) -> None:
-        super().call(what)
-        if what == "flush":
-            self.manager.flush_delayed_groups()
-        elif what != "synchronize":
-            getattr(self.manager, f"{what}_offload")()
-
-
-def end_failed_backward(device: torch.device) -> None:
-    """Where a backward raised, autograd's queue holds the rest of its graph until the next."""
-    torch.ones((), requires_grad=True, device=device).backward()
+        return self.owner.statistics()
 
 
 @contextmanager
-def offload(program: Program) -> Iterator[Offload]:
+def offload(program: Program) -> Iterator[Engine]:
     """The engine that the program is to run on."""
-    options, backend = program.options, make_backend(program.backend, program.seed)
-    config = config_of(options)
+    backend = make_backend(program.backend, program.seed)
+    defaults = {"min_offloaded_tensor_size": 1, "device_limit_bytes": None}
+    config = OffloadConfig(**defaults | program.options)
     with ExitStack() as stack:
         logger = logging.getLogger("pp_offload")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # no warning of what stays
-        for name, value in FINE.items() if options.is_fine else ():
+        for name, value in FINE.items() if program.is_fine else ():
             stack.enter_context(patch(name, value))
-        if options.stash is None:
-            manager = stack.enter_context(use_backend(backend, config=config))
-            yield OffloadGroups(manager, backend)
+        if program.stash is None:
+            owner: Any = stack.enter_context(use_backend(backend, config=config))
         else:
             stack.enter_context(backend.activate())
-            sizes = {"min_offload_size": 1, "max_fwd_stash_size": options.stash}
-            yield Offload(OffloadActivations(config=config, backend=backend, **sizes), backend)
-
-
-def config_of(options: Options) -> OffloadConfig:
-    """The engine's options."""
-    own = {"stash", "is_fine"}
-    if options.device_limit_bytes is not None:
-        own.add("activation_offload_fraction")
-    given = {name: value for name, value in vars(options).items() if name not in own}
-    return OffloadConfig(min_offloaded_tensor_size=1, **given)
+            sizes = {"min_offload_size": 1, "max_fwd_stash_size": program.stash}
+            owner = OffloadActivations(config=config, backend=backend, **sizes)
+        yield Engine(backend.device, owner, backend)
 
 
 FINE = {
@@ -241,25 +195,13 @@ class Boom(Exception):
     """What a program raises on purpose."""
 
 
-class FailsInBackward(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Boom
-
-
 @dataclass
 class Frame:
     """A forward that runs."""
 
     tensors: list[Tensor]
     weights: list[Tensor]
-    engine: Plain
+    engine: Engine
     fails_at: int | None = None
     backward_fails_at: int | None = None
     num_parts: int = 0
@@ -283,7 +225,7 @@ class Frame:
         if self.num_parts == self.fails_at:
             raise Boom
         if self.num_parts == self.backward_fails_at:
-            self.tensors.append(FailsInBackward.apply(self.pick(0)))
+            self.tensors.append(Raises.apply(self.pick(0), Boom))
         self.num_parts += 1
         match part:
             case Do(kind="free"):
@@ -406,7 +348,7 @@ class Result:
 class Machine:
     """Runs a program on an engine."""
 
-    def __init__(self, program: Program, engine: Plain) -> None:
+    def __init__(self, program: Program, engine: Engine) -> None:
         self.program = program
         self.engine = engine
         self.waiting: list[Microbatch] = []
@@ -482,9 +424,8 @@ class Machine:
     def _output(self, stage: int, x: Tensor, op: Forward) -> tuple[Tensor, Frame]:
         """What a stage computes."""
         bodies = self.program.stages[stage]
-        self.engine.begin(len(self.program.stages), stage)
         frame = Frame([x], self.weights[stage], self.engine, op.fails_at, op.backward_fails_at)
-        with self.engine.context:
+        with self.engine.forward(len(self.program.stages), stage):
             y = frame.run(bodies[op.variant % len(bodies)])
             if y.shape != x.shape or y.dtype != x.dtype or y is x:
                 y = torch.zeros_like(x) + (y.sum() / max(1, y.numel())).to(x.dtype)
@@ -538,7 +479,7 @@ class Machine:
                 return None
             tensors = batch.frame.tensors or [batch.y]
             with torch.no_grad():
-                self.engine.change(tensors[-1 - call.pick % len(tensors)], CHANGES[call.kind])
+                self.engine.change(tensors[-1 - call.pick % len(tensors)], CHANGES[call.change])
         return None
 
 
@@ -588,8 +529,8 @@ def check(program: Program) -> Report:
         got = machine.run()
         statistics = engine.finish()
     is_real = program.backend in ("cuda", "emulated")
-    plain = Plain(torch.device(program.backend if is_real else "cpu"))
-    expected = Machine(program, plain).run()
+    device = torch.device(program.backend if is_real else "cpu")
+    expected = Machine(program, Engine(device)).run()
     is_refused = False
     for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         for result, right in zip(ours, theirs, strict=False):
