@@ -51,11 +51,6 @@ class Reload:
 class Leaving:
     """The sources of a copy to the host, kept until it has run.
 
-    Args:
-        batch: The batch that is copied; ``batch.offloaded`` is behind the copy.
-        payloads: The Payloads; their members are still on the device.
-        stream: The compute stream of the commit, on which sources may be taken back.
-
     Attributes:
         batch: Weak reference: autograd frees its host memory, with an event for the next owner.
         watched: Tensors that share memory with the sources: a change of one changes a source.
@@ -109,14 +104,6 @@ _address = methodcaller("data_ptr")
 
 class Batch:
     """The payloads of one group off the device.
-
-    Args:
-        mover: The Mover that orders its copies.
-        label: Name of the group, for messages.
-        sizes: Bytes of each payload.
-        specs: Shape and dtype of each payload.
-        uses: Number of saved tensors in each payload.
-        is_gone: A C function, called with ``back`` when the batch is freed.
 
     Attributes:
         place: Host memory with the bytes; None once only the disk has them.

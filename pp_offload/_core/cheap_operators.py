@@ -233,14 +233,7 @@ OPERATORS = {
 
 
 class Made:
-    """Replaces the node of an operator that saves its own output: that must not refer to the node.
-
-    Attributes:
-        kind: The type of the node.
-        next_functions: Edges of the node.
-        shape: Shape of the output.
-        dtype: Dtype of the output.
-    """
+    """Replaces the node of an operator that saves its own output, which must not refer to it."""
 
     def __init__(self, node: Any, output: Tensor) -> None:
         self.kind, self.next_functions = type(node), node.next_functions
@@ -263,11 +256,6 @@ def operator_of(node: Any) -> Operator | None:
 def call_of(node: Any, index: int, walk: Any) -> Any:
     """Return the term of a node's output; :data:`UNKNOWN` if its operator is not cheap, or an input
     has no term.
-
-    Args:
-        node: A node of autograd's graph, or a :class:`Made`.
-        index: Number of the output.
-        walk: The Walk that gives the terms of inputs. Its ``guesses`` and ``kind`` grow.
     """
     operator = operator_of(node)
     if operator is None:

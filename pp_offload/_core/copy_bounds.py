@@ -21,15 +21,7 @@ REFILL_BYTES = 2**22
 
 
 class Bound:
-    """A bound on bytes in flight in one direction.
-
-    Args:
-        given: The option: a fixed number of bytes, or :data:`AUTO`.
-        least: First bound with :data:`AUTO`.
-
-    Attributes:
-        nbytes: The current bound.
-    """
+    """A bound on bytes in flight in one direction: ``given``, or first ``least`` with AUTO."""
 
     def __init__(self, given: int | str, least: int) -> None:
         self.nbytes = given if isinstance(given, int) else least

@@ -41,13 +41,6 @@ T = TypeVar("T")
 class Engine:
     """Offloads groups.
 
-    Args:
-        backend: The device.
-        tier: Host memory for batches, and the disk behind it if any.
-        order: The order in which backward visits groups.
-        config: The options; those of the plan are not used here.
-        observers: Called at each event of the engine.
-
     Attributes:
         reach: To be called when backward is about to use a group for the first time.
         follow: To be called with each stream that computes a forward: it may allocate sources.

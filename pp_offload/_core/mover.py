@@ -78,17 +78,8 @@ class Counts:
 class Mover:
     """Queues copies of activations and makes streams wait for them.
 
-    Args:
-        backend: The device.
-        tier: Host memory for batches, and the disk behind it if any.
-        max_in_flight_bytes: See :class:`OffloadConfig`.
-        observers: Called at copies and waits.
-
     Attributes:
         lock: See NOTE [ One lock ].
-        in_flight: Copies to the host that may still run, in order.
-        arrived: Payloads on the device again.
-        counts: Bytes and payloads moved.
         window: The Window: decides what stays for further uses, and reloads ahead.
         verifier: Compares reloaded with offloaded bytes; None without ``verify``.
         in_graphs: Host memory of captured copies.

@@ -87,15 +87,7 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
 
 
 class Recipe:
-    """Computes the bytes of a storage, for all saved tensors that are views of it.
-
-    Args:
-        term: How to compute them.
-        mover: The Mover that reloads the inputs.
-        uses: Number of saved tensors that need the bytes.
-        label: Name of the group, for messages.
-        checksum: Checksum of the storage, with ``verify``.
-    """
+    """Computes the bytes of a storage, for all saved tensors that are views of it."""
 
     __slots__ = ("_checksum", "_label", "_mover", "_uses", "_uses_left", "given", "term")
 
@@ -149,10 +141,6 @@ class Chosen(NamedTuple):
 
 class Recipes:
     """Finds recipes.
-
-    Args:
-        mover: Mover of the engine.
-        eligibility: Eligibility of the engine, with the storages that never move.
 
     Attributes:
         copies: Copies of parameters made in this step.

@@ -30,10 +30,6 @@ from pp_offload.errors import SavedTensorModifiedError
 class Saved:
     """A saved tensor that may leave the device.
 
-    Args:
-        tensor: The tensor that autograd saves.
-        group: The open Group it joins.
-
     Attributes:
         tensor: Alias of the saved tensor while it is on the device; None once its batch has left.
         version: Version of the tensor when it was saved.
@@ -139,13 +135,7 @@ class Resident:
 
 
 class Wrapped:
-    """A saved tensor made of other tensors, such as a DTensor.
-
-    Args:
-        tensor: The tensor that autograd saves.
-        group: Name of its group, for messages.
-        pack: Saves a tensor inside it.
-    """
+    """A saved tensor made of other tensors, such as a DTensor."""
 
     __slots__ = ("group", "inner", "version", "witness", "wrapper")
 

@@ -63,11 +63,6 @@ class Computable(NamedTuple):
 class Search:
     """Search for all recipes of one group.
 
-    Args:
-        recipes: The Recipes that prove terms.
-        group: The group.
-        saved: Saved tensors of the group, by storage.
-
     Attributes:
         by_maker: Saved tensors of the group by output and number of the node that made each.
         below: By storage, how many operators run for it, including those for its recipe's inputs.
@@ -163,11 +158,6 @@ class Search:
 
 class Walk:
     """A walk from a saved tensor along the graph to other saved tensors.
-
-    Args:
-        search: Search of the group.
-        storage: Storage of that tensor.
-        views: View nodes between the storage and the tensor.
 
     Attributes:
         views: As given; None where the recipe gives the storage flat.

@@ -25,9 +25,6 @@ from pp_offload.backends import Backend, Event, Stream, TimedEvent, timed_by_hos
 class Laps(Observer):
     """Laps of copies to the host, of copies to the device, and of waits of compute for these.
 
-    Args:
-        begin: Event from which times count.
-
     Attributes:
         end: Last event that :meth:`now` returned.
         is_cut: Whether a part ran in a capture, and has no times.

@@ -76,9 +76,6 @@ class Read:
 class HostTier:
     """Host memory under the budget of the process. The caller holds the mover's lock.
 
-    Args:
-        pool: Gives host memory.
-
     Attributes:
         pools: All pools of host memory.
         disk: Store behind host memory; None without one.
@@ -273,11 +270,6 @@ class DiskTier(HostTier):
 
 def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> HostTier:
     """Make the tier that batches go to.
-
-    Args:
-        backend: The device.
-        config: Names the tiers and their limits.
-        allocate: Gives host memory that copies can use.
 
     Raises:
         DiskTierError: The file of the disk tier cannot be made.

@@ -40,11 +40,6 @@ class Order(Protocol):
 class Window:
     """Reloads payloads ahead of their use.
 
-    Args:
-        mover: Queues the copies.
-        order: Gives the groups that come next.
-        window_bytes: Bound on unused device bytes; ``auto`` lets the engine choose.
-
     Attributes:
         bound: The bound on unused bytes.
         below_bytes: With fewer bytes unused, the mover calls :meth:`fill`.

@@ -100,11 +100,7 @@ class HookScope:
         push_hooks(pack, unpack)
 
     def leave(self, failure: BaseException | None = None) -> None:
-        """Pop the hooks, and hooks that scopes inside did not pop. A second call does nothing.
-
-        Args:
-            failure: Exception that the ``with`` raised.
-        """
+        """Pop the hooks, and hooks that scopes inside did not pop. A second call does nothing."""
         end_checkpoints(failure)
         is_on, self._is_on = self._is_on, False
         turn_off(is_on)

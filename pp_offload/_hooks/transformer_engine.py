@@ -50,11 +50,7 @@ def turn_on() -> bool:
 
 
 def turn_off(is_on: bool) -> None:
-    """Restore the switch when its last user has turned it off.
-
-    Args:
-        is_on: What :func:`turn_on` returned.
-    """
+    """Restore the switch when its last user has turned it off."""
     global _num_on
     if not is_on:
         return
