@@ -80,7 +80,6 @@ WRONG = {
     f"{SIMULATE} --groups moe": "found 'moe', expected some of linear,gelu with commas",
     f"{SIMULATE} --device H10": "found 'H10' (did you mean H100?), expected one of A100, H100",
     f"{SIMULATE} --schedule 1F1B": "(did you mean 1f1b?)",
-    f"{SIMULATE} --virtual-stages 2": "1f1b takes --virtual-stages 1; try interleaved1f1b",
     f"{SIMULATE} --microbatches 1": "--schedule: Schedule1F1B is no schedule of 2 stages",
     f"{SIMULATE} --trace no_such_folder/out.json": "expected a file in a directory that is there",
     f"{SIMULATE} --plan nowhere.json": "No such file or directory",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cli import check_refused, good, run
-from helpers.traces import timeline_of
+from helpers.traces import GIB, timeline_of
 
 from pp_offload.trace import Span, Timeline, part_of, read, write
 from pp_offload.trace.figures import rank_steps
@@ -56,13 +56,19 @@ def test_a_disk_has_columns_and_missing_spans_a_caution(tmp_path: Path) -> None:
     write(timeline, path)
     output = good("trace", path)
     assert "written GiB" not in output and "ranks 1" not in output
-    timeline.spans.append(Span(0, "disk", "write", 1.03, 1.05, {"bytes": 2**29}))
+    timeline.spans += [
+        Span(0, "disk 2", "write", 1.03, 1.05, {"bytes": GIB // 2}),
+        Span(0, "d2h", "mlp (offload)", 0.99, 1.005, {"bytes": GIB}),  # began before the step
+        Span(0, "h2d", "mlp (reload)", 1.08, 1.1, {"bytes": GIB}),
+        Span(0, "compute 2", "waits for mlp (offload)", 0.99, 1.002),
+    ]
     timeline.metadata[1]["has_captures"] = True
     write(timeline, path)
     output = good("trace", path)
     assert "ranks 1: work of captured CUDA graphs is missing" in output
-    row = rows_of(output)["0"]
-    assert (row["written GiB"], row["read GiB"]) == ("0.500", "0.000")
+    expected = {"written GiB": "0.500", "read GiB": "0.000", "offload": "2.0"}
+    expected |= {"off GB/s": "21.5", "back GB/s": "53.7", "peak host": "1.000"}
+    assert rows_of(output)["0"] | expected == rows_of(output)["0"]
 
 
 def test_a_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +112,6 @@ WRONG = {
     "trace EMPTY": "--step: the trace has no step",
     "trace nothing.json": "FILE: found no file nothing.json",
     "trace TEXT": "cannot be read as a trace",
-    "compare PLAN nothing.json": "FILE: found no file nothing.json",
     "compare PLAN FILE --step 9": "PLAN or --step: step is 9, expected one of the trace: [5]",
     "compare TEXT FILE": "PLAN: TEXT holds no plan",
     "compare nothing.json FILE": "PLAN: [Errno 2] No such file",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pp_offload.simulate import PipelineOrder
-
 ONE_STAGE = [("gpipe", 1), ("1f1b", 1)]
 
 SEVERAL = [
@@ -18,11 +13,3 @@ SEVERAL = [
 V_SHAPED = [("zbv", 2), ("dualpipev", 2)]
 
 ALL = [*ONE_STAGE, *SEVERAL, *V_SHAPED, ("csv", 2)]
-
-
-def order(schedule: Any, num_ranks: int, num_stages: int, num_microbatches: int) -> PipelineOrder:
-    from pp_offload.simulate import PipelineOrder  # late: the smoke suite needs torch alone
-
-    return PipelineOrder(
-        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
-    )

@@ -15,18 +15,13 @@ from helpers.plans.ordered_parts import ordered_parts
 from helpers.plans.random_pipelines import Drawn, draw_pipeline, some_recomputed
 from helpers.virtual_models import KIND, chain
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from pp_offload import OffloadConfig
 from pp_offload._core.mover import Counts
 from pp_offload.plan import OffloadPlan, choose, predict, record
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, RankStep, run_pipeline
 from pp_offload.simulate.rank import VirtualRank
+from pp_offload.simulate.schedules import SCHEDULES, order_of
 
 pytestmark = pytest.mark.usefixtures("small_floor")
 
@@ -99,6 +94,9 @@ def with_budget(seed: int) -> Run:
     return ran(replace(drawn, config=config))
 
 
+IN_PARTS = [SCHEDULES[name] for name in ("interleavedzerobubble", "zbv", "dualpipev")]
+"""Schedules whose backwards are in two parts."""
+
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1),
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -113,7 +111,7 @@ def with_optimizer(seed: int) -> Run:
     """Of any kind of pipeline, with some parameters frozen in every third of them."""
     draw = Random(seed)
     is_split = draw.random() < 0.3
-    schedules = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble] if is_split else None
+    schedules = IN_PARTS[:2] if is_split else None
     drawn = draw_pipeline(seed, schedules=schedules)
     drawn.work.optimizer = draw.choice(OPTIMIZERS)
     if seed % 3 == 0:
@@ -133,14 +131,14 @@ def with_recomputed(seed: int) -> Run:
 
 def split(seed: int, *schedules: type) -> Run:
     """Backwards in two parts, with some layers recomputed in every fourth pipeline."""
-    drawn = draw_pipeline(seed, schedules=schedules or [ScheduleInterleavedZeroBubble])
+    drawn = draw_pipeline(seed, schedules=schedules or IN_PARTS[:1])
     with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
         return ran(drawn)
 
 
 def v_shaped(seed: int) -> Run:
     """The same, where two stages of a rank are next to each other."""
-    return split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    return split(seed, *IN_PARTS[1:])
 
 
 SEEDS = {
@@ -169,9 +167,6 @@ def test_random_pipelines_cost_what_they_cost_the_engine(
     assert sum(any(rank.bytes_offloaded for rank in run.ranks) for run in runs) >= len(runs) / 2
 
 
-IN_PARTS = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
-
-
 @pytest.mark.parametrize("schedules", [None, IN_PARTS], ids=["whole", "in parts"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_offload(seed: int, schedules: list[type] | None) -> None:
@@ -196,7 +191,7 @@ def with_large_layers(optimizer: Any = None) -> tuple[PipelineOrder, Modules]:
         torch.empty(64, 512, **KIND),
         optimizer=optimizer,
     )
-    return PipelineOrder(Schedule1F1B, num_ranks=2, num_stages=2, num_microbatches=4), work
+    return order_of("1f1b", num_ranks=2, stages_per_rank=1, num_microbatches=4), work
 
 
 @pytest.mark.parametrize(
@@ -288,7 +283,7 @@ def test_a_program_that_is_not_known_is_refused(
     stage = nn.Sequential(nn.Linear(64, 64, device="meta"), module, nn.SiLU())
     x = torch.empty(64, 64, device="meta")
     work = Modules([stage], example=x, loss_fn=lambda y: y.sum(), groups=groups)
-    order = PipelineOrder(Schedule1F1B, num_ranks=1, num_stages=1, num_microbatches=2)
+    order = order_of("1f1b", num_ranks=1, stages_per_rank=1, num_microbatches=2)
     with pytest.raises(ValueError, match=message):
         record(order, work, DEVICE, CONFIG)
 

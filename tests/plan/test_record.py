@@ -9,32 +9,32 @@ import pytest
 import torch
 from helpers.virtual_models import KIND, Stage, chain
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from pp_offload import OffloadConfig
 from pp_offload.plan import Profile, profile, profile_table, record
-from pp_offload.simulate import DEVICES, Modules, PipelineOrder
+from pp_offload.simulate import DEVICES, Modules
+from pp_offload.simulate.schedules import order_of
 
 H100 = DEVICES["H100"]
 
 
 @pytest.mark.parametrize(
     ("schedule", "per_rank", "expected"),
-    [(Schedule1F1B, 1, 8), (ScheduleInterleaved1F1B, 2, 8), (ScheduleGPipe, 1, 32)],
+    [("1f1b", 1, 8), ("interleaved1f1b", 2, 8), ("gpipe", 1, 32)],
 )
 def test_a_short_step_holds_as_many_microbatches(
-    schedule: type, per_rank: int, expected: int
+    schedule: str, per_rank: int, expected: int
 ) -> None:
     """Of GPipe all are held, so none may be left out."""
-    sizes = {"num_ranks": 4, "num_stages": 4 * per_rank, "num_microbatches": 32}
-    assert PipelineOrder(schedule, **sizes).shortened().num_microbatches == expected
+    order = order_of(schedule, num_ranks=4, stages_per_rank=per_rank, num_microbatches=32)
+    assert order.shortened().num_microbatches == expected
 
 
 def test_equal_ranks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("pp_offload.plan.record")
     example = torch.empty(16, 64, **KIND)
     work = chain(5, lambda: [nn.Linear(64, 64, **KIND), nn.GELU()], example, layers="*")
-    order = PipelineOrder(Schedule1F1B, num_ranks=5, num_stages=5, num_microbatches=5)
+    order = order_of("1f1b", num_ranks=5, stages_per_rank=1, num_microbatches=5)
     tapes = record(order, work, H100)
     recorded: list[int] = []
     tapes_of = module._Recording.tapes
@@ -65,7 +65,7 @@ def of_gpt() -> Profile:
         groups={"attn": "layers.*.attn", "mlp": "layers.*.mlp"},
         layers="layers.*",
     )
-    order = PipelineOrder(Schedule1F1B, num_ranks=2, num_stages=2, num_microbatches=2)
+    order = order_of("1f1b", num_ranks=2, stages_per_rank=1, num_microbatches=2)
     return profile(record(order, work, H100, OffloadConfig(rematerialize="none")), H100)
 
 

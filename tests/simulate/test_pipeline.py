@@ -10,19 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.schedules import order
 from helpers.virtual_layers import Layers
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, attach, use_backend
 from pp_offload._common.torch_private import knows_sizes
@@ -37,20 +27,24 @@ from pp_offload.simulate import (
     VirtualBackend,
     run_pipeline,
 )
+from pp_offload.simulate.schedules import SCHEDULES, order_of
 
 EVEN = replace(DEVICES["H100"], launch_s=0)
 INSTANT = PeerLink(bytes_per_s=1e30, latency_s=0)
 UNIFORM = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)
 
 
-GPIPE = order(ScheduleGPipe, 2, 2, 2)
+def order(schedule: Any, num_ranks: int, each: int, num_microbatches: int) -> PipelineOrder:
+    """With so many stages on each rank."""
+    sizes = {"num_ranks": num_ranks, "stages_per_rank": each, "num_microbatches": num_microbatches}
+    return order_of(schedule, **sizes)
 
 
-def uniform(
-    schedule: Any, num_ranks: int, each: int, num_microbatches: int, link: PeerLink = INSTANT
-) -> PipelineStep:
+GPIPE = order("gpipe", 2, 1, 2)
+
+
+def uniform(made: PipelineOrder, link: PeerLink = INSTANT) -> PipelineStep:
     """A step of stages that each take a second for each of their three parts."""
-    made = order(schedule, num_ranks, num_ranks * each, num_microbatches)
     return run_pipeline(made, UNIFORM, EVEN, peers=link, num_steps=1)
 
 
@@ -60,20 +54,20 @@ def uniform(
 @pytest.mark.parametrize(
     ("schedule", "num_ranks", "each", "num", "bubble_s"),
     [
-        (ScheduleGPipe, 8, 1, 12, 21),
-        (Schedule1F1B, 8, 1, 12, 21),
-        (ScheduleInterleaved1F1B, 4, 4, 16, 9),  # of a stage: a quarter of the rank's work
-        (ScheduleLoopedBFS, 4, 2, 16, 9),
-        (ScheduleInterleavedZeroBubble, 4, 2, 16, 3),  # weights fill all but a third
-        (ScheduleZBVZeroBubble, 4, 2, 16, 3),
-        (ScheduleDualPipeV, 4, 2, 16, 3),
+        ("gpipe", 8, 1, 12, 21),
+        ("1f1b", 8, 1, 12, 21),
+        ("interleaved1f1b", 4, 4, 16, 9),  # of a stage: a quarter of the rank's work
+        ("loopedbfs", 4, 2, 16, 9),
+        ("interleavedzerobubble", 4, 2, 16, 3),  # weights fill all but a third
+        ("zbv", 4, 2, 16, 3),
+        ("dualpipev", 4, 2, 16, 3),
     ],
 )
 def test_the_bubble_of_a_schedule(
-    schedule: Any, num_ranks: int, each: int, num: int, bubble_s: float
+    schedule: str, num_ranks: int, each: int, num: int, bubble_s: float
 ) -> None:
     """Where each of the three parts of a stage takes a second."""
-    step = uniform(schedule, num_ranks, each, num)
+    step = uniform(order(schedule, num_ranks, each, num))
     assert step.seconds == pytest.approx(3 * each * num + bubble_s, abs=1e-9)
     assert step.bubble == pytest.approx(bubble_s / step.seconds, abs=1e-9)
 
@@ -81,7 +75,7 @@ def test_the_bubble_of_a_schedule(
 def test_a_message_takes_its_time_on_the_way_there_and_back() -> None:
     num_ranks, num = 4, 8
     link = PeerLink(bytes_per_s=1.0, latency_s=0.25)  # there are no bytes
-    step = uniform(ScheduleGPipe, num_ranks, 1, num, link)
+    step = uniform(order("gpipe", num_ranks, 1, num), link)
     ways = 2 * (num_ranks - 1)
     assert step.seconds == pytest.approx(3 * (num + num_ranks - 1) + ways * 0.25, abs=1e-9)
 
@@ -90,11 +84,11 @@ def test_a_message_takes_its_time_on_the_way_there_and_back() -> None:
 
 
 def test_a_file_says_the_same_as_the_class(tmp_path: Path) -> None:
-    made = order(ScheduleInterleavedZeroBubble, 2, 4, 4)
+    made = order("interleavedzerobubble", 2, 2, 4)
     file = tmp_path / "order.csv"
     stages = made._stand_ins()
     made.schedule_of(stages)._dump_csv(file, format="compute_only")
-    again = order(file, 2, 4, 4)
+    again = order(file, 2, 2, 4)
     assert again.actions == made.actions and again.rank_of == made.rank_of
     assert run_pipeline(again, UNIFORM, EVEN) == run_pipeline(made, UNIFORM, EVEN)
 
@@ -121,12 +115,9 @@ def modules(num_stages: int) -> Modules:
     )
 
 
-@pytest.mark.parametrize(
-    ("schedule", "each"),
-    [(ScheduleGPipe, 1), (ScheduleInterleaved1F1B, 2), (ScheduleZBVZeroBubble, 2)],
-)
+@pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("interleaved1f1b", 2), ("zbv", 2)])
 def test_one_rank_alone_does_what_the_schedule_itself_does(
-    schedule: Any, each: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    schedule: str, each: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ``step``, on a virtual device: the same work, bytes and peak."""
     num, backend = 4, VirtualBackend(DEVICES["H100"])
@@ -138,8 +129,8 @@ def test_one_rank_alone_does_what_the_schedule_itself_does(
             )
             for i in range(each)
         ]
-        several = stages[0] if schedule is ScheduleGPipe else stages
-        real = schedule(several, num, loss_fn=squares)
+        several = stages[0] if schedule == "gpipe" else stages
+        real = SCHEDULES[schedule](several, num, loss_fn=squares)
         monkeypatch.setattr(real, "_warmup_p2p", lambda *args: None)  # it asks for a number
         split = [(inputs(),) for _ in range(num)], [{}] * num  # not views of a batch
         monkeypatch.setattr(real, "_split_inputs", lambda *args: split)
@@ -170,7 +161,7 @@ def test_each_rank_has_a_host_budget_of_its_own() -> None:
 
 
 def test_a_slow_network_is_waited_for() -> None:
-    made, work = order(ScheduleGPipe, 2, 2, 4), modules(2)
+    made, work = order("gpipe", 2, 1, 4), modules(2)
     fast, slow = (
         run_pipeline(made, work, EVEN, peers=PeerLink(bytes_per_s=rate, latency_s=0))
         for rate in (1e30, 1e9)
@@ -216,14 +207,14 @@ def of_text(text: str, path: Path) -> PipelineOrder:
 
 
 WRONG: dict[str, Callable[[Path], object]] = {
-    "order is": lambda path: run_pipeline(ScheduleGPipe, UNIFORM, EVEN),
+    "order is": lambda path: run_pipeline("gpipe", UNIFORM, EVEN),
     "num_steps is 0, expected": lambda path: run_pipeline(GPIPE, UNIFORM, EVEN, num_steps=0),
-    "schedule is 3, expected a class of torch.distributed": lambda path: order(3, 2, 2, 2),
-    "num_stages is 4 with 2 ranks, expected as many": lambda path: order(Schedule1F1B, 2, 4, 4),
-    "num_stages is 5 with 2 ranks, expected a multiple": (
-        lambda path: order(ScheduleInterleaved1F1B, 2, 5, 4)
+    "schedule is 3, expected a class of torch.distributed": lambda path: order(3, 2, 1, 2),
+    "num_stages is 4 with 2 ranks, expected as many": lambda path: order("1f1b", 2, 2, 4),
+    "num_stages is 5 with 2 ranks, expected a multiple": lambda path: PipelineOrder(
+        SCHEDULES["interleaved1f1b"], num_ranks=2, num_stages=5, num_microbatches=4
     ),
-    "Number of microbatches": lambda path: order(Schedule1F1B, 4, 4, 2),
+    "Number of microbatches": lambda path: order("1f1b", 4, 1, 2),
     "rank 0 .*FORWARD of stage 0 and microbatch 0 2 times": (
         lambda path: of_text("0F0,0F0,0B0,0B0\n", path)
     ),

@@ -99,20 +99,21 @@ def test_what_was_planned_is_what_was_done(
 SLOWER = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 0.9)
 SLOWER_LINK = replace(DEVICE, link_bytes_per_s=DEVICE.link_bytes_per_s * 0.9)
 SIX = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=6)
-ANOTHER = "the plan is of another model or schedule"
-LENGTH = "give the run the length and the options of the plan"
-BOUNDS = "as with other bounds on what is on its way"
 
 
 @pytest.mark.parametrize(
     ("how", "heads", "words"),
     [
-        ({"length": 1024}, ["sent GiB"], LENGTH),
+        ({"length": 1024}, ["sent GiB"], "give the run the length and the options of the plan"),
         ({"order": SIX}, ["the plan is of 8 microbatches"], "in a step, which has 6"),
-        ({"num_layers": 3}, [ANOTHER], "group 3 of stage 0 is None, planned linear"),
+        (
+            {"num_layers": 3},
+            ["the plan is of another model"],
+            "group 3 of stage 0 is None, planned linear",
+        ),
         ({"hardware": SLOWER}, ["busy ms"], "operators take other times"),
         ({"hardware": SLOWER_LINK}, ["GB/s"], "a Hardware of other link"),
-        ({"config": NARROW}, ["stalled ms", "on demand"], BOUNDS),
+        ({"config": NARROW}, ["stalled ms", "on demand"], "as with other bounds on what is"),
     ],
 )
 def test_a_run_that_differs_names_the_figure_and_the_cause(

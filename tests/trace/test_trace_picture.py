@@ -1,39 +1,15 @@
-"""Figures and pictures of a step: each span where it was, a legend of what is shown, units."""
+"""Pictures of a step: each span where it was, a legend of what is shown, units."""
 
 from __future__ import annotations
 
 import pytest
-from helpers.traces import GIB, timeline_of
+from helpers.traces import timeline_of
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 
 from pp_offload._common import pictures as art
 from pp_offload.trace import Span, picture
-from pp_offload.trace.figures import Kind, rank_steps
-
-
-def test_figures_of_a_step() -> None:
-    timeline = timeline_of(0)
-    timeline.spans += [
-        Span(0, "d2h", "mlp (offload)", 0.99, 1.005, {"bytes": GIB}),  # began before the step
-        Span(0, "h2d", "mlp (reload)", 1.08, 1.1, {"bytes": GIB}),
-        Span(0, "compute 2", "waits for mlp (offload)", 0.99, 1.002),
-        Span(0, "disk 2", "write", 1.03, 1.05, {"bytes": 5}),
-    ]
-    step = rank_steps(timeline, 5)[0]
-    assert step.end_s - step.begin_s == pytest.approx(0.1) and step.worked_s is None
-    waited = {kind: round(seconds, 9) for kind, seconds in step.waited_s.items()}
-    assert waited == {
-        Kind.WAITS_FOR_RELOAD: 0.03,
-        Kind.WAITS_FOR_OFFLOAD: 0.002,
-        Kind.WAITS_FOR_DISK: 0.001,
-        Kind.WAITS_FOR_RANK: 0.02,
-    }
-    assert step.copied(Kind.OFFLOAD) == (GIB, pytest.approx(GIB / 0.05))
-    assert step.copied(Kind.RELOAD) == (2 * GIB, pytest.approx(2 * GIB / 0.04))
-    assert step.copied(Kind.WRITE)[0] == 5 and step.copied(Kind.READ) == (0, None)
-    assert step.peak_bytes["device"] == 6 * GIB and step.peak_bytes["host"] == GIB
 
 
 def bars(figure: Figure, colour: str) -> list[tuple[float, float, float]]:
