@@ -18,14 +18,14 @@ from helpers.nets import Net
 from helpers.threaded import settled
 from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
-from helpers.virtual_layers import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_layers import FLOPS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_training import Training
 from torch.profiler import ProfilerActivity, profile
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend
-from pp_offload.simulate import VirtualBackend
 from pp_offload.trace import Timeline, Trace, read
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
@@ -240,16 +240,11 @@ def test_three_layers_take_what_a_hand_computes(tmp_path: Path) -> None:
     has not ended when backward asks for it; the others come back, each a bit late.
     """
     device = replace(hardware(2.5), launch_s=0, copy_latency_s=0)
-    backend = VirtualBackend(device, is_blocking=True)
-    config = OffloadConfig(max_in_flight_bytes=SAVED_BYTES, prefetch_bytes=2**30)
-    with use_backend(backend, config=config):
-        model = Layers(3, WIDTH)
-        with Trace(tmp_path / "out.json") as trace:
-            off_interface.reset()
-            off_interface.init_chunk_handler(None, None, 1)
-            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
-            y = model(x, offload=True)
-            y.backward(torch.empty_like(y))
+    bounds = {"max_in_flight_bytes": SAVED_BYTES, "prefetch_bytes": 2**30}
+    model = Layers(3, WIDTH)
+    training = Training(None, device=device, model=model, is_blocking=True, **bounds)
+    with training.running(), Trace(tmp_path / "out.json") as trace:
+        training.step(in_flight=1, num=1)
     timeline = trace.timeline
     assert timeline is not None
     offloads = [
