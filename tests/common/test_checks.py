@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -29,19 +28,10 @@ class Broken:
         raise RuntimeError
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("late", "'late'"),
-        ({"a": 1}, "the dict {'a': 1}"),
-        ([Broken()], "a list"),
-        (torch.ones(1), "a Tensor"),
-        (list(range(100)), "a list"),
-        ("x" * 1000, "'" + "x" * 99 + "..."),
-    ],
-)
-def test_a_value_is_said_in_a_few_words(value: object, words: str) -> None:
-    assert brief(value) == words
+def test_a_value_is_said_in_a_few_words() -> None:
+    assert brief(torch.ones(1)) == "a Tensor"
+    assert brief([Broken()]) == brief([*range(100)]) == "a list"
+    assert brief("x" * 1000) == "'" + "x" * 99 + "..."
 
 
 def test_only_what_is_near_is_proposed() -> None:
