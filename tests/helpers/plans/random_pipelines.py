@@ -10,19 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
 from torch.nn import functional as F
 
 from pp_offload import OffloadConfig, recompute_layers
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
+from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 
 
 class Attention(nn.Module):
@@ -132,10 +124,6 @@ class Drawn:
         return {"config": self.config, "peers": self.peers, "num_steps": self.num_steps}
 
 
-V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
-LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
-
-
 def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Drawn:
     """The pipeline of a seed.
 
@@ -145,15 +133,16 @@ def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Draw
     """
     draw = Random(seed)
     num_ranks = draw.choice([1, 2, 3, 4] if schedules is None else [2, 2, 3, 4])
-    some = [Schedule1F1B, Schedule1F1B, ScheduleGPipe]
+    names = ["1f1b", "1f1b", "gpipe"]
     if num_ranks > 1:
-        some += [ScheduleInterleaved1F1B, ScheduleLoopedBFS]
+        names += ["interleaved1f1b", "loopedbfs"]
+    some = [SCHEDULES[name] for name in names]
     schedule = draw.choice(some if schedules is None else list(schedules))
-    is_looped = schedule in LOOPED
-    num_stages = num_ranks * (2 if is_looped or schedule in V_SHAPED else 1)
+    is_looped = schedule in LOOPED.values()
+    num_stages = num_ranks * (2 if is_looped or schedule in V_SHAPED.values() else 1)
     rounds = draw.choice([1, 2, 3])
     num_microbatches = num_ranks * rounds if is_looped else num_ranks + draw.choice([0, 0, 1, 3, 6])
-    if schedule is ScheduleDualPipeV:
+    if schedule is SCHEDULES["dualpipev"]:
         num_microbatches = 2 * num_ranks + draw.choice([0, 2])
     width, length = draw.choice([32, 64, 128]), draw.choice([16, 100, 256])
     with torch.device("meta"):
