@@ -31,8 +31,8 @@ class Current(threading.local):
 class Meeting(torch.Tensor):
     """A tensor whose copy waits for that of another thread."""
 
-    barrier: threading.Barrier
-    inside: list[object]
+    barrier = threading.Barrier(2, timeout=HANG_S)
+    inside: list[object] = []
 
     def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
         Meeting.barrier.wait()
@@ -64,7 +64,6 @@ def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
     """Both are inside the same copy stream at a time, and each goes back to its own."""
     backend = backend_without_a_device()
     shared = torch.Stream(device="cpu")
-    Meeting.barrier, Meeting.inside = threading.Barrier(2, timeout=HANG_S), []
 
     def copy() -> None:
         mine = current.stream

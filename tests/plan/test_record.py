@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,22 +30,16 @@ def test_a_short_step_holds_as_many_microbatches(
     assert order.shortened().num_microbatches == expected
 
 
-def test_equal_ranks_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_ranks_are_recorded_once() -> None:
     module = importlib.import_module("pp_offload.plan.record")
     example = torch.empty(16, 64, **KIND)
     work = chain(5, lambda: [nn.Linear(64, 64, **KIND), nn.GELU()], example, layers="*")
     order = order_of("1f1b", num_ranks=5, stages_per_rank=1, num_microbatches=5)
     tapes = record(order, work, H100)
-    recorded: list[int] = []
     tapes_of = module._Recording.tapes
-
-    def noted(recording: Any, update: Any) -> Any:
-        recorded.append(recording._runs[0][0])
-        return tapes_of(recording, update)
-
-    monkeypatch.setattr(module._Recording, "tapes", noted)
-    others = [rank.recomputing(1) for rank in tapes]
-    assert recorded == [0, 1, 4]
+    with patch.object(module._Recording, "tapes", autospec=True, side_effect=tapes_of) as spy:
+        others = [rank.recomputing(1) for rank in tapes]
+    assert [recording._runs[0][0] for (recording, _), _ in spy.call_args_list] == [0, 1, 4]
     assert [list(rank.stages) for rank in others] == [[0], [1], [2], [3], [4]]
     assert others[2].recomputed == others[1].recomputed == (("0",),)
 
