@@ -2,7 +2,7 @@
 
 In DDP, FSDP1 and FSDP2: a context around the forward, groups by name, markers and checkpoints; of
 sharded models no byte of a gathered parameter leaves. In DDP alone: parameters on the host. Stages
-of a pipeline: replicated, sharded, checkpointed, or in a context as a whole. Layers that exchange
+of a pipeline: replicated, sharded, or given a product as a whole. Layers that exchange
 activations (context and expert parallel), DTensors, and asynchronous collectives.
 """
 
@@ -36,7 +36,7 @@ SOME = [
     "replica/fsdp2, kept/full, offload",
     *("replica/ring/context", "replica/experts/groups"),
     # With DDP, other schedules fail in its reducer without offload, too
-    *("stage/ddp/1f1b", "stage/fsdp2/interleaved1f1b", "stage/blocks/interleaved1f1b"),
+    *("stage/ddp/1f1b", "stage/fsdp2/interleaved1f1b"),
     *("stage/all, offload/interleaved1f1b", "stage/context/1f1b"),
     *("collective/tensor_parallel", "collective/async_result"),
 ]
@@ -86,9 +86,7 @@ def test_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None
         for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}: {facts}"
             assert facts["equal"] == [True, True], where
-            # Groups of checkpointed blocks are inside their regions, where the checkpoint decides.
-            is_offloading = "blocks" not in case
-            assert [nbytes > 0 for nbytes in facts["offloaded"]] == [is_offloading] * 2, where
+            assert min(facts["offloaded"]) > 0, where
             assert facts["whole seen"] == [0, 0], where
             if "parameters" not in case:
                 assert facts["live"] == [0, 0], where

@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     sys.path.insert(0, str(TESTS))
     campaign = importlib.import_module("helpers.fuzz.campaign")
-    totals = campaign.explore(options.seed, options.programs, options.backend)
-    sys.stdout.write(f"{totals}; seed {options.seed}\n")
-    for failure in totals.failures:
-        sys.stdout.write("\n" + failure.script())
-    return 1 if totals.failures else 0
+    counts, failure = campaign.explore(options.seed, options.programs, options.backend)
+    numbers = ", ".join(f"{num} {name}" for name, num in counts.items())
+    sys.stdout.write(f"{numbers}; {'failure' if failure else 'no failure'}; seed {options.seed}\n")
+    sys.stdout.write(f"\n{failure.script()}" if failure else "")
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from types import ModuleType
 
@@ -108,25 +107,3 @@ def test_memory_is_free_for_its_own_stream_at_once(emulated: ModuleType) -> None
         assert z.data_ptr() == address
     assert y.eq(2).all() and z.eq(5).all()
     assert torch.empty(N + 777, device="emulated").isnan().all(), "what is allocated holds poison"
-
-
-def test_pinned_memory_is_used_again_when_its_copy_is_through(emulated: ModuleType) -> None:
-    torch.accelerator.empty_host_cache()
-    source, on_device = torch.empty(N, pin_memory=True), torch.ones(N, device="emulated")
-    address = source.data_ptr()
-    assert source.is_pinned() and not torch.empty(N).is_pinned()
-    with emulated.hold(compute()):
-        on_device.copy_(source, non_blocking=True)
-        del source
-        other = torch.empty(N, pin_memory=True)
-        assert other.data_ptr() != address
-    compute().synchronize()
-    assert torch.empty(N, pin_memory=True).data_ptr() == address
-
-
-def test_pinned_memory_that_went_back_is_poisoned() -> None:
-    host = torch.ones(N, pin_memory=True)
-    alias = torch.frombuffer((ctypes.c_float * N).from_address(host.data_ptr()), dtype=torch.float)
-    del host
-    torch.accelerator.empty_host_cache()
-    assert alias.isnan().all()

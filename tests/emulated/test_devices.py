@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -40,30 +41,22 @@ def on_the_first_device(emulated: ModuleType) -> Iterator[None]:
 # The engine on the one that is not current
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        wide = 4 * WIDTH
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH))
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.mlp(x))  # type: ignore[no-any-return]
+def make_layer() -> nn.Module:
+    wide = 4 * WIDTH
+    mlp = nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH))
+    return nn.Sequential(OrderedDict(mlp=mlp, norm=nn.BatchNorm1d(WIDTH)))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+def make_net() -> nn.Module:
+    """With the names that products ask for."""
+    layers = nn.Sequential(*(make_layer() for _ in range(4)))
+    return nn.Sequential(OrderedDict(layers=layers))
 
 
 def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Tensor]:
     """Losses, gradients and parameters."""
     torch.manual_seed(1)
-    model = product.inside(Net().to(device))
+    model = product.inside(make_net().to(device))
     product.outside(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []

@@ -17,8 +17,6 @@ from helpers.processes import Run, run
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-SMALL = "--steps 4 --microbatches 4 --layers 4 --width 32 --context 32 --min-numel 1".split()
-
 
 def environment() -> dict[str, str]:
     """With this checkout's package, and no launcher's variables."""
@@ -42,7 +40,8 @@ def run_example(script: str | Path, *flags: object, launcher: tuple[str, ...] = 
 
 def train(out: Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     """The figures and the output of a short training of a GPT."""
-    done = run_example("train_gpt.py", *SMALL, *flags, "--json", out, launcher=launcher)
+    small = "--steps 4 --microbatches 4 --layers 4 --width 32 --context 32 --min-numel 1".split()
+    done = run_example("train_gpt.py", *small, *flags, "--json", out, launcher=launcher)
     return json.loads(out.read_text()), done.stdout
 
 

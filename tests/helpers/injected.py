@@ -38,20 +38,12 @@ class Point:
     """Its module, from the root of the package on."""
     line: int
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} (number {self.number})"
 
-
-def files(*names: str) -> frozenset[str]:
-    """Paths of modules of the package: ``_common/workers``, ``_memory/host_pool``."""
-    paths = [ROOT / f"{name}.py" for name in names]
-    assert all(path.is_file() for path in paths), paths
-    return frozenset(map(str, paths))
-
-
-def folders(*names: str) -> frozenset[str]:
-    """Paths of all modules of folders of the package."""
-    return frozenset(str(path) for name in names for path in (ROOT / name).glob("*.py"))
+def files(*patterns: str) -> frozenset[str]:
+    """Paths of modules of the package: ``_common/workers``, ``_memory/*``."""
+    paths = {pattern: [*map(str, ROOT.glob(f"{pattern}.py"))] for pattern in patterns}
+    assert all(paths.values()), paths
+    return frozenset().union(*paths.values())
 
 
 def leaves_a_with(frame: FrameType) -> bool:

@@ -19,13 +19,7 @@ ROWS = 5
 
 
 class Net(nn.Module):
-    """Layers of named parts; the same weights for the same seed.
-
-    Args:
-        names: Of the parts of a layer.
-        layers: How many.
-        seed: Of the weights.
-    """
+    """Layers of named parts; the same weights for the same seed."""
 
     def __init__(self, names: Sequence[str] = ("attn", "mlp"), layers: int = 2, seed: int = 1):
         super().__init__()

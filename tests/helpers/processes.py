@@ -41,14 +41,9 @@ def start(
 
 
 def watch(process: subprocess.Popen, *files: Path) -> bool:
-    """Wait until a process has ended.
+    """Wait until a process has ended; whether it did not hang.
 
-    Args:
-        process: What :func:`start` returned.
-        files: What it writes. As long as one of these grows, it does not hang.
-
-    Returns:
-        Whether it did not hang.
+    As long as one of the files grows that it writes, it does not.
     """
     written, since = -1, time.monotonic()
     try:
@@ -79,14 +74,7 @@ def run(
     env: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
 ) -> Run:
-    """Run a command to its end.
-
-    Args:
-        command: What to run.
-        folder: An empty one, for what it writes.
-        env: Its environment.
-        cwd: Where it runs; here when None.
-    """
+    """Run a command to its end; what it writes goes to an empty folder."""
     out, err = folder / "stdout", folder / "stderr"
     process = start(command, env, out, err, cwd)
     is_well = watch(process, out, err)
@@ -116,10 +104,8 @@ exec(program)
 def run_each(programs: Mapping[str, str], folder: Path, prologue: str) -> dict[str, list[str]]:
     """Run programs to their end, each in a process of its own: the lines that each has printed.
 
-    Args:
-        programs: Code by name. None writes an error, and all end with status 0.
-        folder: An empty one, for what they write.
-        prologue: Code that runs once, before they are forked: so imports are made once.
+    None writes an error, and all end with status 0. The prologue runs once, before they are forked:
+    so imports are made once.
     """
     codes = {name: textwrap.dedent(code) for name, code in programs.items()}
     code = FORKS.format(prologue=textwrap.dedent(prologue))

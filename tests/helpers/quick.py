@@ -27,9 +27,7 @@ Tuples = set[tuple[tuple[str, Any], ...]]
 def mark_slow(items: Sequence[pytest.Item], *, is_sparse: bool = False) -> None:
     """Mark the cases that are not quick; what needs a GPU is seldom run as it is.
 
-    Args:
-        items: All that may be run.
-        is_sparse: Whether each value in one case is enough, whatever marks say.
+    With ``is_sparse``, each value in one case is enough, whatever marks say.
     """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -56,12 +54,7 @@ def _covering(cases: Sequence[pytest.Item], size: int) -> list[pytest.Item]:
 
 
 def chosen(cases: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Which, so that any values of so many parameters that meet in one case meet in one of these.
-
-    Args:
-        cases: Parameters with their values.
-        size: How many parameters.
-    """
+    """Which, so that any values of ``size`` parameters that meet in a case meet in one of these."""
     indices: list[int] = []
     seen = Tuples()
     uncovered = {index: tuples(case, size) for index, case in enumerate(cases)}

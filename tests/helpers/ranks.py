@@ -53,25 +53,18 @@ def run_ranks(
     return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world)]
 
 
-def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> NoReturn:
-    """Compare the cases named on each rank, write what came of them, and :func:`leave`.
-
-    Args:
-        compare: One case.
-        has_group: Whether it needs a process group; else it makes one itself.
-    """
+def run_cases(compare: Callable[[str], Any]) -> NoReturn:
+    """Compare the cases named on each rank, write what came of them, and :func:`leave`."""
     out, world, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     rank = fork(int(world))
-    if has_group:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     results = {}
     for case in cases:
         print(case, flush=True)  # a sign of life
         results[case] = compare(case)
     Path(out, f"{rank}.pkl").write_bytes(pickle.dumps(results))
-    if has_group:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     leave()
 
 

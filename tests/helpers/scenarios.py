@@ -33,11 +33,7 @@ def check_steps(
 ) -> None:
     """Each step has the bits of the step without offload, and nothing is in use afterwards.
 
-    Args:
-        engine: Of ``statistics()``.
-        program: Runs one step, with offload if its first argument is True.
-        steps: How many.
-        moves: Whether bytes have to be offloaded.
+    ``moves`` says that bytes have to be offloaded.
     """
     for step in range(steps):
         expected = program(False, step)

@@ -66,12 +66,7 @@ def at_once(
 
 
 def manager_of(kind: str, directory: Path) -> AbstractContextManager[PipelineOffloadManager]:
-    """A manager for tensors of any size.
-
-    Args:
-        kind: One of :data:`KINDS`.
-        directory: Of the disk tier, if there is one.
-    """
+    """A manager for tensors of any size."""
     backends = {"copy threads": CpuBackend(inline_bytes=0), "staged disk": AwayBackend()}
     options: dict[str, Any] = {}
     if "disk" in kind:
@@ -82,14 +77,7 @@ def manager_of(kind: str, directory: Path) -> AbstractContextManager[PipelineOff
 
 
 def settled(owner: Any) -> None:
-    """Wait until what is under way to the host or the disk is there.
-
-    Args:
-        owner: Of ``statistics()``.
-
-    Raises:
-        AssertionError: It is long over, for these are a few kilobytes, and still counted.
-    """
+    """Wait until what is under way to the host or the disk is there: a few kilobytes."""
     deadline = time.monotonic() + HANG_S
     while owner.statistics().bytes_in_flight > 0:
         assert time.monotonic() < deadline, "copies are under way for ever"

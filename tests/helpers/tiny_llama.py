@@ -94,14 +94,8 @@ def make_trainer(
 ) -> Any:
     """A trainer of a few steps of two microbatches, with an evaluation in between.
 
-    Args:
-        model: What it trains.
-        folder: Where it may write.
-        kind: Its class; with that of :class:`OffloadTrainer`, tensors of any size are offloaded.
-        offload: Further options of offload.
-        arguments: The class of its arguments.
-        trainer: Further arguments of its constructor.
-        args: Further :class:`TrainingArguments`.
+    :class:`OffloadTrainer` offloads tensors of any size. ``arguments`` is the class of its
+    arguments, of which ``args`` are some, and ``trainer`` are others of its constructor.
     """
     defaults = {
         "max_steps": 2,
@@ -147,10 +141,7 @@ def train(trainer: Any) -> list[Tensor]:
 def plain(make_model: Callable[[], Any], folder: Path, **options: Any) -> Sequence[Tensor]:
     """What the trainer comes to without offload, seen to be so twice in a row.
 
-    Args:
-        make_model: Makes a model with the same weights every time, of a config of its own.
-        folder: Where it may write.
-        options: Further arguments of :func:`make_trainer`.
+    Each model has the same weights, and a config of its own.
     """
     kind = options.pop("kind", Trainer)
     return repeated(lambda: train(make_trainer(make_model(), folder, kind=kind, **options)))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from helpers.nets import train
+from helpers.sessions import group
 from pp_offload.backends import CpuBackend
 
 
@@ -30,15 +31,9 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.part("mix", x, lambda x: torch.tanh(self.mix(x)).sin())
-        return x + self.part("mlp", x, lambda x: self.down(torch.sigmoid(self.up(x))))
-
-    def part(self, name: str, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """``compute`` as a group."""
-        is_group = name in self.groups
-        with off_interface(is_group, x, name) as x:
-            y = compute(x)
-        return off_interface.group_commit(y, name=name) if is_group else y
+        is_mix, is_mlp = "mix" in self.groups, "mlp" in self.groups
+        x = x + group(x, lambda h: torch.tanh(self.mix(h)).sin(), is_mix, "mix")
+        return x + group(x, lambda h: self.down(torch.sigmoid(self.up(h))), is_mlp, "mlp")
 
 
 def make_model(
@@ -74,36 +69,10 @@ def batches(num: int, width: int = 8, step: int = 0, length: int = 5) -> list[Te
 
 
 def run_step(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    *,
-    in_flight: int = 1,
-    requires_grad: bool = True,
-    offload: bool = True,
+    model: nn.Module, inputs: Sequence[Tensor], *, in_flight: int = 1, offload: bool = True
 ) -> list[Tensor]:
     """One step in 1F1B order with ``in_flight`` forwards ahead; losses and all gradients."""
-    if offload:
-        off_interface.reset()
-    results: list[Tensor] = []
-    waiting: list[tuple[Tensor, Tensor]] = []
-
-    def backward() -> None:
-        loss, x = waiting.pop(0)
-        loss.backward()
-        results.extend([loss.detach()] + ([x.grad] if x.grad is not None else []))
-
-    for x in inputs:
-        if offload:
-            off_interface.init_chunk_handler(None, None, 1)
-        leaf = x.clone().requires_grad_(requires_grad)
-        waiting.append((model(leaf).square().mean(), leaf))
-        if len(waiting) >= in_flight:
-            backward()
-    while waiting:
-        backward()
-    results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return results
+    return train(model, inputs, offload, ahead=in_flight)
 
 
 def same_bits(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:

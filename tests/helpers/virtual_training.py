@@ -38,15 +38,13 @@ class Steady:
 class Training:
     """Steps of microbatches in turn, as on a stage of 1F1B, and what the device took in each.
 
+    By default a model of groups, and a device on which a layer's copy takes as long as its forward.
+
     Args:
-        limit_bytes: The option ``device_limit_bytes``.
-        device: Of the engine; by default a layer's copy takes as long as its forward.
-        model: By default layers that are groups.
-        size: Of its input, after a batch of ``rows``.
-        offload: Whether groups leave.
+        limit_bytes: The option ``device_limit_bytes``; ``options`` are others.
+        size: Of the model's input, after a batch of ``rows``.
         is_blocking: Whether the host waits for each operator.
         resets: Whether a program that logs peaks resets them before each step.
-        options: More options of the engine.
     """
 
     def __init__(

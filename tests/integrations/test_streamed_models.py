@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend
 from helpers.sessions import assert_no_hooks
-from helpers.sliced import OnHost, state
+from helpers.sliced import EXACT_LR, state
 from helpers.toy import moved, same_bits
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -92,7 +92,7 @@ def batch(model: Any, seed: int = 0) -> dict[str, Tensor]:
 def train(model: Any, steps: int = 2) -> list[Tensor]:
     """Losses, last gradients, and parameters after a few steps of two microbatches."""
     model.train()
-    optimizer = OnHost(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=EXACT_LR)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()

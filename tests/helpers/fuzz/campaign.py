@@ -1,7 +1,7 @@
 """Many programs, and the smallest of those that fail.
 
-totals = explore(seed=1, programs=500)
-totals.failures  # each a Failure, whose script runs the smallest program that fails as it does
+counts, failure = explore(seed=1, programs=500)
+failure.script()  # runs the smallest program that fails as it does
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import random
 import sys
 import warnings
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from helpers.fuzz.programs import Program, drawn, script, simpler
 from helpers.fuzz.run import check
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A program that failed, as small as it could be made."""
 
     program: Program
@@ -29,46 +29,33 @@ class Failure:
         return error + script(self.program)
 
 
-class Totals:
-    """What was run: counts by what they are of, and programs that failed."""
-
-    def __init__(self) -> None:
-        self.counts = Counter[str]()
-        self.failures: list[Failure] = []
-
-    def __str__(self) -> str:
-        counts = [f"{num} {name}" for name, num in self.counts.items() if name != "programs"]
-        head = f"{self.counts['programs']} programs, {len(self.failures)} failures; "
-        return head + ", ".join(counts)
-
-
-def explore(seed: int, programs: int, backend: str | None = None) -> Totals:
+def explore(
+    seed: int, programs: int, backend: str | None = None
+) -> tuple[Counter[str], Failure | None]:
     """Run programs drawn from a seed, until one fails; that one is made small.
 
     Args:
         seed: Of the programs.
         programs: How many.
         backend: Which runs them all; None for the one that each was drawn with.
+
+    Returns:
+        Counts of what was run, and the failure.
     """
-    totals = Totals()
+    counts = Counter[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(programs):
             program = drawn(random.Random(f"{seed} {number}"))
             program = program if backend is None else replace(program, backend=backend)
-            totals.counts["programs"] += 1
+            counts["programs"] += 1
             try:
-                report = check(program)
+                counts.update(check(program))
             except Exception as error:
                 # At once, for to make it small may take minutes.
                 sys.stderr.write(f"{text_of(error)}\n{script(program)}\n")
-                totals.failures.append(shrunk(Failure(program, text_of(error)), type(error)))
-                break
-            totals.counts["operations"] += report.num_ops
-            totals.counts["offloaded"] += report.statistics.bytes_offloaded > 0
-            totals.counts["computed again"] += report.statistics.bytes_computed_again > 0
-            totals.counts["refused by autograd"] += report.is_refused
-    return totals
+                return counts, shrunk(Failure(program, text_of(error)), type(error))
+    return counts, None
 
 
 def text_of(error: Exception) -> str:

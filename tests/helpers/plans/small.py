@@ -16,13 +16,7 @@ def planned(
     schedules: Sequence[type] | None = None,
     rematerialize: str = "cheap",
 ) -> tuple[Drawn, list[RankTapes]]:
-    """A pipeline, and its tapes.
-
-    Args:
-        layers: Pattern of what may be recomputed.
-        schedules: As for :func:`draw_pipeline`.
-        rematerialize: The option of that name.
-    """
+    """A pipeline, and its tapes; ``layers`` is a pattern of what may be recomputed."""
     drawn = draw_pipeline(seed, schedules=schedules)
     drawn.work.layers = layers
     config = replace(

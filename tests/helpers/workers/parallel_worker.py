@@ -6,7 +6,6 @@ A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE`` or ``collective/N
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -27,7 +25,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from helpers.checkpointed import BY_OP, WAYS
 from helpers.products import PRODUCTS, Checkpoints, Product
@@ -60,7 +57,6 @@ from pp_offload.testing import SimulatedBackend
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 Trained = tuple[list[Tensor], dict[str, int]]
 """All numbers, and facts about the offload."""
@@ -106,12 +102,12 @@ class Leaving(Observer):
 
 
 class Wrapper(NamedTuple):
-    """Another model's owner, and when it moves gradients between ranks."""
+    """Another model's owner."""
 
     wrap: Callable[[nn.Module], nn.Module]
 
     syncs_each: bool = True
-    """After every microbatch; else after the last one of a step."""
+    """Whether gradients move after every microbatch; else after the last one of a step."""
 
     num_in_flight: int = 1
 
@@ -239,23 +235,7 @@ class Untold(nn.Linear):
         return torch.tanh(x @ self.weight.detach().t()) @ self.weight
 
 
-def selective_contexts() -> Any:
-    """Outputs of every second product are saved, counted anew in the forward and when run again."""
-    num = {False: 0, True: 0}
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        num[context.is_recompute] += op in MATMULS
-        is_saved = op in MATMULS and num[context.is_recompute] % 2
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def replicated_stage(index: int, num_stages: int, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(Stage(), process_group=mesh.get_group())
-
-
-def sharded_stage(index: int, num_stages: int, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def sharded_stage(mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Every layer and its mlp sharded, then the rest."""
     stage = Stage()
     for layer in stage.layers:
@@ -268,30 +248,11 @@ def sharded_stage(index: int, num_stages: int, mesh: DeviceMesh, **options: Any)
     return stage
 
 
-def checkpointed_stage(index: int, num_stages: int, mesh: DeviceMesh) -> nn.Module:
-    """As torchtitan makes it of a model: a copy without the other layers, in a ModuleDict, each
-    checkpointed by operator.
-    """
-    torch.manual_seed(0)
-    whole = Stage()
-    whole.layers = nn.ModuleDict({str(number): Block() for number in range(8)})
-    stage = copy.deepcopy(whole)
-    size = len(stage.layers) // num_stages
-    for number, name in enumerate(list(stage.layers)):
-        if number // size != index:
-            del stage.layers[name]
-    for name, layer in stage.layers.named_children():
-        wrapped = checkpoint_wrapper(layer, context_fn=selective_contexts, early_stop=False)
-        stage.layers.register_module(name, wrapped)
-    return stage
-
-
 STAGES: dict[str, Callable[..., nn.Module]] = {
-    "ddp": replicated_stage,
+    "ddp": lambda mesh: ddp(Stage(), process_group=mesh.get_group()),
     "fsdp2": sharded_stage,
     "fsdp2, bf16": partial(sharded_stage, mp_policy=BF16),
     "fsdp2, kept": partial(sharded_stage, reshard_after_forward=False),
-    "blocks": checkpointed_stage,
 }
 """With groups. Other kinds are a product's name; each stage is given that product."""
 
@@ -303,8 +264,7 @@ def stage(backend: Backend | None, kind: str, name: str) -> Trained:
     ranks, there are two pipelines.
     """
     world, leaving = dist.get_world_size(), Leaving()
-    is_replicated = kind in STAGES and kind != "blocks"
-    num_ranks = 1 if is_replicated and world == 2 else 2
+    num_ranks = 1 if kind in STAGES and world == 2 else 2
     mesh = init_device_mesh("cpu", (num_ranks, world // num_ranks), mesh_dim_names=("pp", "dp"))
     indices = stage_indices(name, mesh["pp"].get_local_rank(), num_ranks)
     num_stages, products = num_ranks * len(indices), []
@@ -312,7 +272,7 @@ def stage(backend: Backend | None, kind: str, name: str) -> Trained:
     def make(index: int) -> nn.Module:
         torch.manual_seed(index)
         if kind in STAGES:
-            return STAGES[kind](index, num_stages, mesh["dp"])
+            return STAGES[kind](mesh["dp"])
         if backend is None:
             return Stage()
         product = PRODUCTS[kind](backend)
@@ -372,24 +332,19 @@ def async_result(is_on: bool, step: int) -> list[Tensor]:
     return [z.detach(), x.grad]
 
 
-COLLECTIVES = {"tensor_parallel": tensor_parallel, "async_result": async_result}
-
-
 def collective(backend: Backend | None, name: str) -> Trained:
     """Three steps of a group."""
+    program = {"tensor_parallel": tensor_parallel, "async_result": async_result}[name]
     seen: list[Tensor] = []
     with use_backend(backend or CpuBackend(), config=CONFIG) as manager:
         for step in range(3):
             begin_step()
-            seen += COLLECTIVES[name](backend is not None, step)
+            seen += program(backend is not None, step)
         return seen, Leaving().facts(manager)
 
 
-RUNS: dict[str, Callable[..., Trained]] = {
-    "replica": replica,
-    "stage": stage,
-    "collective": collective,
-}
+RUNS: dict[str, Callable[..., Trained]]
+RUNS = {"replica": replica, "stage": stage, "collective": collective}
 
 
 def compare(case: str) -> dict[str, list[Any]]:

@@ -69,13 +69,7 @@ def make_schedule(
 ) -> Any:
     """A schedule over this rank's stages, which are given by number.
 
-    Args:
-        name: Of the schedule.
-        modules: The stages.
-        num_stages: Of all ranks.
-        num_microbatches: Of a step.
-        options: ``group``, the ranks of the pipeline if these are not all, and options of the
-            schedule.
+    ``options`` are of the schedule, and ``group``: the ranks of the pipeline if these are not all.
     """
     cpu, group = torch.device("cpu"), options.pop("group", None)
     stages = [PipelineStage(m, i, num_stages, cpu, group=group) for i, m in modules.items()]
