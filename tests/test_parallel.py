@@ -3,7 +3,7 @@
 In DDP, FSDP1 and FSDP2: a context around the forward, groups by name, markers and checkpoints; of
 sharded models no byte of a gathered parameter leaves. In DDP alone: parameters on the host. Stages
 of a pipeline: replicated, sharded, or given a product as a whole. Layers that exchange
-activations (context and expert parallel), DTensors, and asynchronous collectives.
+activations (context and expert parallel), and DTensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from pp_offload import OffloadError, OffloadModel
 
 SOME = [
-    # Each wrapper once at least, but for those of compiled parts, and most products
+    # Each wrapper once at least, and most products
     "replica/ddp/groups",
     "replica/ddp/parameters",
     "replica/ddp, accumulated/context",
@@ -38,7 +38,7 @@ SOME = [
     # With DDP, other schedules fail in its reducer without offload, too
     *("stage/ddp/1f1b", "stage/fsdp2/interleaved1f1b"),
     *("stage/all, offload/interleaved1f1b", "stage/context/1f1b"),
-    *("collective/tensor_parallel", "collective/async_result"),
+    "collective",
 ]
 WRAPPERS = (
     *("ddp", "ddp, accumulated", "ddp, static graph", "ddp, unused"),
@@ -52,11 +52,6 @@ ALL = [
         if not (wrapper.startswith("fsdp2") and product.startswith("parameters"))
         # DDP looks for what is unused before the layers run again: an error without offload as well
         and (wrapper, product) != ("ddp, unused", "reentrant, offload")
-    ),
-    *(  # what is offloaded is around parts that are compiled
-        f"replica/{wrapper}, compiled/{product}"
-        for wrapper in ("ddp", "fsdp2")
-        for product in ("groups", "context", "full, offload")
     ),
     "replica/fsdp1/in place, all, offload",
     *("replica/ring/groups", "replica/experts/context"),

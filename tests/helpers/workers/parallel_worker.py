@@ -1,7 +1,7 @@
 """One rank of models that are replicated, sharded, cut into stages, or exchange activations; for
 ``test_parallel.py``.
 
-A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE`` or ``collective/NAME``.
+A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE`` or ``collective``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -126,16 +125,6 @@ def sharded_by_the_first(model: nn.Module) -> nn.Module:
     )
 
 
-def with_compiled_parts(model: nn.Module) -> nn.Module:
-    """A group around each of these is around the compiled code. Nothing is compiled while a
-    simulated device looks at each operation, so this backend computes with the same kernels.
-    """
-    torch.compiler.reset()
-    for layer in model.layers:  # type: ignore[union-attr]
-        layer.mlp = torch.compile(layer.mlp, backend="aot_eager")
-    return model
-
-
 def exchanging(kind: Callable[[], nn.Module]) -> Wrapper:
     def wrap(model: nn.Module) -> nn.Module:
         torch.manual_seed(dist.get_rank())
@@ -152,12 +141,10 @@ WRAPPERS = {
     "ddp, accumulated": Wrapper(ddp, syncs_each=False),
     "ddp, static graph": Wrapper(partial(ddp, static_graph=True, gradient_as_bucket_view=True)),
     "ddp, unused": Wrapper(partial(ddp, find_unused_parameters=True)),
-    "ddp, compiled": Wrapper(lambda model: ddp(with_compiled_parts(model))),
     "fsdp1": Wrapper(sharded_by_the_first),
     "fsdp2": Wrapper(sharded, num_in_flight=2),
     "fsdp2, accumulated": Wrapper(sharded, syncs_each=False, num_in_flight=2),
     "fsdp2, bf16": Wrapper(partial(sharded, mp_policy=BF16)),
-    "fsdp2, compiled": Wrapper(lambda model: sharded(with_compiled_parts(model))),
     "fsdp2, kept": Wrapper(partial(sharded, reshard_after_forward=False)),
     "ring": exchanging(Ring),
     "experts": exchanging(Experts),
@@ -318,28 +305,13 @@ def tensor_parallel(is_on: bool, step: int) -> list[Tensor]:
     return [z.to_local().detach(), x.grad.to_local(), y.grad.to_local()]
 
 
-def async_result(is_on: bool, step: int) -> list[Tensor]:
-    """A collective's result that nobody waited for is saved."""
-    x, y = draw(step, 2)
-
-    def compute(h: Tensor) -> Tensor:
-        summed = collectives.all_reduce(y, "sum", dist.group.WORLD)
-        assert type(summed) is collectives.AsyncCollectiveTensor
-        return h * summed
-
-    z = group(x.requires_grad_(), compute, is_on)
-    z.sum().backward()
-    return [z.detach(), x.grad]
-
-
-def collective(backend: Backend | None, name: str) -> Trained:
+def collective(backend: Backend | None) -> Trained:
     """Three steps of a group."""
-    program = {"tensor_parallel": tensor_parallel, "async_result": async_result}[name]
     seen: list[Tensor] = []
     with use_backend(backend or CpuBackend(), config=CONFIG) as manager:
         for step in range(3):
             begin_step()
-            seen += program(backend is not None, step)
+            seen += tensor_parallel(backend is not None, step)
         return seen, Leaving().facts(manager)
 
 
