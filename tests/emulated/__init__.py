@@ -26,7 +26,6 @@ import fcntl
 import hashlib
 import importlib.util
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -54,19 +53,6 @@ def load() -> ModuleType:
     return _registered(_built()) if loaded is None else loaded
 
 
-def _check() -> None:
-    """Whether it can be built here."""
-    name = torch._C._get_privateuse1_backend_name()
-    if name not in ("privateuseone", NAME):
-        raise EmulatedDeviceError(f"device {name!r} has PyTorch's free place, expected none")
-    if not sys.platform.startswith("linux"):
-        raise EmulatedDeviceError(f"found {sys.platform}, expected Linux")
-    tools = os.environ.get("CXX", "c++"), "ninja"
-    missing = [tool for tool in tools if shutil.which(tool, path=_path()) is None]
-    if missing and not _library().exists():
-        raise EmulatedDeviceError(f"no {' and no '.join(missing)} on PATH; install g++ and ninja")
-
-
 def _path() -> str:
     """Where to look for tools: beside this Python first, for an environment need not be entered."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
@@ -83,7 +69,6 @@ def _library() -> Path:
 
 def _built() -> Path:
     """The library; processes that want it at once wait for the first of them to build it."""
-    _check()
     library = _library()
     library.parent.mkdir(mode=0o700, exist_ok=True)
     if library.parent.stat().st_uid != os.getuid():
@@ -111,8 +96,8 @@ def _build(library: Path) -> None:
             )
         except (OSError, RuntimeError) as failure:
             raise EmulatedDeviceError(
-                f"the emulated device was not built: {failure}; expected a C++17 compiler, and the "
-                "headers of Python and of this PyTorch"
+                f"the emulated device was not built: {failure}; expected a C++17 compiler, ninja, "
+                "and the headers of Python and of this PyTorch"
             ) from failure
         os.replace(Path(scratch) / library.name, library)  # whole, or not there
 
