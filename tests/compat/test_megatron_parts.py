@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from helpers.sessions import session
 from helpers.toy import same_bits
-from helpers.wrapped import KeepsSaved, Pair
+from helpers.wrapped import KeepsSaved
 from main_layer import begin, in_group
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pp_offload import CpuBackend
 from pp_offload import PipelineOffloadManager as IntroducedManager
@@ -60,11 +61,11 @@ def test_what_is_flagged_stays(manager: Any, flag: str | None) -> None:
     assert (manager.statistics().bytes_offloaded > 0) is leaves
 
 
-class Quantized(Pair):
+class Quantized(TwoTensor):
     """A pair that tells its parts as quantized tensors of Transformer Engine do."""
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        return None, self.second
+        return None, self.b
 
 
 @pytest.mark.parametrize(("flagged", "is_flagged"), [("", False), ("whole", True), ("part", True)])
@@ -73,10 +74,10 @@ def test_what_is_flagged_may_be_made_of_tensors(
 ) -> None:
     pair: Any = Quantized(torch.ones(3, 3), torch.ones(3, 3))
     if flagged:
-        (pair if flagged == "whole" else pair.second)._do_not_offload = True
+        (pair if flagged == "whole" else pair.b)._do_not_offload = True
     x = torch.ones(3, requires_grad=True)
     in_group(x, lambda y: KeepsSaved.apply(y, pair)).sum().backward()
-    assert KeepsSaved.seen.pop().first.sum() == 9
+    assert KeepsSaved.seen.pop().a.sum() == 9
     assert (face.statistics().bytes_offloaded == 0) is is_flagged
 
 

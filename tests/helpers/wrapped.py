@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
 
 class Scaled(Tensor):
-    """Eight bits an element and one scale; computes with what that stands for."""
+    """Eight bits an element and one scale; computes with what that stands for.
+
+    An alias has the very tensors that it has.
+    """
 
     data8: Tensor
     scale: Tensor
@@ -44,61 +48,15 @@ class Scaled(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.detach.default:
-            return cls(args[0].data8.detach(), args[0].scale.detach())
+            return cls(args[0].data8, args[0].scale)
         args, kwargs = tree_map_only(cls, lambda t: t.data8 * t.scale, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-class Pair(Tensor):
-    """Two tensors of one shape, which may be wrappers too; what is done is done to both."""
-
-    first: Tensor
-    second: Tensor
-
-    @staticmethod
-    def __new__(cls, first: Tensor, second: Tensor) -> Pair:
-        return Tensor._make_wrapper_subclass(
-            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
-        )
-
-    def __init__(self, first: Tensor, second: Tensor) -> None:
-        self.first, self.second = first, second
-
-    def __tensor_flatten__(self) -> tuple[list[str], str]:
-        return ["first", "second"], "context"
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: str, size: Any, stride: Any) -> Pair:
-        assert context == "context"
-        return Pair(inner["first"], inner["second"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = []
-        for name in ("first", "second"):
-            picked = tree_map_only(cls, lambda t, n=name: getattr(t, n), (args, kwargs or {}))
-            results.append(func(*picked[0], **picked[1]))
-        return cls(*results)
-
-
-class Same(Pair):
-    """A pair whose aliases have the very tensors that it has."""
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: str, size: Any, stride: Any) -> Same:
-        return Same(inner["first"], inner["second"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.detach.default:
-            return cls(args[0].first, args[0].second)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def leaves(tensor: Tensor) -> list[Tensor]:
     """The plain tensors inside."""
-    if isinstance(tensor, Pair):
-        return leaves(tensor.first) + leaves(tensor.second)
+    if isinstance(tensor, TwoTensor):
+        return leaves(tensor.a) + leaves(tensor.b)
     if isinstance(tensor, Scaled):
         return [tensor.data8, tensor.scale]
     return [tensor]
@@ -122,9 +80,8 @@ class KeepsSaved(torch.autograd.Function):
 
 WRAPPERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "quantised": lambda x: Scaled.of(x[0]),
-    "pair": lambda x: Pair(x[0], x[1]),
-    "pair with the same": lambda x: Same(x[0], x[1]),
-    "transposed": lambda x: Pair(x[0].t(), x[1].t()),
-    "nested": lambda x: Pair(Pair(x[0], x[1]), Pair(x[2], x[3])),
-    "mixed": lambda x: Pair(Scaled.of(x[0]), Scaled.of(x[1])),
+    "pair": lambda x: TwoTensor(x[0], x[1]),
+    "transposed": lambda x: TwoTensor(x[0].t(), x[1].t()),
+    "nested": lambda x: TwoTensor(TwoTensor(x[0], x[1]), TwoTensor(x[2], x[3])),
+    "mixed": lambda x: TwoTensor(Scaled.of(x[0]), Scaled.of(x[1])),
 }
