@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from helpers.ranks import run_cases
-from helpers.sessions import MostUnused
 from helpers.workers.steps import (
     V_SHAPED,
     WIDTH,
@@ -55,12 +54,9 @@ def train(
         min_offloaded_tensor_size=1, prefetch_bytes=WINDOW_BYTES, split_backward=split_backward
     )
     handle = attach(schedule, {"mlp": "layers.*.mlp"}, config) if is_on else None
-    peak = MostUnused(handle.manager.offloader) if handle else None
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
     for step in range(3):
-        if peak is not None and step == 1:
-            peak.nbytes = 0  # before, what each part of a backward uses was not known
         torch.manual_seed(step)
         x, target = torch.randn(2, 2 * num_microbatches, WIDTH)
         inputs, options = inputs_of(x, target, modules, num_stages)
@@ -77,11 +73,9 @@ def train(
             facts["in_use"].append(statistics.host_bytes_in_use)
             facts["live"].append(statistics.live_tensors)
             facts["offloaded"] = statistics.bytes_offloaded
-    if handle is not None and peak is not None:
+    if handle is not None:
         PipelineOffloadManager.get_instance().reset()
         facts["table"] = summary_table()
-        facts["unused"] = peak.nbytes
-        facts["window"] = handle.manager.offloader.engine.window.bound.nbytes
         handle.detach()
     return seen, facts
 
