@@ -17,18 +17,13 @@ N = 4096
 with_and_without = pytest.mark.parametrize("waits", [False, True])
 
 
-def pinned(like: Tensor | None = None) -> Tensor:
-    host = torch.zeros(N, pin_memory=True)
-    return host if like is None else host.copy_(like)
-
-
 # Each wait that a copy needs, left out: it comes out wrong, and right with its wait
 
 
 @with_and_without
 def test_a_copy_to_the_host_waits_for_compute(emulated: ModuleType, waits: bool) -> None:
-    given, host, d2h = some(N), pinned(), torch.Stream(device="emulated")
-    x = given.to("emulated")
+    given, d2h = some(N), torch.Stream(device="emulated")
+    x, host = given.to("emulated"), torch.zeros(N, pin_memory=True)
     with late(emulated, compute(), d2h):
         y = x * 2
         if waits:
@@ -41,7 +36,7 @@ def test_a_copy_to_the_host_waits_for_compute(emulated: ModuleType, waits: bool)
 @with_and_without
 def test_compute_waits_for_a_reload(emulated: ModuleType, waits: bool) -> None:
     given, h2d = some(N), torch.Stream(device="emulated")
-    host, target = pinned(given), torch.zeros(N, device="emulated")
+    host, target = given.pin_memory(), torch.zeros(N, device="emulated")
     with late(emulated, h2d, compute()):
         with h2d:
             target.copy_(host, non_blocking=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.examples import train
-from helpers.sessions import assert_idle
+from helpers.sessions import assert_idle, session
 from helpers.toy import batches, make_model, run_step, same_bits
 
 from emulated.helpers import DELAYS, compute
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import PipelineOffloadManager
 from pp_offload._groups import auto_bounds
 from pp_offload.backends import AcceleratorBackend
 from pp_offload.cli.device_speed import DeviceSpeed
@@ -34,14 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
 def manager_of(
     directory: Path, backend: AcceleratorBackend | None = None, **options: Any
-) -> Iterator[PipelineOffloadManager]:
+) -> AbstractContextManager[PipelineOffloadManager]:
     folder = directory if "tiers" in options else None
-    config = OffloadConfig(min_offloaded_tensor_size=1, disk_dir=folder, **options)
-    with use_backend(backend or AcceleratorBackend(), config=config) as manager:
-        yield manager
+    return session(backend or AcceleratorBackend(), disk_dir=folder, **options)
 
 
 def steps_are_equal(num: int = 3, growth: int = 1) -> bool:

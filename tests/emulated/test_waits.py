@@ -1,4 +1,6 @@
-"""Each wait of the engine through PyTorch's own streams: without it the bytes come out wrong.
+"""The waits that each copy needs, on PyTorch's own streams: without one the bytes come out wrong.
+
+Whatever else the engine waits for, tests/core/test_order.py has on the simulated device.
 
 In each test one stream stands still at a closed gate, and the others run on as far as they can.
 Groups are opened and committed by Megatron's chunk, so that a test says what happens when.
