@@ -28,7 +28,8 @@ def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None
         assert list(results) == cases
         for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}"
-            assert facts["equal"] and facts["offloaded"] > 0, where
-            assert facts["in_use"] == facts["live"] == [0, 0, 0], where
+            steps = facts["steps"]
+            assert facts["equal"] and steps[-1].bytes_offloaded > 0, where
+            assert not any(step.host_bytes_in_use or step.live_tensors for step in steps), where
             assert "mlp" in facts["table"], where
-            assert facts["on_demand"][2] == facts["on_demand"][1], where
+            assert steps[2].on_demand_reloads == steps[1].on_demand_reloads, where

@@ -350,7 +350,7 @@ def test_small_and_foreign_tensors_stay(kind: str) -> None:
         group(meta * 2, torch.sin)
         assert manager.statistics().bytes_offloaded == NBYTES
         y.sum().backward()
-        assert [saved.size for saved in came_back] == [(ROWS, 3), (ROWS, COLUMNS)]
+        assert [saved[0] for saved in came_back] == [(ROWS, 3), (ROWS, COLUMNS)]
 
 
 # Forced release

@@ -34,20 +34,9 @@ def mem_get_info(device: object = None) -> tuple[int, int]:
     return MEMORY_BYTES - memory_reserved(device), MEMORY_BYTES  # type: ignore[arg-type]
 
 
-class device:
+def device(device: int | torch.device) -> accelerator.device_index:
     """``with torch.emulated.device(1):``; the current device of this thread."""
-
-    def __init__(self, device: int | torch.device) -> None:
-        index = device if isinstance(device, int) else device.index
-        self._index = current_device() if index is None else index
-        self._before: list[int] = []
-
-    def __enter__(self) -> None:
-        self._before.append(current_device())
-        set_device(self._index)
-
-    def __exit__(self, *exc_info: object) -> None:
-        set_device(self._before.pop())
+    return accelerator.device_index(device if isinstance(device, int) else device.index)
 
 
 # What it asks of this one

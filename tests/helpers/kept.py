@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,15 @@ from helpers.sessions import as_bytes, drawn
 Make = Callable[[Tensor], Sequence[Tensor]]
 
 
-class Saved(NamedTuple):
-    """A saved tensor as backward got it."""
+Saved = tuple[object, ...]
+"""A saved tensor as backward got it: everything that a kernel could see of it, its size first."""
 
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    flags: tuple[bool, bool]
-    data: Tensor
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Saved:
-        """Everything that a kernel could see of it."""
-        flags = tensor.is_conj(), tensor.is_neg()
-        size, stride = tuple(tensor.shape), tensor.stride()
-        return cls(
-            tensor.dtype, size, stride, int(tensor.storage_offset()), flags, as_bytes(tensor)
-        )
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Saved)
-        return self[:-1] == other[:-1] and torch.equal(self.data, other.data)
+def as_seen(tensor: Tensor) -> Saved:
+    data = as_bytes(tensor)
+    place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    flags = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return *place, *flags, getattr(data, "_local_tensor", data).tolist()
 
 
 class Keeps(torch.autograd.Function):
@@ -54,7 +41,7 @@ class Keeps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.came_back.extend(Saved.of(t) for t in ctx.saved_tensors)
+        ctx.came_back.extend(as_seen(t) for t in ctx.saved_tensors)
         return gradient * 2, None, None
 
 

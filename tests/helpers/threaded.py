@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ KINDS = ["host", "copy threads", "disk", "host and disk", "staged disk"]
 """Where bytes go. The simulated backends follow one thread, so they are not among these."""
 
 
-class Lockstep(threading.Barrier):
-    """A barrier at which nobody waits for ever."""
-
-    def __init__(self, parties: int) -> None:
-        super().__init__(parties, timeout=HANG_S)
+Lockstep = partial(threading.Barrier, timeout=HANG_S)
+"""A barrier at which nobody waits for ever."""
 
 
 def at_once(

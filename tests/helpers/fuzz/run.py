@@ -103,13 +103,6 @@ class Engine:
         if self.has_groups:
             off_interface.group_commit((), name, released, is_delayed)
 
-    def call(self, what: str) -> None:
-        """``synchronize``, or a method of a manager."""
-        if what == "synchronize":
-            self.synchronize()
-        elif self.has_groups:
-            getattr(self.owner, what)()
-
     @contextmanager
     def on_stream(self, number: int) -> Iterator[object]:
         """Another compute stream, ordered with the others on entering and leaving."""
@@ -372,7 +365,7 @@ class Machine:
         return results
 
     def _operations(self, step: Step) -> list[Result]:
-        """Up to an error that ends the step."""
+        """Up to an error that ends the step; no microbatch is referenced afterwards."""
         results: list[Result] = []
         for number, action in enumerate(self._actions(step)):
             self.num_ops += 1
@@ -456,8 +449,11 @@ class Machine:
             stage = call.pick % len(self.program.stages)
             with torch.no_grad():
                 return [self._output(stage, self._input(0, 3)[0], Forward())[0].clone()]
-        if call.what not in ("touch", "drop"):
-            self.engine.call(call.what)
+        if call.what == "synchronize":
+            self.engine.synchronize()
+        elif call.what not in ("touch", "drop"):
+            if self.engine.has_groups:
+                getattr(self.engine.owner, call.what)()
         elif self.waiting:
             batch = self._pick(call.pick)
             if call.what == "drop":

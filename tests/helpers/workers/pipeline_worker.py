@@ -54,7 +54,7 @@ def train(
         min_offloaded_tensor_size=1, prefetch_bytes=WINDOW_BYTES, split_backward=split_backward
     )
     handle = attach(schedule, {"mlp": "layers.*.mlp"}, config) if is_on else None
-    facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
+    facts: dict[str, Any] = {"steps": []}
     seen: list[Tensor] = []
     for step in range(3):
         torch.manual_seed(step)
@@ -68,11 +68,7 @@ def train(
             schedule.eval(*inputs, **options)
             seen += options.get("losses", ())
         if handle is not None:
-            statistics = handle.manager.statistics()
-            facts["on_demand"].append(statistics.on_demand_reloads)
-            facts["in_use"].append(statistics.host_bytes_in_use)
-            facts["live"].append(statistics.live_tensors)
-            facts["offloaded"] = statistics.bytes_offloaded
+            facts["steps"].append(handle.manager.statistics())
     if handle is not None:
         PipelineOffloadManager.get_instance().reset()
         facts["table"] = summary_table()
