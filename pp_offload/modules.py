@@ -12,15 +12,13 @@ pickled model has none.
 NOTE [ Module forward ]
     PyTorch calls no hook after a forward that a KeyboardInterrupt ends. So a group is around the
     module's forward: an object in the module's ``__dict__`` pops hooks for saved tensors in its
-    ``finally``. Replicas of ``DataParallel`` and of ``copy.copy`` share that object, and would
-    compute with the parameters of the original. So a pre-hook, which receives the called module,
-    notes the module for the object.
+    ``finally``. Shallow copies share that object and compute as the original, as do the replicas of
+    ``DataParallel``, which groups do not support.
 """
 
 from __future__ import annotations
 
 import difflib
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -60,7 +58,7 @@ class OffloadModulesHandle:
     def __init__(
         self,
         hooks: ExitStack,
-        groups: Sequence[_GroupAround],
+        groups: Sequence[_Group],
         modules: dict[str, list[str]],
         running: Sequence[str],
     ) -> None:
@@ -119,7 +117,8 @@ def offload_modules(
 
     Raises:
         ValueError: A pattern matches no module (the message lists near names), a module is a group
-            already or matches two groups, or there is no group. The model is as before.
+            already, matches two groups or is scripted, or there is no group. The model is as
+            before.
         TypeError: ``model`` is no module, or ``groups`` no mapping.
     """
     check_kind("model", model, Module, "an nn.Module")
@@ -148,7 +147,8 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
         groups: Patterns by group name; empty if the models mark their groups themselves.
 
     Raises:
-        ValueError: A module is a group already, or would be two. The models are as before.
+        ValueError: A module is a group already, would be two, or is scripted. The models are as
+            before.
     """
     places = [
         _Place(group, name, model, where)
@@ -159,16 +159,16 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
     distinct = _once_each(places)
     names = {group: [place.name for place in places if place.group == group] for group in groups}
     running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
-    with ExitStack() as hooks:  # unmarks the others if a module takes no hooks
+    with ExitStack() as hooks:
         _keep_gathered(models.values(), hooks)
         marked = []
         for place in distinct:
-            module, around = place.module, _GroupAround(place.group)
+            module, group = place.module, _Group(place.group)
             for previous in _groups_around(module):
-                previous.take_off(module)  # its handle was removed: a living one was refused before
-            hooks.callback(around.take_off, module)  # first, as a scripted module takes no hooks
-            around.put_on(module)
-            marked.append(around)
+                _take_off(module, previous)  # its handle was removed: a living one is refused
+            _put_on(module, group)
+            hooks.callback(_take_off, module, group)
+            marked.append(group)
         return OffloadModulesHandle(hooks.pop_all(), marked, names, sorted(running))
 
 
@@ -222,7 +222,7 @@ def _keep_parameters(module: Module, args: object) -> None:
         residents.add(parameter)
 
 
-class _GroupAround:
+class _Group:
     """Group of a module and its copies, until their handle is removed. A pickled model has no
     handle, so its groups are over. See NOTE [ Module forward ].
     """
@@ -231,75 +231,56 @@ class _GroupAround:
         self.name = name
         self.is_over = is_over
 
-    def __deepcopy__(self, memo: object) -> _GroupAround:
+    def __deepcopy__(self, memo: object) -> _Group:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _GroupAround, (self.name, True)
-
-    def put_on(self, module: Module) -> None:
-        compiled = module._compiled_call_impl
-        if compiled is not None:  # by module.compile(): a group inside that graph does nothing
-            module._compiled_call_impl = _Forward(self, module, compiled)
-            return
-        module.register_forward_pre_hook(self.meet)
-        module.forward = _Forward(self, module, vars(module).get("forward"))
-
-    def take_off(self, module: Module) -> None:
-        """Restore the module. A running forward ends as it began."""
-        compiled = module._compiled_call_impl
-        if isinstance(compiled, _Forward) and compiled.around is self:
-            module._compiled_call_impl = compiled.own
-            return
-        hooks = module._forward_pre_hooks
-        for number, hook in list(hooks.items()):
-            if getattr(hook, "__self__", None) is self:
-                del hooks[number]
-        forward = vars(module).get("forward")
-        if isinstance(forward, _Forward) and forward.around is self:
-            if forward.own is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = forward.own
-
-    def meet(self, module: Module, args: object) -> None:
-        """Note the module whose forward is about to run on this thread."""
-        if not torch.compiler.is_compiling():
-            _here.met[self] = module
+        return _Group, (self.name, True)
 
 
 class _Forward:
-    """Forward of a module that is a group.
+    """Forward of a module that is a group. ``own`` is the module's; None for that of its class."""
 
-    Args:
-        around: Group of the module.
-        module: Module of the forward, unless the pre-hook noted a replica or a copy.
-        own: The module's own forward; None for that of its class.
-    """
-
-    def __init__(
-        self, around: _GroupAround, module: Module, own: Callable[..., Any] | None
-    ) -> None:
-        self.around = around
+    def __init__(self, group: _Group, module: Module, own: Callable[..., Any] | None) -> None:
+        self.group = group
         self.own = own
-        self._module = module
+        self._module = module  # in a copy or an unpickled module, that module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Own forward of the module, for :func:`inspect.signature`."""
-        return self._own_of(self._module)
-
-    def _own_of(self, module: Module) -> Callable[..., Any]:
-        return self.own if self.own is not None else type(module).forward.__get__(module)
+        """Own forward of the module, also for :func:`inspect.signature`."""
+        return type(self._module).forward.__get__(self._module) if self.own is None else self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._own_of(self._module)(*args, **kwargs)
-        module = _here.met.pop(self.around, self._module)
-        compute = partial(self._own_of(module), *args, **kwargs)
-        if self.around.is_over:
-            return compute()
-        return run_in_group(self.around.name, compute, partial(_keep_buffers, module))
+        if torch.compiler.is_compiling() or self.group.is_over:
+            return self.__wrapped__(*args, **kwargs)
+        compute = partial(self.__wrapped__, *args, **kwargs)
+        return run_in_group(self.group.name, compute, partial(_keep_buffers, self._module))
+
+
+_COMPILED = "_compiled_call_impl"
+"""Attribute that ``module.compile()`` sets: a group inside that graph would do nothing."""
+
+
+def _put_on(module: Module, group: _Group) -> None:
+    attribute = "forward" if getattr(module, _COMPILED) is None else _COMPILED
+    setattr(module, attribute, _Forward(group, module, vars(module).get(attribute)))
+
+
+def _take_off(module: Module, group: _Group) -> None:
+    """Restore the module. A running forward ends as it began."""
+    for attribute in ("forward", _COMPILED):
+        forward = vars(module).get(attribute)
+        if isinstance(forward, _Forward) and forward.group is group:
+            delattr(module, attribute)
+            if forward.own is not None:
+                setattr(module, attribute, forward.own)
+
+
+def _groups_around(module: Module) -> list[_Group]:
+    """List the groups of a module; for a copied module also groups whose handle was removed."""
+    forwards = [vars(module).get(attribute) for attribute in ("forward", _COMPILED)]
+    return [forward.group for forward in forwards if isinstance(forward, _Forward)]
 
 
 def _keep_buffers(module: Module) -> None:
@@ -309,24 +290,16 @@ def _keep_buffers(module: Module) -> None:
         residents.add(buffer)
 
 
-class _OfThread(threading.local):
-    """Modules whose forward is about to run on a thread, by group."""
-
-    def __init__(self) -> None:
-        self.met: dict[_GroupAround, Module] = {}
-
-
-_here = _OfThread()
-
-
 def _once_each(places: Iterable[_Place]) -> list[_Place]:
     """Drop repeated modules of places.
 
     Raises:
-        ValueError: A module is a group already, or would be two.
+        ValueError: A module is a group already, would be two, or is scripted.
     """
     by_module: dict[Module, _Place] = {}
     for place in places:
+        if isinstance(place.module, torch.jit.ScriptModule):
+            raise ValueError(f"module {place} is scripted, and cannot be a group; leave it out")
         first = by_module.setdefault(place.module, place)
         if first.group != place.group:
             raise ValueError(
@@ -340,12 +313,6 @@ def _once_each(places: Iterable[_Place]) -> list[_Place]:
                 " remove() or detach() the handle it came from, or change the patterns"
             )
     return list(by_module.values())
-
-
-def _groups_around(module: Module) -> list[_GroupAround]:
-    """List the groups of a module; for a copied module also groups whose handle was removed."""
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    return [owner for owner in owners if isinstance(owner, _GroupAround)]
 
 
 def no_match(model: Module, missing: Iterable[str]) -> str:

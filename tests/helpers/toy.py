@@ -98,5 +98,6 @@ def repeated(run: Callable[[], Sequence[Tensor]], *, most: int = 4) -> Sequence[
 
 
 def num_hooks(model: nn.Module) -> int:
-    """Around forwards of its modules."""
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    """Around forwards of its modules, and forwards of modules in place of their classes'."""
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return hooks + sum("forward" in vars(module) for module in model.modules())
