@@ -6,6 +6,7 @@ import gc
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from pp_offload._activations.output_head import (
     get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._activations.stash import ActivationStash
+from pp_offload._common import processes
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 
@@ -199,7 +200,7 @@ def test_that_it_only_copies_is_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ActivationStash, "has_warned_of_host", False)
+    monkeypatch.setattr(processes, "_warned", WeakKeyDictionary())  # a process is warned once
     config = OffloadConfig(tiers=tiers, disk_dir=tmp_path if "disk" in tiers else None)
     for _ in range(2):
         with OffloadActivations(config=config, backend=make_backend(kind)):

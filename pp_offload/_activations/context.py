@@ -124,7 +124,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 warn_of_region(type(self).__name__)
             return
         if top_pack() is None:  # else it may begin inside an excluded module
-            _running.modules.clear()  # marks of interrupted forwards
+            _running.module = None  # the mark of an interrupted forward
         self.stash.begin()
         if not self._knows_model:
             forward.call_with_modules(self._keep_buffers)
@@ -188,10 +188,10 @@ def _meet(module: Module, _: object) -> None:
 
 
 class _Running(threading.local):
-    """Ids of excluded modules whose forward runs on this thread, innermost last."""
+    """Forward of an excluded module that runs on this thread."""
 
-    def __init__(self) -> None:
-        self.modules: list[int] = []
+    module: int | None = None
+    """Id of the outermost such module."""
 
 
 _running = _Running()
@@ -212,22 +212,18 @@ def exclude(module: Module) -> None:
 
 def is_excluded() -> bool:
     """Whether the forward of an excluded module runs on this thread."""
-    return bool(_running.modules)
+    return _running.module is not None
 
 
 def _enter(module: Module, _: object) -> None:
-    if not torch.compiler.is_compiling():
-        _running.modules.append(id(module))
+    if not torch.compiler.is_compiling() and _running.module is None:
+        _running.module = id(module)
 
 
 def _leave(module: Module, *_: object) -> None:
-    """Remove the mark, and marks of modules inside that never ended. There is no mark if another
-    hook raised before :func:`_enter` ran.
-    """
-    running = _running.modules
-    while not torch.compiler.is_compiling() and id(module) in running:
-        if running.pop() == id(module):
-            return
+    """Remove the mark of this module, which has none if a hook raised before :func:`_enter` ran."""
+    if not torch.compiler.is_compiling() and _running.module == id(module):
+        _running.module = None
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

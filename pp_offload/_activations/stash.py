@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._common.processes import current, logger_of
+from pp_offload._common.processes import current, logger_of, warn_once
 from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
@@ -69,8 +69,6 @@ class ActivationStash:
         config, min_offload_size, use_pin_memory, backend: As of ``OffloadActivations``.
     """
 
-    has_warned_of_host = False
-
     def __init__(
         self,
         name: str,
@@ -90,7 +88,7 @@ class ActivationStash:
         allocate = None if use_pin_memory else pageable
         self._make = partial(Offloader, self.backend, config, allocate=allocate)
         self._inherited: Offloader | None = None
-        self._has_warned = self._has_warned_of_many = self._has_logged = False
+        self._has_logged = False
         self._start()
 
     def _start(self) -> None:
@@ -113,7 +111,7 @@ class ActivationStash:
         """Begin the forward of a microbatch, and offload the tensors that the last one gathered."""
         if self._owner != current():
             self._start_in_child()
-        if not ActivationStash.has_warned_of_host and not self._offloader.copies_free:
+        if not self._offloader.copies_free:
             self._warn_of_host()
         self._offloader.renew_if_torn()
         self.send()
@@ -155,8 +153,9 @@ class ActivationStash:
 
     def _warn_of_host(self) -> None:
         """Warn once in a process: the user compares, or an accelerator was not recognized."""
-        ActivationStash.has_warned_of_host = True
-        logger.warning(
+        warn_once(
+            logger,
+            ActivationStash,
             "offload of '%s' on %s, where the device is the host, takes time and frees none; use "
             'an accelerator, or OffloadConfig(tiers=("disk",))',
             *(self.name, self.backend.name),
@@ -166,9 +165,8 @@ class ActivationStash:
         """Warn once if nothing was ever offloaded because tensors are on another device."""
         offloader = self._offloader
         problem = offloader.engine.eligibility.elsewhere_advice()
-        if problem and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
-            self._has_warned = True
-            logger.warning("'%s' offloaded nothing: %s", self.name, problem)
+        if problem and not offloader.engine.mover.counts.bytes_offloaded:
+            warn_once(logger, self, "'%s' offloaded nothing: %s", self.name, problem)
 
     @property
     def is_over(self) -> bool:
@@ -243,12 +241,12 @@ class ActivationStash:
         """Warn once of a model that is compiled as a whole. Source: pytorch/pytorch#148222."""
         if self.max_tensors is None or num_tensors < self.max_tensors + MANY_TENSORS:
             return
-        if not self._has_warned_of_many:
-            self._has_warned_of_many = True
-            logger.warning(
-                "pp_offload: one operator saved about %d tensors at once, as a model does that is "
-                "compiled as a whole: none leaves before its forward is over, and its backward "
-                "needs all of them on the device; expected layers that are compiled one by one: "
-                "for layer in model.layers: layer.compile()",
-                num_tensors,
-            )
+        warn_once(
+            logger,
+            self,
+            "one operator saved about %d tensors at once, as a model does that is compiled as a "
+            "whole: none leaves before its forward is over, and its backward needs all of them on "
+            "the device; expected layers that are compiled one by one: for layer in model.layers: "
+            "layer.compile()",
+            num_tensors,
+        )

@@ -29,7 +29,7 @@ from pp_offload._activations.context import Forward, OffloadActivations
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload._core.saved import Packed, Resident
 from pp_offload.backends import Backend
@@ -79,7 +79,6 @@ class OffloadHiddenStates(OffloadActivations):
         self.keep_module(model)
         self.pack_hook = partial(_pack_noted, self.stash)
         self._model = weakref.ref(model)
-        self._has_warned = False
 
     def _begin(self, forward: Forward) -> None:
         model = self._model()
@@ -89,9 +88,10 @@ class OffloadHiddenStates(OffloadActivations):
                 function = getattr(layer, name)
                 if not isinstance(function, _Noting):
                     setattr(layer, name, _Noting(function))
-            if not layers and torch.is_grad_enabled() and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
+            if not layers and torch.is_grad_enabled():
+                warn_once(
+                    logger,
+                    self,
                     "no layer of %s is checkpointed, so nothing leaves the device; call "
                     "model.activation_checkpointing_enable() before the forward "
                     "(gradient_checkpointing_enable before transformers 5.23), or take "

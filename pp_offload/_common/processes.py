@@ -1,4 +1,4 @@
-"""The current process. Threads, copies in flight and open files do not follow a fork.
+"""The current process, and its log. Threads, copies in flight and files do not follow a fork.
 
 Owners of such resources note :func:`current`, and call :func:`check` before each use.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -39,6 +40,17 @@ def _name_rank(record: logging.LogRecord) -> bool:
     has_rank = dist.is_available() and dist.is_initialized()
     record.msg = f"pp_offload{f' [rank {dist.get_rank()}]' if has_rank else ''}: {record.msg}"
     return True
+
+
+_warned: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+"""Messages of :func:`warn_once`, by owner."""
+
+
+def warn_once(logger: logging.Logger, owner: object, message: str, *args: object) -> None:
+    """Log a warning once for each owner; at level DEBUG when it comes again."""
+    messages = _warned.setdefault(owner, set())
+    logger.log(logging.DEBUG if message in messages else logging.WARNING, message, *args)
+    messages.add(message)
 
 
 def check(owner: int, what: str) -> None:

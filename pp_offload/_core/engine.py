@@ -7,7 +7,6 @@ engine.send(group, payloads)                      # queue copies; or engine.keep
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.batch import Batch
 from pp_offload._core.eligibility import Eligibility, StorageSet
 from pp_offload._core.group import Group, GroupState
@@ -73,7 +72,6 @@ class Engine:
         self.follow(backend.current_stream())  # inputs may be made on it, outside forwards
         self.is_enabled = True
         self.is_torn = False
-        self._has_warned = False
 
     def payloads(self, group: Group) -> Payloads:
         """Collect, and count, what an open group may send."""
@@ -259,10 +257,10 @@ class Engine:
         return self.mover.verifier.check_freed()
 
     def _warn(self, group: Group, failure: MemoryError) -> None:
-        logger.log(
-            logging.DEBUG if self._has_warned else logging.WARNING,
+        warn_once(
+            logger,
+            self,
             "group '%s' stays on the device: no room elsewhere for its %d bytes (%s); further "
             "groups may stay without a warning",
             *(group.name, group.counts.nbytes, str(failure)),
         )
-        self._has_warned = True

@@ -22,7 +22,6 @@ NOTE [ On the way ]
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.batch import Batch, Spec
 from pp_offload._core.copy_bounds import Bound
 from pp_offload._memory.budget import HostBudget
@@ -145,7 +144,6 @@ class DiskTier(HostTier):
         self.reads: deque[Read] = deque()
         self._backend, self._bound, self._host = backend, bound, host
         self._failure: Exception | None = None
-        self._has_warned = False
 
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
@@ -248,13 +246,13 @@ class DiskTier(HostTier):
 
     def _note(self, failure: Exception) -> None:
         self._failure = failure
-        logger.log(
-            logging.DEBUG if self._has_warned else logging.WARNING,
+        warn_once(
+            logger,
+            self,
             "offloaded activations could not be written and stay in memory, as will what follows "
             "in this step; from now on without a warning: %s",
             str(failure),
         )
-        self._has_warned = True
 
     def retry(self) -> None:
         self._failure = None

@@ -19,7 +19,7 @@ from dataclasses import fields
 import torch
 
 from pp_offload._common.checks import brief, check_count
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
@@ -73,7 +73,6 @@ class Manager:
     ) -> None:
         self.num_attached = 0
         self.idle_groups = IdleGroups()
-        self._has_warned = False
         self.on_begin: tuple[Callable[[], None], ...] = ()
         self._profiler_names = ProfilerNames()
         config, step = config_or_default(config), StepRecord()
@@ -195,13 +194,13 @@ class Manager:
         with self.offloader.lock:
             self.step.forget_finished()
             self.offloader.engine.shared.forget_dead()
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%d microbatches since the last reset(): those that are over are forgotten, so the "
-                "step teaches no plan and no summary; call reset() at the start of each step",
-                MANY_CHUNKS,
-            )
+        warn_once(
+            logger,
+            self,
+            "%d microbatches since the last reset(): those that are over are forgotten, so the "
+            "step teaches no plan and no summary; call reset() at the start of each step",
+            MANY_CHUNKS,
+        )
 
     def begin_backward(self, key: ChunkKey) -> None:
         """Note that backward of a chunk begins; does nothing if the chunk has no groups.

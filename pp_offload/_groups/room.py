@@ -37,12 +37,11 @@ NOTE [ Peaks of the device ]
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._common.sizes import MIB, size_text
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
@@ -201,7 +200,6 @@ class DeviceRoom:
         self._is_of_loss = False  # whether that peak was after the last group of a forward
         self._figures: DeviceFigures | None = None
         self._seen: StepMemory | None = None
-        self._has_warned = False
 
     def gain(self, now: StepTime, first: StepTime) -> Gain:
         """Return the cost and gain of the last step, given the times of steps."""
@@ -236,7 +234,9 @@ class DeviceRoom:
         allocated = backend.allocated()
         if allocated is None:
             if isinstance(limit, int):
-                self._warn(
+                warn_once(
+                    logger,
+                    self,
                     "device_limit_bytes is given, but %s does not report allocated bytes: all "
                     "groups leave; give a plan that was made before, or omit the option",
                     backend.name,
@@ -295,7 +295,9 @@ class DeviceRoom:
             needed_bytes = now_bytes + self._needed_bytes + self._spare_bytes
             self._fill(needed_bytes, limit_bytes, hidden_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
-            self._warn(
+            warn_once(
+                logger,
+                self,
                 "the device took %d bytes, expected at most device_limit_bytes, which is %d: all "
                 "groups leave; lower max_in_flight_bytes and prefetch_bytes, which allow %.1f MiB "
                 "in flight; have more of the model in groups, recompute layers, or make "
@@ -380,10 +382,6 @@ class DeviceRoom:
         engine = self._offloader.engine
         bounds = engine.mover.in_flight.bound.nbytes, engine.window.bound.nbytes
         return sum(max(bound, largest) for bound in bounds)
-
-    def _warn(self, message: str, *args: object) -> None:
-        logger.log(logging.DEBUG if self._has_warned else logging.WARNING, message, *args)
-        self._has_warned = True
 
     def _limits(self) -> list[int]:
         """Return the limit, and the memory of the device, if known."""

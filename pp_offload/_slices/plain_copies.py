@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.geometry import as_dense
 from pp_offload._core.in_flight import ComputeStreams
@@ -72,7 +72,6 @@ class PlainCopies:
         self._streams = ComputeStreams.of(backend)
         self._bound_bytes = Bound(config.max_in_flight_bytes, IN_FLIGHT_BYTES).nbytes
         self._verify = config.verify
-        self._has_warned = False
         self._lock = threading.RLock()  # never held during a wait
         self._under_way: list[PendingCopy] = []
         self._moved = {"bytes_offloaded": 0, "bytes_reloaded": 0}
@@ -142,13 +141,13 @@ class PlainCopies:
         try:
             return host_tensors(likes, self._pool)
         except MemoryError as refused:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "gradients for which the host budget has no room are in ordinary memory; their "
-                    "copies are slower and block: %s",
-                    str(refused),
-                )
+            warn_once(
+                logger,
+                self,
+                "gradients for which the host budget has no room are in ordinary memory; their "
+                "copies are slower and block: %s",
+                str(refused),
+            )
             return [torch.empty_like(like, device="cpu") for like in likes]
 
     def synchronize(self, pending: PendingCopy) -> list[Tensor]:
