@@ -1,9 +1,4 @@
-"""Offload of all activations of a model on a device, without marked groups.
-
-with OffloadActivations():
-    loss = model(x).sum()
-loss.backward()
-"""
+"""Offload of all activations of a model on a device, without marked groups."""
 
 from __future__ import annotations
 

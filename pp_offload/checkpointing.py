@@ -1,18 +1,10 @@
 """Activation checkpointing of a model's layers, full or selective, with offload of kept tensors.
 
-    ActivationCheckpointing.apply_activation_checkpointing_(
-        ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING,
-        layers_fqn="transformer.h",
-        model=model,
-        ac_fun_params=FullACParams(offload_inputs=True),
-    )
+Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dict do not change.
 
-    recompute_layers(model, ["layers.0", "layers.4"])  # recompute these layers as a whole
-
+    recompute_layers(model, ["layers.0", "layers.4"])  # as a whole
     block = checkpoint_wrapper(block, offload_inputs=True)  # one module
     y = checkpoint(function, x, offload_inputs=True)  # one call
-
-Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dict do not change.
 """
 
 from __future__ import annotations

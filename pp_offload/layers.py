@@ -1,15 +1,10 @@
 """Offload of parameters of any model's layers; the device holds the layer that computes.
 
     offloaded = offload_layers(model, "model.layers", frozen_only=True)
-    loss = model(**batch).loss                 # each layer is loaded when it computes
-    loss.backward()                            # and again in backward
-    optimizer.step()                           # on the host, for offloaded parameters
-    print(offloaded)                           # bytes on the host, and the peak on the device
-    offloaded.close()
+    model(**batch).loss.backward()  # each layer is loaded when it computes
+    optimizer.step()                # on the host, for offloaded parameters
 
-The model keeps its class, its names, and its parameters as objects. While a layer computes, the
-next is prefetched, in the order of the last forward. Gradients go to the host, to the optimizer.
-With ``frozen_only``, the base under adapters waits, and all of the adapters is on the device.
+The model keeps its class, its names, and its parameters as objects.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Groups by module name, without editing the model.
 
     handle = offload_modules(model, {"mlp": "layers.*.mlp", "core_attn": "layers.*.attn"})
-    ...
-    handle.remove()
 
-Each matching module becomes a group around its forward. The model's parameters and buffers stay on
-the device. A chunk must be open when the forward runs: attach a schedule, or call
-``init_chunk_handler``. Copies of the model have the same groups until the handle is removed; a
-pickled model has none.
+Each matching module becomes a group around its forward. Copies of the model have the same groups
+until the handle is removed; a pickled model has none.
 
 NOTE [ Module forward ]
     PyTorch calls no hook after a forward that a KeyboardInterrupt ends. So a group is around the
@@ -43,17 +39,7 @@ are as in a state dict, or as in ``named_modules()``.
 
 
 class OffloadModulesHandle:
-    """Handle of :func:`offload_modules`, which removes its groups.
-
-    Args:
-        hooks: Callbacks that take the groups off the modules.
-        groups: The groups.
-        modules: Names of the modules of each group.
-        running: Names of the groups that should run in every step.
-
-    Attributes:
-        manager: Manager of the groups.
-    """
+    """Handle of :func:`offload_modules`, which removes its groups; ``manager`` is their manager."""
 
     def __init__(
         self,
@@ -107,6 +93,8 @@ def offload_modules(
 ) -> OffloadModulesHandle:
     """Make a group of every module whose name matches.
 
+    A chunk must be open when its forward runs: attach a schedule, or call ``init_chunk_handler``.
+
     Args:
         model: Model, whose parameters and buffers stay on the device.
         groups: Pattern or patterns of module names by group name.
@@ -139,16 +127,9 @@ def offload_modules(
 def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModulesHandle:
     """Make groups of the modules of several models, as :func:`offload_modules` does for one.
 
-    A module that models share is marked once, and a pattern may match nothing. The caller must keep
+    ``models`` are by the text that errors append to a module's name, as ``" of stage 1"``. A module
+    that models share is marked once, and a pattern may match nothing. The caller must keep
     parameters on the device.
-
-    Args:
-        models: Models by the text that errors append to a module's name, as ``" of stage 1"``.
-        groups: Patterns by group name; empty if the models mark their groups themselves.
-
-    Raises:
-        ValueError: A module is a group already, would be two, or is scripted. The models are as
-            before.
     """
     places = [
         _Place(group, name, model, where)

@@ -2,13 +2,9 @@
 
     model = OffloadModel(nn.Sequential(*layers), torch.device("cuda"), num_slices=8)
     optimizer = torch.optim.AdamW(model.parameters())  # on the host
-    loss_fn(model(x), target).backward()               # gradients are on the host, too
-    optimizer.step()
 
 The next slice is copied to the device while the current one computes, in forward and, in reverse,
-in backward. Autograd saves references to parameters instead of tensors. Gradients of a parameter
-that microbatches or layers of a slice share are summed on the device, gradients from several
-slices or forwards on the host; where both happen, the plain model's last bit may differ.
+in backward. Autograd saves references to parameters instead of tensors.
 """
 
 from __future__ import annotations

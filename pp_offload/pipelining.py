@@ -1,12 +1,9 @@
 """Offload in a schedule of ``torch.distributed.pipelining``, without a change of the loop.
 
-    with attach(schedule, groups={"mlp": "layers.*.mlp"}, config=OffloadConfig(...)):
-        for batch in data:
-            schedule.step(batch, target=..., losses=losses)
+    handle = attach(schedule, groups={"mlp": "layers.*.mlp"}, config=OffloadConfig(...))
 
 Every forward of a stage becomes a chunk. The order of backward is read from the schedule's list of
 actions, so prefetch is right from the first step; without such a list the first step teaches it.
-Forwards outside chunks, such as the inference of shapes and ``schedule.eval``, do not change.
 """
 
 from __future__ import annotations
@@ -332,12 +329,9 @@ class BackwardOrder(NamedTuple):
 def backward_order(
     actions: Iterable[Action], stages: Sequence[int], late_stages: Collection[int]
 ) -> BackwardOrder:
-    """Read the order of backward from the actions of a rank.
+    """Read the order of backward on a rank, whose ``stages`` are by virtual stage.
 
-    Args:
-        actions: Actions in order; those of other stages are ignored.
-        stages: Numbers of the rank's stages, by virtual stage.
-        late_stages: Stages in which the first part of a backward in two does nothing.
+    In ``late_stages`` the first part of a backward in two does nothing.
     """
     keys: list[ChunkKey | WeightPassKey] = []
     late = []

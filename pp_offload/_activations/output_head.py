@@ -1,9 +1,4 @@
-"""Offload of a model's activations except its output head's, which backward needs at once.
-
-with get_lora_act_offloading_ctx_manager(model):
-    loss = model(**batch).loss
-loss.backward()
-"""
+"""Offload of a model's activations except its output head's, which backward needs at once."""
 
 from __future__ import annotations
 

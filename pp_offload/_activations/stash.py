@@ -62,11 +62,8 @@ class _Forward(threading.local):
 class ActivationStash:
     """Stash that gathers saved tensors, and offloads them together.
 
-    Args:
-        name: Name of its groups, for messages.
-        max_tensors: Number that is offloaded together without a :meth:`send`; None for no limit.
-        has_limit: Whether groups stay while ``config.device_limit_bytes`` has room for them.
-        config, min_offload_size, use_pin_memory, backend: As of ``OffloadActivations``.
+    As many as ``max_tensors`` leave without a :meth:`send`. With ``has_limit``, groups stay while
+    ``config.device_limit_bytes`` has room for them.
     """
 
     def __init__(

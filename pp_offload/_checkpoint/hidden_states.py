@@ -1,16 +1,8 @@
 """Offloads the hidden states given to checkpointed layers, whichever library checkpoints them.
 
-    model.activation_checkpointing_enable()  # transformers; gradient_checkpointing before 5.23
-    with OffloadHiddenStates(model):
-        loss = model(**batch).loss
-    loss.backward()
-
-A checkpoint keeps its layer's inputs and computes the rest again, so for long sequences hidden
-states are most of what a device holds. Masks and positions, which layers share, stay.
-
 The checkpoint function of a layer is wrapped by one that notes the first tensor it receives. The
 checkpoint saves that very tensor, and the pack hook recognizes it. Wrappers stay in place: without
-a context they only note the tensor.
+a context they only note the tensor. Masks and positions, which layers share, stay.
 """
 
 from __future__ import annotations

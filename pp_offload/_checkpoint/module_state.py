@@ -58,11 +58,7 @@ Buffers = dict[str, Tensor | None]
 
 
 class ModuleState:
-    """State of modules and all their parts at construction.
-
-    Args:
-        modules: Modules, which may share parts.
-    """
+    """State at construction of modules and all their parts, which they may share."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}
@@ -154,11 +150,7 @@ class _PartState:
 
 
 class _Copies:
-    """Copies of buffers, which share memory where their originals do.
-
-    Args:
-        buffers: All that may be copied.
-    """
+    """Copies of ``buffers``, which share memory where their originals do."""
 
     def __init__(self, buffers: Iterable[Tensor | None]) -> None:
         plain = (each for each in buffers if each is not None and has_storage(each))

@@ -205,9 +205,6 @@ PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
 def params_for(variant: object, given: Any) -> FullACParams:
     """Return the parameters of a variant, of which another library's enum may have the value or
     name. They may be ours, a mapping of options, or an object with such attributes.
-
-    Raises:
-        ValueError: No such variant exists, or the parameters are not for it.
     """
     kind = _params_type(variant)
     if type(given) is kind:

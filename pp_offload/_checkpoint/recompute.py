@@ -54,17 +54,7 @@ _of_default: list[Recompute] = []
 
 
 class Recompute:
-    """Runs functions under a checkpoint.
-
-    Args:
-        params: The options.
-        backend: Device to work on; the accelerator if present, else the CPU.
-        warns_of_groups: Whether to warn that groups inside do nothing.
-
-    Attributes:
-        counts: Counts of calls, operators and bytes so far.
-        stash: Offloads inputs, and outputs of chosen operators; None if all stay on the device.
-    """
+    """Runs functions under a checkpoint; ``stash`` is None if all stays on the device."""
 
     def __init__(
         self,

@@ -110,11 +110,7 @@ class KeptOutputs(TorchDispatchMode):
     """Kept outputs of a checkpointed forward, which runs inside this mode.
 
     Compiled code inside runs uncompiled: operators keep the names of the code, and a compiler would
-    replace them.
-
-    Args:
-        kept: Operators, and for some of them n: every n-th call is recomputed nevertheless.
-        offloaded: Those whose outputs go to the tiers; the others' stay on the device.
+    replace them. For an operator with a number n in ``kept``, every n-th call is recomputed.
     """
 
     supports_higher_order_operators = True

@@ -2,14 +2,9 @@
 
     off_interface.init_chunk_handler(pp_rank, vp_size, vp_stage, 2**20, 0, 1.0)
 
-    group = off_interface(offload, x, "mlp_norm")  # one object for each group that runs
-    with group as x:
-        y = self.norm(x)
-    y = group.group_offload(y, forced_released_tensors=[residual])
-
 Calls of version 0.16 work as well, unless main gives them another meaning: arguments of
-:meth:`~FineGrainedActivationOffloadingInterface.init_chunk_handler` by name, ``group_commit``,
-``mark_not_offloadable``, and ``forward_record`` with an event.
+``init_chunk_handler`` by name, ``group_commit``, ``mark_not_offloadable``, and ``forward_record``
+with an event.
 """
 
 from __future__ import annotations

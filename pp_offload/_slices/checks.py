@@ -1,8 +1,5 @@
 """Checks of parameters and modules that wait on the host, in slices or in layers of a model.
 
-    waiting = waiting_parameters(model, {"layers.0": layer}, frozen_only=True)
-    check_waiting(model, {"layers.0": layer}, waiting)
-
 NOTE [ Modules that are refused ]
     A scripted or traced module computes outside of Python, with parameters of its own. An RNN keeps
     a list of its weights, where tensors on the device would stay, and gives them other memory on a

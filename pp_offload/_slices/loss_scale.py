@@ -1,7 +1,5 @@
 """Makes PyTorch's ``GradScaler`` right where gradients are on the host.
 
-    wait_for_scales()  # from now on, in this process
-
 For gradients on another device a GradScaler copies its scale, and a flag for infinite gradients,
 with ``non_blocking=True``; so do fused optimizers. Such a copy to the host is not over when the
 next operator reads it, and gradients would be divided by what that memory held before.

@@ -2,8 +2,6 @@
 
 Tensors are found wherever they stand in tuples, lists and dicts. The parts are those of
 ``torch.chunk``, so the last may be smaller, and there may be fewer.
-
-    output = join([model(*part) for part in split(inputs, 4)])
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ from pp_offload._common.torch_private import tree_flatten, tree_unflatten
 
 
 def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...]]:
-    """Return the arguments of each microbatch; a value without a batch dimension goes to each.
-
-    Raises:
-        ValueError: Batch sizes differ, or no tensor has one; or an input hides tensors.
-    """
+    """Return the arguments of each microbatch; a value without a batch dimension goes to each."""
     if num_microbatches == 1:
         return [inputs]
     leaves, spec = tree_flatten(inputs)
@@ -45,11 +39,7 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of all microbatches, tensors along the first dimension.
-
-    Raises:
-        ValueError: Structures or plain values differ, or a tensor has no batch dimension.
-    """
+    """Join the outputs of all microbatches, tensors along the first dimension."""
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten(output) for output in outputs]

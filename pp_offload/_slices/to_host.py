@@ -1,8 +1,4 @@
-"""Moves parameters to the host for good; they remain the same objects, with hooks and attributes.
-
-move_to_host([model.layers[0].parameters(), ...], copies)
-move_buffers(model, device)
-"""
+"""Moves parameters to the host for good; they stay the same objects, with hooks and attributes."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
-"""Offload in a loop with an ``Accelerator`` of Hugging Face.
+"""Offload in a loop with an ``Accelerator`` of Hugging Face, of which this imports nothing.
 
     offload = ActivationOffload(accelerator, model)  # after prepare
-    for batch in data:
-        with accelerator.accumulate(model):
-            with offload:
-                loss = model(batch)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    offload.close()
+    with accelerator.accumulate(model):
+        with offload:
+            loss = model(batch)
 
-The accelerator tells which microbatch is the last of a step; groups learn from steps. Under
-``no_grad`` nothing is offloaded. This module imports nothing of accelerate.
+The accelerator tells which microbatch is the last of a step; groups learn from steps.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Offload of the training forwards of a model, in the loop of another library.
 
     offload = offload_of(model, groups, config, options)
-    with offload.forward(step):       # each microbatch; an exception inside ends the step
+    with offload.forward(step):  # each microbatch; an exception inside ends the step
         loss = model(batch)
-    loss.backward()
     offload.close()
 
-Either all activations are offloaded, or groups by name. The loop marks which microbatches belong to
-the same step of the optimizer, because groups learn from steps. Other forwards, such as those of
-an evaluation, offload nothing.
+The loop marks which microbatches belong to the same step of the optimizer: groups learn from steps.
+Other forwards, such as those of an evaluation, offload nothing.
 """
 
 from __future__ import annotations
@@ -71,11 +69,8 @@ def offload_of(
 ) -> ForwardOffload:
     """Make the offload of a model that is ready to train: wrapped, sharded, on its device.
 
-    Args:
-        model: The model.
-        groups: Groups as of :func:`pp_offload.offload_modules`; None for all activations.
-        config: Options of the engine; those of the current manager, or the defaults, when None.
-        options: Options of :func:`pp_offload.get_lora_act_offloading_ctx_manager`, without groups.
+    Without groups all activations are offloaded, with ``options`` of
+    :func:`pp_offload.get_lora_act_offloading_ctx_manager`.
     """
     check_kind("model", model, Module, "an nn.Module")
     check_choice(groups, config, options)
@@ -91,12 +86,7 @@ def offload_of(
 def check_choice(
     groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
 ) -> None:
-    """Check options before the model exists.
-
-    Raises:
-        ValueError: Options of all activations are given, and groups, too.
-        TypeError: ``config`` is no :class:`OffloadConfig`.
-    """
+    """Check options before the model exists."""
     if config is not None:
         check_config(config)
     if groups is not None and options:

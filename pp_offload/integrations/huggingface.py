@@ -1,14 +1,11 @@
-"""Offload of activations in the ``Trainer`` of Hugging Face.
+"""Offload of activations in the ``Trainer`` of Hugging Face, of which this imports nothing.
 
     class MyTrainer(ActivationOffloadingMixin, Trainer): ...
 
     trainer = MyTrainer(model, args, train_dataset=data, activation_offloading={"head": "lm_head"})
-    trainer.train()
-    trainer.activation_offload.statistics()
 
 The trainer computes each loss inside ``compute_loss_context_manager``, where offload begins and
-ends. An evaluation computes its loss there too, without grad, and offloads nothing. Each logged
-training loss has figures of offload. This module imports nothing of Hugging Face.
+ends. An evaluation computes its loss there too, without grad, and offloads nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -28,8 +25,6 @@ from pp_offload._common.checks import brief
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.forwards import Figures
-
-Made = TypeVar("Made")
 
 ONLY = "hidden_states"
 """Option that offloads only the hidden states given to checkpointed layers."""
@@ -59,7 +54,7 @@ class TrainerMixin:
             )
 
 
-class OfModel(Generic[Made]):
+class OfModel:
     """Offload of a trainer's current model, as its user and its arguments choose.
 
     Args:
@@ -67,26 +62,23 @@ class OfModel(Generic[Made]):
         wanted: Options, True, False or a word; None leaves the choice to the trainer's arguments.
         make: Makes the offload of a model, from the model, options and the trainer's arguments.
         words: Words of other trainers for options, or for False.
-
-    Attributes:
-        made: Offload of ``model``, the model that was prepared last.
     """
 
     def __init__(
         self,
         name: str,
         wanted: object,
-        make: Callable[[Module, dict[str, Any], Any], Made],
+        make: Callable[[Module, dict[str, Any], Any], Any],
         words: Mapping[str, Mapping[str, Any] | bool] | None = None,
     ) -> None:
         self._name, self._wanted, self._make, self._words = name, wanted, make, words or {}
         self._has_warned = False
         self.model: Module | None = None
-        self.made: Made | None = None
+        self.made: Any = None
         if wanted is not None:
-            self._options_of(name, wanted)
+            self.prepare(None, None)  # reports an error in the options now
 
-    def prepare(self, args: Any, model: Module | None) -> Made | None:
+    def prepare(self, args: Any, model: Module | None) -> Any:
         """Return the offload of a model; make it for a new model.
 
         Raises:
@@ -102,23 +94,17 @@ class OfModel(Generic[Made]):
                     f"{self._name}=True, or False to do without",
                     stacklevel=3,
                 )
-        options = self._options_of(name, chosen)
-        if options is not None and model is not None and model is not self.model:
-            self.made = self._make(model, options, args)
-            self.model = model
-        return self.made
-
-    def _options_of(self, name: str, chosen: object) -> dict[str, Any] | None:
         if isinstance(chosen, str):
             chosen = self._words.get(chosen, chosen)
-        if isinstance(chosen, bool):
-            return {} if chosen else None
-        if not isinstance(chosen, Mapping):
+        if not isinstance(chosen, bool | Mapping):
             words = "".join(f", {word!r}" for word in self._words)
             raise ValueError(
                 f"{name} is {brief(chosen)}, expected True, False{words} or a mapping of options"
             )
-        return dict(chosen)
+        if chosen is not False and model is not None and model is not self.model:
+            self.made = self._make(model, {} if chosen is True else dict(chosen), args)
+            self.model = model
+        return self.made
 
 
 class ActivationOffloadingMixin(TrainerMixin):

@@ -1,14 +1,11 @@
-"""Offload of layers' parameters in the ``Trainer`` of Hugging Face.
+"""Offload of layers' parameters in the ``Trainer`` of Hugging Face, of which this imports nothing.
 
     class MyTrainer(LayerOffloadingMixin, Trainer): ...
 
     trainer = MyTrainer(model, args, train_dataset=data, layer_offloading=True)
-    trainer.train()
-    trainer.layer_offload.peak_parameter_bytes_on_device
 
-Layers are offloaded when the trainer moves its model to the device, before any move, so the device
-never holds all of them; they stay on the host when the trainer moves the model again. Other models,
-such as a reference model, are left alone. This module imports nothing of Hugging Face.
+Layers are offloaded before the trainer moves its model to the device, so the device never holds all
+of them. Other models, such as a reference model, are left alone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Offload in the Trainer of Lightning, as a callback.
+"""Offload in the Trainer of Lightning, as a callback around the module's ``training_step``.
 
-    trainer = Trainer(callbacks=[ActivationOffload()])                           # all activations
-    trainer = Trainer(callbacks=[ActivationOffload({"mlp": "model.layers.*.mlp"})])      # groups
+    trainer = Trainer(callbacks=[ActivationOffload({"mlp": "model.layers.*.mlp"})])
 
-While the module trains, its ``training_step`` runs in an offload; sanity checks, validation, tests
-and prediction do not. The callback acts after strategies have wrapped and sharded the module. Each
-step of the optimizer logs the bytes that it moved through the module's own ``log``.
+The callback acts after strategies have wrapped and sharded the module.
 """
 
 from __future__ import annotations

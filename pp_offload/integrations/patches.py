@@ -1,16 +1,7 @@
-"""Offload for scripts that use PyTorch's or TRL's offload; no line of the script changes.
+"""Offload for scripts that use PyTorch's or TRL's offload: beside compute, with the same numbers.
 
-    python -m pp_offload train.py --its --options    # also behind torchrun and accelerate launch -m
-
-or, where a line may change,
-
-    patch = pp_offload.patch()   # before the model is wrapped or trained
-    ...
-    print(patch)
-    patch.undo()
-
-Copies then run beside compute and are reloaded ahead of their use, instead of running on the
-compute stream. No number changes.
+python -m pp_offload train.py --its --options
+patch = pp_offload.patch()  # or in the script, before the model is wrapped or trained
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """Offload in torchtitan 0.3, from a config registry; torchtitan's trainer stays as it is.
 
-    # my_offload.py, for torchtitan.train --module my_offload --config llama3_8b_offload
-    def llama3_8b_offload():
-        config = llama3_8b()
-        config.model_spec = with_offload(config.model_spec, {"mlp": "layers.*.feed_forward"})
-        config.activation_checkpoint = None
-        return config
+    config.model_spec = with_offload(config.model_spec, {"mlp": "layers.*.feed_forward"})
+    config.activation_checkpoint = OffloadAC.Config()  # or this, without a pipeline
 
-A model spec names the function that cuts a model into stages, has them checkpointed, compiled and
-sharded, and makes their schedule. ``with_offload`` attaches that schedule, so groups are marked on
-the trained modules. Parameters may be on the meta device then: every step reads them anew.
-
-Without a pipeline, ``OffloadAC`` recomputes each block and keeps only the block's inputs, on the
-host: ``config.activation_checkpoint = OffloadAC.Config()``.
+``with_offload`` attaches the schedule that the spec's function makes. Parameters may be on the meta
+device then: every step reads them anew.
 """
 
 from __future__ import annotations
