@@ -16,7 +16,7 @@ import pytest
 from helpers.docs import PAGES
 
 from pp_offload import ConfigError, OffloadConfig, OffloadError
-from pp_offload._common.sizes import bytes_text, parse_size, size_cell, size_text
+from pp_offload._common.sizes import bytes_text, parse_size, size_text
 from pp_offload.config import COUNTS
 from pp_offload.errors import OptionError
 
@@ -179,9 +179,3 @@ def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: 
     assert bytes_text(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
     typed = parse_size(size_text(nbytes, is_least=True), is_rounded=True)
     assert typed is not None and nbytes <= typed <= nbytes * 1.1
-
-
-def test_a_size_in_a_column_is_never_rounded_to_nothing() -> None:
-    cells = [size_cell(nbytes) for nbytes in (0, 7, 2**19, 2**20, 2**24, 3 * 2**29)]
-    assert cells == ["0.00", "7B", "512.00KiB", "1.00MiB", "0.02", "1.50"]
-    assert size_cell(2**30 + 1, is_least=True) == "1.01"

@@ -149,38 +149,32 @@ def test_contexts(make: Callable[[nn.Module], Any]) -> None:
     assert context.statistics().bytes_offloaded > 0
 
 
-class Written(enum.Enum):
-    """Modalities' own variants, as they are written there."""
+Written = enum.Enum("Written", {"FULL": "full_activation_checkpointing"})
+"""A variant of modalities' own, known by its value."""
 
-    FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
-    SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
-    SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
+ByName = enum.Enum("ByName", ["SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING"])
+"""One that has a number for its value."""
+
+EVERY_OP = {"save_ops_keys": list(ActivationCheckpointing.SAVE_DICT)}
 
 
 @pytest.mark.parametrize(
-    ("variant", "values", "num_layers"),
+    ("variant", "options", "num_layers"),
     [
-        (Written.FULL_ACTIVATION_CHECKPOINTING, {}, 3),
-        (Written.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING, {"ac_freq": 2}, 1),
-        (
-            Written.SELECTIVE_OP_ACTIVATION_CHECKPOINTING,
-            {"save_ops_keys": list(ActivationCheckpointing.SAVE_DICT)},
-            3,
-        ),
+        (*Written, types.SimpleNamespace(), 3),
+        (*ByName, types.SimpleNamespace(ac_freq=2), 1),
+        ("selective_op_activation_checkpointing", EVERY_OP, 3),
     ],
 )
 def test_checkpoints_as_modalities_asks_for_them(
-    variant: Any, values: dict[str, Any], num_layers: int
+    variant: Any, options: Any, num_layers: int
 ) -> None:
-    """Or as others may: a variant of the same name or value, options in a dict."""
-    by_name = enum.Enum("ByName", [variant.name])[variant.name]  # with a number for its value
-    options = types.SimpleNamespace(**values)
+    """By its enum or one like it, or by a word, with options in a dict."""
     expected = step(Decoder())
-    for kind, given in [(variant, options), (by_name, options), (variant.value, values)]:
-        model = Decoder()
-        recompute = ActivationCheckpointing.apply_activation_checkpointing_(
-            ac_variant=kind, layers_fqn="layers", model=model, ac_fun_params=given
-        )
-        assert same_bits(step(model), expected)
-        assert recompute.counts.recomputed_calls == num_layers
+    model = Decoder()
+    recompute = ActivationCheckpointing.apply_activation_checkpointing_(
+        ac_variant=variant, layers_fqn="layers", model=model, ac_fun_params=options
+    )
+    assert same_bits(step(model), expected)
+    assert recompute.counts.recomputed_calls == num_layers
     assert ActivationCheckpointedModelConfig.FullACParams is FullACParams

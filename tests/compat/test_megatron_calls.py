@@ -9,8 +9,9 @@ from helpers.sessions import assert_idle
 from helpers.toy import same_bits
 from main_layer import GROUPS, assert_steps_equal, batches, begin, in_group, models, step
 
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadError, PipelineOffloadManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.testing.copies import unwatched
 
 
 @pytest.mark.parametrize("most", [None, 0, 1])
@@ -87,3 +88,21 @@ def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, del
             plans.append((manager.offloader.plan.kept, manager.statistics().bytes_offloaded))
     assert plans[0] == plans[1]
     assert plans[0][0]
+
+
+@pytest.mark.parametrize("is_filled_again", [False, True])
+def test_what_is_discarded_before_its_copy_is_an_error(is_filled_again: bool) -> None:
+    """Also where it is back before anybody looks: the copy may have read what others had there."""
+    with manager_of("late"):
+        begin()
+        x = torch.ones(9, requires_grad=True) * 1
+        y = in_group(x, lambda x: x * x, "qkv_linear")
+        x.untyped_storage().resize_(0)
+        others = [torch.full((9,), 7.0) for _ in range(20)]
+        if is_filled_again:
+            with unwatched():  # else the simulated device would report the race itself
+                x.untyped_storage().resize_(2 * x.nbytes)  # elsewhere
+                x.detach().fill_(1)
+        with pytest.raises(OffloadError, match="'qkv_linear'.*its storage emptied"):
+            y.sum().backward()
+        del others

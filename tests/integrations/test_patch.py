@@ -7,15 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.examples import environment
-from helpers.kept import Raises
 from helpers.processes import run
-from helpers.sessions import assert_idle, autograd_lets_go
+from helpers.sessions import assert_idle
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -210,22 +208,6 @@ def test_parameters_stay_when_a_policy_offloads_everything(
     assert patched.statistics().bytes_offloaded == HIDDEN_BYTES
 
 
-@needs_policies
-def test_an_exception_in_the_backward_of_a_selective_checkpoint_leaves_nothing(
-    backend: Backend, patched: Patch
-) -> None:
-    layers = [nn.LayerNorm(WIDTH).to(backend.device) for _ in range(4)]
-    x = torch.randn(8, WIDTH).to(backend.device)
-    for number, layer in enumerate(layers):
-        x = selective(leaving, layer, Raises.apply(x, ZeroDivisionError) if number == 2 else x)
-    with pytest.raises(ZeroDivisionError):
-        x.sum().backward()
-    del x
-    autograd_lets_go()
-    gc.collect()  # of frames that the exception holds
-    assert_idle(patched)
-
-
 def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched: Patch) -> None:
     class Rounding(save_on_cpu):
         def __init__(self) -> None:
@@ -286,29 +268,6 @@ def test_the_flag_of_transformers_offloads(reentrant: bool) -> None:
         got = run(True)
         assert made.statistics().bytes_offloaded == 3 * 2 * 12 * 16 * 4
     assert same_bits(got, expected)
-
-
-def test_the_flag_of_accelerate_offloads() -> None:
-    """By its own function for FSDP2, which it does not call on a CPU."""
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
-
-    plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        activation_checkpointing=True,
-        activation_checkpointing_offload=True,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Sequential"],
-    )
-    layers, inputs = make(torch.device("cpu"))
-    plugin.set_auto_wrap_policy(layers)
-    stand_in = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    fsdp2_apply_ac(stand_in, layers)
-    assert "OffloadWrapper" in repr(layers)
-    with patch(CONFIG, min_offload_size=1) as made:
-        got = train(plain, layers, inputs)
-        assert made.statistics().bytes_offloaded == 3 * 2 * NUM_LAYERS * HIDDEN_BYTES
-    assert same_bits(got, train(plain, *make(torch.device("cpu"))))
 
 
 def test_the_flag_of_trl_makes_a_context_of_ours() -> None:
