@@ -171,17 +171,16 @@ def test_wrappers_are_seen_through(name: str, one_rank: None) -> None:
     model = Net(wrap)
     inside = [f"layers.{number}.{name}.mlp" for number in range(3)]
     assert matching(model, MLPS) == matching(model, f"layers.*.{name}.mlp") == inside
-    assert matching(model, "layers.*") == ["layers.0", "layers.1", "layers.2"], (
-        "the wrapper is the layer"
-    )
+    assert matching(model, "layers.*") == ["layers.0", "layers.1", "layers.2"], "the wrappers"
     stars = matching(model, "layers.*.*")  # a star is no wrapper, but a module called "module"
     assert {f"layers.0.{name}.attn", f"layers.1.{name}.mlp"} < {*stars}
     assert (f"layers.0.{name}" in stars) is (name == "module")
     model = Net()
     for layer in model.layers:
         layer.mlp = wrap(layer.mlp)
-    assert matching(model, MLPS) == ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
-    assert matching(model, f"{MLPS}.{name}") == [f"layers.{n}.mlp.{name}" for n in range(3)]
+    for ending in ("", f".{name}"):
+        outside = [f"layers.{number}.mlp{ending}" for number in range(3)]
+        assert matching(model, MLPS + ending) == outside
     assert matching(model, f"{MLPS}.0") == [f"layers.{n}.mlp.{name}.0" for n in range(3)]
     model = wrap(Net())
     inside = [f"{name}.layers.{number}.mlp" for number in range(3)]

@@ -89,24 +89,13 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(is_on) for _ in range(layers)).to(device)
         self.is_on = is_on
         self.is_replaying = False
-        self.has_marked = False
-        self.options: dict[str, Any] = {
-            "pp_rank": 0,
-            "vp_size": None,
-            "vp_stage": None,
-            "min_offloaded_tensor_size": 1,
-            "delta_offload_bytes_across_pp_ranks": 0,
-            "activation_offload_fraction": 1.0,
-            "max_inflight_offloads": None,
-        }
+        self.options: dict[str, Any] = {"pp_rank": 0, "min_offloaded_tensor_size": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_on:
             off_interface.init_chunk_handler(**self.options)
-            if not self.has_marked:
-                for parameter in self.parameters():
-                    off_interface.mark_not_offload(parameter)
-                self.has_marked = True
+            for parameter in self.parameters():
+                off_interface.mark_not_offload(parameter)
         for layer in self.layers:
             x = layer.replay(x) if self.is_replaying else layer(x)
         return x

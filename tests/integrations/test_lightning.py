@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.kept import Raises
 from helpers.sessions import assert_no_hooks
 from helpers.toy import same_bits
 from torch import Tensor, nn
@@ -176,9 +177,6 @@ def test_validation_and_tests_are_left_alone(name: str) -> None:
 def test_an_error_leaves_nothing(name: str, error: type[BaseException], place: str) -> None:
     """And the same module and callback then train as if there were no offload."""
 
-    def fail(*_: object) -> None:
-        raise error("in the loss")
-
     class Fails(Model):
         calls = 0
 
@@ -186,10 +184,8 @@ def test_an_error_leaves_nothing(name: str, error: type[BaseException], place: s
             loss = super().training_step(batch, batch_idx)
             self.calls += 1
             if self.calls == 2 and place == "forward":
-                fail()
-            elif self.calls == 2:
-                loss.register_hook(fail)
-            return loss
+                raise error
+            return Raises.apply(loss, error) if self.calls == 2 else loss
 
     callback, model = CALLBACKS[name](), Fails()
     with pytest.raises((ValueError, SystemExit)):  # what an interrupt becomes

@@ -71,16 +71,14 @@ def test_a_wrong_argument_is_refused() -> None:
         with_offload(replace(SPEC, pipelining_fn=None), GROUPS)
 
 
-def test_a_spec_attaches_its_schedule_and_stays_the_same_otherwise() -> None:
-    spec = with_offload(SPEC, GROUPS)
+def test_a_spec_attaches_its_schedule_or_warns_and_stays_the_same_otherwise(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    spec, model = with_offload(SPEC, GROUPS), nn.Linear(1, 1)
     assert spec.flavor == "8B" and SPEC.pipelining_fn is make_schedule
     assert spec.pipelining_fn.__doc__ == "Makes none."
     with pytest.raises(TypeError, match="schedule is None"):
         spec.pipelining_fn()
-
-
-def test_a_spec_warns_where_there_is_no_pipeline(recwarn: pytest.WarningsRecorder) -> None:
-    spec, model = with_offload(SPEC, GROUPS), nn.Linear(1, 1)
     assert spec.parallelize_fn(model, parallel_dims=SimpleNamespace(pp_enabled=True)) is model
     assert not recwarn.list
     with pytest.warns(UserWarning, match="pipeline_parallel_degree is 1.*OffloadAC"):

@@ -287,7 +287,7 @@ def stage(backend: Backend | None, kind: str, name: str) -> Trained:
         return seen, leaving.facts(manager, *products)
 
 
-# Groups that save what collectives made
+# A group that saves what collectives made
 
 
 def tensor_parallel(is_on: bool, step: int) -> list[Tensor]:
