@@ -14,8 +14,18 @@ from typing import Any
 
 import pytest
 from helpers.docs import PAGES
+from torch import nn
 
-from pp_offload import ConfigError, OffloadConfig, OffloadError
+from pp_offload import (
+    ConfigError,
+    DiskTierError,
+    OffloadActivations,
+    OffloadConfig,
+    OffloadError,
+    OffloadModel,
+    checkpoint_function,
+    configure,
+)
 from pp_offload._common.sizes import bytes_text, parse_size, size_text
 from pp_offload.config import COUNTS
 from pp_offload.errors import OptionError
@@ -179,3 +189,27 @@ def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: 
     assert bytes_text(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
     typed = parse_size(size_text(nbytes, is_least=True), is_rounded=True)
     assert typed is not None and nbytes <= typed <= nbytes * 1.1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda config: OffloadActivations(config=config),
+        lambda config: checkpoint_function(offload_inputs=True, config=config),
+        lambda config: OffloadModel(
+            nn.Sequential(nn.Tanh()),
+            "cpu",
+            num_slices=1,
+            checkpoint_activation=True,
+            config=config,
+        ),
+        configure,
+    ],
+)
+def test_each_product_is_given_its_options(
+    make: Callable[[OffloadConfig], object], tmp_path: Path
+) -> None:
+    """One is impossible."""
+    (tmp_path / "no-directory").touch()
+    with pytest.raises(DiskTierError, match="no-directory"):
+        make(OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "no-directory"))
