@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toy import make_model, same_bits
-from torch import Tensor, nn
+from helpers.toy import batches, make_model, run_step, same_bits
 
 from pp_offload import (
     ActivationCheckpointedModelConfig,
     ActivationCheckpointing,
     FullACParams,
-    get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
 )
 
@@ -38,6 +36,7 @@ MODALITIES = "modalities.training.activation_checkpointing.activation_checkpoint
 
 TAKEN: Mapping[tuple[str, str], Mapping[str, Any]] = {
     (TRL, "OffloadActivations"): {**STREAMS, **SIZES},
+    (TRL, "OffloadActivations.update_model_params"): {"self": REQUIRED, "model": REQUIRED},
     (TRL, "NoOpManager"): {},
     (TRL, "get_act_offloading_ctx_manager"): {
         "model": REQUIRED,
@@ -106,49 +105,6 @@ def test_what_they_take_is_taken_here_with_the_same_default(module: str, name: s
     assert {option: ours[option].default for option in defaults} == defaults
 
 
-class Decoder(nn.Module):
-    """Layers in a ModuleDict, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = make_model(layers=3, groups=())
-        self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
-        torch.manual_seed(0)
-        self.lm_head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.lm_head(x)
-
-
-def step(model: nn.Module, context: Any = None) -> list[Tensor]:
-    x = torch.linspace(-1, 1, 64 * 8).view(64, 8)
-    with context or torch.enable_grad():
-        loss = model(x).square().mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: get_act_offloading_ctx_manager(model=model, **STREAMS, **SIZES),
-        lambda model: get_act_offloading_ctx_manager(model, True),
-        lambda model: get_lora_act_offloading_ctx_manager(model, use_streams=True),
-    ],
-    ids=["TRL", "torchtune", "axolotl"],
-)
-def test_contexts(make: Callable[[nn.Module], Any]) -> None:
-    """As these libraries make a context."""
-    expected = step(Decoder())
-    model = Decoder()
-    context = make(model)
-    context.update_model_params(model)
-    assert same_bits(step(model, context), expected)
-    assert context.statistics().bytes_offloaded > 0
-
-
 Written = enum.Enum("Written", {"FULL": "full_activation_checkpointing"})
 """A variant of modalities' own, known by its value."""
 
@@ -170,11 +126,11 @@ def test_checkpoints_as_modalities_asks_for_them(
     variant: Any, options: Any, num_layers: int
 ) -> None:
     """By its enum or one like it, or by a word, with options in a dict."""
-    expected = step(Decoder())
-    model = Decoder()
+    expected = run_step(make_model(groups=()), batches(1), offload=False)
+    model = make_model(groups=())
     recompute = ActivationCheckpointing.apply_activation_checkpointing_(
-        ac_variant=variant, layers_fqn="layers", model=model, ac_fun_params=options
+        ac_variant=variant, layers_fqn="", model=model, ac_fun_params=options
     )
-    assert same_bits(step(model), expected)
+    assert same_bits(run_step(model, batches(1), offload=False), expected)
     assert recompute.counts.recomputed_calls == num_layers
     assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
