@@ -90,17 +90,15 @@ def offload_model(**options: Any) -> OffloadModel:
     return OffloadModel(Net().layers, **{"device": "cpu", "num_slices": 1, **options})
 
 
-def use(backend: Any, **options: Any) -> None:
-    with use_backend(backend, **options):
-        pass
-
-
 context_of = get_act_offloading_ctx_manager
 
 ABSENT: list[tuple[Callable[[], object], str]] = [
     (lambda: configure(None), r"config is None, .*write OffloadConfig\(\)"),
-    (lambda: use("late"), r"backend is 'late', expected.*SimulatedBackend\(\"late\"\)"),
-    (lambda: use(CpuBackend), r"write CpuBackend\(\)"),
+    (
+        lambda: use_backend("late").__enter__(),
+        r"backend is 'late', expected.*SimulatedBackend\(\"late\"\)",
+    ),
+    (lambda: use_backend(CpuBackend).__enter__(), r"write CpuBackend\(\)"),
     (lambda: pipelining.attach(None), "schedule is None, .*expected.*pipelining"),
     (lambda: pipelining.attach(Net()), "schedule is a Net, which has no stages; expected"),
     (lambda: offload_modules(None, {"mlp": "*"}), "model is None, expected an nn.Module"),
@@ -162,7 +160,7 @@ def test_a_bad_call_says_what_was_expected(
 
 CONFIGS: list[Callable[[Any], object]] = [
     configure,
-    lambda config: use(CpuBackend(), config=config),
+    lambda config: use_backend(CpuBackend(), config=config).__enter__(),
     lambda config: PipelineOffloadManager(config=config),
     lambda config: OffloadActivations(config=config),
     lambda config: offload_model(config=config),

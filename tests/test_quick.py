@@ -8,15 +8,10 @@ import pytest
 from helpers.quick import chosen, tuples
 
 
-def cases(*sizes: int) -> list[dict[str, int]]:
-    """The full product of parameters with so many values each."""
-    return [dict(zip("abcd", values, strict=False)) for values in product(*map(range, sizes))]
-
-
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (3, 3), (7,), (2, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_tuple_is_in_one_of_those_chosen(sizes: tuple[int, ...], size: int) -> None:
-    every = cases(*sizes)
+    every = [dict(zip("abcd", values, strict=False)) for values in product(*map(range, sizes))]
     indices = chosen(every, size)
     wanted = set().union(*(tuples(case, size) for case in every))
     assert set().union(*(tuples(every[index], size) for index in indices)) == wanted

@@ -24,24 +24,26 @@ from torchtitan.protocols.model_spec import ModelSpec
 from pp_offload.integrations.torchtitan import OffloadAC, with_offload
 
 WORKER = Path(__file__).with_name("titan_worker.py")
-CASES = ["--schedule 1F1B", "--ranks 1"]
-MORE_CASES = [
+COMPILED = ["--ranks 1 --checkpoint full --compile"]
+IN_STAGES = [
     "--schedule Interleaved1F1B --checkpoint selective",
     "--schedule 1F1B --checkpoint selective --compile",
-    "--ranks 1 --checkpoint full --compile",
 ]
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
-def test_its_llama_is_equal_bit_for_bit(cases: list[str], tmp_path: Path) -> None:
-    """In a pipeline of two ranks, and on the first alone."""
-    for rank, results in enumerate(run_ranks(2, cases, tmp_path, WORKER)):
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, ["--ranks 1"]),
+        (2, ["--schedule 1F1B"]),
+        pytest.param(1, COMPILED, marks=pytest.mark.slow),
+        pytest.param(2, IN_STAGES, marks=pytest.mark.slow),
+    ],
+)
+def test_its_llama_is_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None:
+    for rank, results in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
         assert list(results) == cases
-        for case, result in results.items():
-            if rank == 1 and "--ranks 1" in case:
-                assert result is None
-                continue
-            is_equal, num_bytes = result
+        for case, (is_equal, num_bytes) in results.items():
             assert is_equal and num_bytes > 2**16, f"{case}, rank {rank}: {num_bytes}"
 
 
