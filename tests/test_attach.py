@@ -84,17 +84,14 @@ def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
     assert len(seen) >= 8 and not any(seen[4:])
 
 
-class Interrupt(BaseException):
-    """As KeyboardInterrupt: PyTorch calls no hook at the end of a module's forward."""
-
-
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) -> None:
+    """PyTorch calls no hook at the end of such a forward."""
     expected = step(schedule)
     middle = schedule._stage.submod[1]
 
     def interrupt(*_: object) -> None:
-        raise Interrupt
+        raise KeyboardInterrupt
 
     with attach(schedule, {"layer": "*"}, ALL) as handle:
         step(schedule)
@@ -103,7 +100,7 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
             if is_backward
             else middle[1].register_forward_hook(interrupt)
         )
-        with pytest.raises((Interrupt, RuntimeError)), failing:  # it wraps that of a backward
+        with pytest.raises((KeyboardInterrupt, RuntimeError)), failing:  # of a backward
             step(schedule)
         assert handle.manager.cur_forward_chunk() is None
         assert_no_hooks()
