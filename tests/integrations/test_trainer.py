@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.sessions import assert_idle, assert_no_hooks
 from helpers.toy import repeated, same_bits
+from torch import Tensor
 
 from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin, OffloadConfig
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from helpers.tiny_llama import (
-    CHECKPOINTING,
-    LENGTH,
-    imports_frozen,
-    make_llama,
-    make_trainer,
-    plain,
-    train,
-)
-from transformers import Trainer, TrainingArguments
+from helpers.tiny_llama import LENGTH, make_data, make_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-__all__ = ["imports_frozen"]
+NAMES = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = next(name for name in NAMES if name in TrainingArguments.__dataclass_fields__)
+"""What checkpointing is called: by its new name where there is one, for the old one warns."""
+
+
+class OffloadTrainer(ActivationOffloadingMixin, Trainer):
+    """The trainer as a user would write it."""
 
 
 class LayerTrainer(LayerOffloadingMixin, Trainer):
@@ -52,10 +52,78 @@ class Arguments(TrainingArguments):
     layer_offloading: Any = False
 
 
+class Gradients(TrainerCallback):
+    """Notes every gradient before each step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        grads = (parameter.grad for parameter in more["model"].parameters())
+        self.gradients += [grad.clone() for grad in grads if grad is not None]
+
+
+def make_trainer(
+    model: Any,
+    folder: Path,
+    *,
+    kind: type[Trainer] = OffloadTrainer,
+    offload: dict[str, Any] | None = None,
+    arguments: type[TrainingArguments] = TrainingArguments,
+    trainer: dict[str, Any] | None = None,
+    **args: Any,
+) -> Any:
+    """A trainer of a few steps of two microbatches, with an evaluation in between.
+
+    With activations, tensors of any size are offloaded. ``arguments`` is the class of its
+    arguments, of which ``args`` are some, and ``trainer`` are others of its constructor.
+    """
+    defaults = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "logging_steps": 1,
+        "learning_rate": 0.01,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    data, options = make_data(), trainer or {}
+    if issubclass(kind, ActivationOffloadingMixin):
+        small = {"min_offload_size": 1, "max_fwd_stash_size": 3, **(offload or {})}
+        options = {"activation_offloading": small, **options}
+    return kind(
+        model,
+        arguments(output_dir=str(folder), **{**defaults, **args}),
+        train_dataset=data,
+        eval_dataset=data[:5],
+        **options,
+    )
+
+
+def train(trainer: Any) -> list[Tensor]:
+    """Losses of training and of evaluation, gradients of each step, and the parameters after."""
+    callback = Gradients()
+    trainer.add_callback(callback)
+    trainer.train()
+    losses = [
+        torch.tensor(float(entry[name]))
+        for entry in trainer.state.log_history
+        for name in ("loss", "eval_loss", "grad_norm", "train_loss")
+        if name in entry
+    ]
+    parameters = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    return [*losses, *callback.gradients, *parameters]
+
+
 def check_same_bits(trainer: Any, make_model: Callable[[], Any], **options: Any) -> None:
     """As without offload, and nothing is alive or in use."""
-    got = train(trainer)
-    assert same_bits(got, plain(make_model, Path(trainer.args.output_dir), **options))
+    got, folder = train(trainer), Path(trainer.args.output_dir)
+    expected = repeated(lambda: train(make_trainer(make_model(), folder, kind=Trainer, **options)))
+    assert same_bits(got, expected)
     gc.collect()
     if getattr(trainer, "activation_offload", None) is not None:
         assert trainer.activation_offload.statistics().bytes_offloaded > 0
