@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -140,36 +141,29 @@ def test_memory_is_what_tensors_of_this_process_may_have(
     assert backend_without_a_device().memory_bytes() == expected * GIB
 
 
-@pytest.mark.parametrize(
-    ("connections", "of_copies", "cuda", "warns"),
-    [
-        ("1", None, "13.0", True),
-        ("1", None, None, False),
-        ("1", "8", "13.0", False),
-        ("8", None, "13.0", False),
-    ],
-)
 def test_one_work_queue_for_all_copies_is_warned_of_once(
-    connections: str | None,
-    of_copies: str | None,
-    cuda: str | None,
-    warns: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Megatron sets 1 to overlap the communication of tensor parallelism. ROCm has other queues."""
-    for name, number in (("", connections), ("COPY_", of_copies)):
-        monkeypatch.delenv(f"CUDA_DEVICE_MAX_{name}CONNECTIONS", raising=False)
-        if number is not None:
-            monkeypatch.setenv(f"CUDA_DEVICE_MAX_{name}CONNECTIONS", number)
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     monkeypatch.setattr(accelerator, "_with_number", lambda device: device)  # it need not be here
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    accelerator._warn_of_one_queue.cache_clear()
-    for _ in range(2):
-        AcceleratorBackend(torch.device("cuda", 0))
-    lines = ["with CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in text for text in caplog.messages]
-    assert lines == [True] * warns
+
+    def warnings(cuda: str | None, **connections: str) -> list[str]:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        variables = {f"CUDA_DEVICE_MAX_{name}": number for name, number in connections.items()}
+        monkeypatch.setattr(os, "environ", variables)
+        accelerator._warn_of_one_queue.cache_clear()
+        caplog.clear()
+        for _ in range(2):
+            AcceleratorBackend(torch.device("cuda", 0))
+        return list(caplog.messages)
+
+    (line,) = warnings("13.0", CONNECTIONS="1")
+    assert "with CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in line
+    assert warnings("13.0", CONNECTIONS="8", COPY_CONNECTIONS="1")
+    assert not warnings(None, CONNECTIONS="1")
+    assert not warnings("13.0", CONNECTIONS="1", COPY_CONNECTIONS="8")
+    assert not warnings("13.0", CONNECTIONS="8")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

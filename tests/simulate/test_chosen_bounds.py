@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from helpers.virtual_layers import FLOPS, SAVED_BYTES, WIDTH, Layers, hardware
@@ -15,7 +16,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
 from pp_offload._groups import auto_bounds
 from pp_offload.simulate import Hardware, VirtualBackend
-from pp_offload.simulate.clocks import VirtualEvent
 
 NUM_LAYERS = 8
 CHUNK_BYTES = NUM_LAYERS * SAVED_BYTES
@@ -85,19 +85,15 @@ def test_the_statistics_say_what_compute_waited() -> None:
         assert stalled_ms / 1e3 == pytest.approx(stalled_s, rel=0.05)
 
 
-def test_a_device_that_makes_no_timed_events_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_tries = 0
-
-    def no_event(backend: VirtualBackend, stream: Any) -> VirtualEvent:
-        nonlocal num_tries
-        num_tries += 1
-        raise RuntimeError("enable_timing is not supported")
-
-    monkeypatch.setattr(VirtualBackend, "timed_event", no_event)
-    with training_on(hardware(1.5)) as (training, bounds):
+def test_a_device_that_makes_no_timed_events_goes_on() -> None:
+    refusal = RuntimeError("enable_timing is not supported")
+    with (
+        patch.object(VirtualBackend, "timed_event", side_effect=refusal) as tried,
+        training_on(hardware(1.5)) as (training, bounds),
+    ):
         before = bounds()
         for _ in range(6):
             training.steady()
         assert bounds() == (before[0], 2 * SAVED_BYTES)
     # Once under no plan, and under the plan of that step as often as steps are timed.
-    assert num_tries == 1 + auto_bounds.NUM_TIMED, "it tries for ever"
+    assert tried.call_count == 1 + auto_bounds.NUM_TIMED, "it tries for ever"
