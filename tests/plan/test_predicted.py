@@ -195,13 +195,7 @@ def with_large_layers(optimizer: Any = None) -> tuple[PipelineOrder, Modules]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "of_a_parameter"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
-        (lambda p: torch.optim.AdamW(p, foreach=False), 2),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
-    ],
+    ("optimizer", "of_a_parameter"), [*zip(OPTIMIZERS, [0, 1, 3, 2, 2, 2], strict=True)]
 )
 def test_its_state_is_there_from_the_first_step_on(optimizer: Any, of_a_parameter: int) -> None:
     order, work = with_large_layers(optimizer)

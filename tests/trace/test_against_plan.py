@@ -58,14 +58,13 @@ def run(
     plan: OffloadPlan | None,
     *,
     hardware: Hardware = DEVICE,
-    length: int = 2048,
     config: OffloadConfig = CONFIG,
     order: PipelineOrder = ORDER,
-    num_layers: int = 4,
+    **sizes: int,
 ) -> Timeline:
     trace = Trace(path / "out.json.gz")
     config = replace(config, plan=plan)
-    run_pipeline(order, work_of(length, num_layers), hardware, config=config, trace=trace)
+    run_pipeline(order, work_of(**sizes), hardware, config=config, trace=trace)
     assert trace.timeline is not None
     return trace.timeline
 
