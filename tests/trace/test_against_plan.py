@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,13 @@ def work_of(length: int = 2048, num_layers: int = 4) -> Modules:
     )
 
 
-@pytest.fixture(scope="module")
-def plan() -> OffloadPlan:
+@cache
+def planned_by(config: OffloadConfig) -> OffloadPlan:
     """For the least limit, so that something leaves."""
-    tapes = record(ORDER, work_of(), DEVICE, CONFIG)
+    tapes = record(ORDER, work_of(), DEVICE, config)
     with pytest.raises(InfeasibleError) as refused:
-        choose(ORDER, tapes, DEVICE, 1, config=CONFIG)
-    return choose(ORDER, tapes, DEVICE, refused.value.least_bytes, config=CONFIG, made_for="a test")
-
-
-@pytest.fixture(scope="module")
-def narrow_plan(plan: OffloadPlan) -> OffloadPlan:
-    """For the same limit."""
-    tapes = record(ORDER, work_of(), DEVICE, NARROW)
-    return choose(ORDER, tapes, DEVICE, plan.limit_bytes, config=NARROW, made_for="a test")
+        choose(ORDER, tapes, DEVICE, 1, config=config)
+    return choose(ORDER, tapes, DEVICE, refused.value.least_bytes, config=config, made_for="a test")
 
 
 def run(
@@ -69,11 +63,9 @@ def run(
     return trace.timeline
 
 
-@pytest.mark.parametrize(("made", "config"), [("plan", CONFIG), ("narrow_plan", NARROW)])
-def test_what_was_planned_is_what_was_done(
-    made: str, config: OffloadConfig, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    plan = request.getfixturevalue(made)
+@pytest.mark.parametrize("config", [CONFIG, NARROW], ids=["wide", "narrow"])
+def test_what_was_planned_is_what_was_done(config: OffloadConfig, tmp_path: Path) -> None:
+    plan = planned_by(config)
     timeline = run(tmp_path, plan, config=config)
     assert check_file(tmp_path / "out.json.gz", 4)["X"] == len(timeline.spans)
     begins = {timeline.of(rank, "steps")[0].begin_s for rank in timeline.ranks}
@@ -116,8 +108,9 @@ SIX = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=6)
     ],
 )
 def test_a_run_that_differs_names_the_figure_and_the_cause(
-    how: dict[str, Any], heads: list[str], words: str, plan: OffloadPlan, tmp_path: Path
+    how: dict[str, Any], heads: list[str], words: str, tmp_path: Path
 ) -> None:
+    plan = planned_by(CONFIG)
     compared = compare_with_plan(plan, run(tmp_path, plan, **how))
     texts = [text for rank in compared.ranks for text in rank.differences]
     assert not compared.is_as_planned
@@ -162,9 +155,8 @@ def test_a_step_of_a_real_device(worse: dict[str, float], expected: str | None) 
     assert [text[: len(expected or "")] for text in texts] == ([expected] if expected else [])
 
 
-def test_ranks_of_a_run_that_are_the_same_rank_of_its_plan(
-    plan: OffloadPlan, tmp_path: Path
-) -> None:
+def test_ranks_of_a_run_that_are_the_same_rank_of_its_plan(tmp_path: Path) -> None:
+    plan = planned_by(CONFIG)
     short = replace(plan, ranks=plan.ranks[:2])
     timeline = run(tmp_path, plan)
     compared = compare_with_plan(short, timeline, pipeline_rank=lambda rank: rank // 2)
