@@ -182,20 +182,19 @@ def test_what_is_being_written_comes_back_at_once(kind: str, tmp_path: Path) -> 
 
 
 @kinds
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_keeps_tensors_and_warns_once(
-    kind: str, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "pp_offload")
     expected = program(False)
     with on_disk(kind, tmp_path) as manager:
-        with replaced("_pwrite", fail(number)):
+        with replaced("_pwrite", fail(errno.ENOSPC)):
             for _ in range(3):
                 begin_step()
                 assert_same(program(True), expected)
         texts = list(caplog.messages)
         assert sum("could not be written" in text for text in texts) == 1
-        assert str(tmp_path) in texts[0] and os.strerror(number) in texts[0]
+        assert str(tmp_path) in texts[0] and os.strerror(errno.ENOSPC) in texts[0]
         assert len(texts) <= 2, "one of the disk, one of the first group that stays"
         assert manager.statistics().disk_bytes_in_use == 0
         before = manager.statistics().disk_bytes_written

@@ -31,11 +31,9 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    OffloadConfig,
     PipelineOffloadManager,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_start,
-    use_backend,
 )
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
@@ -335,23 +333,19 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 
 
 @simulated
-def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
-    """Two managers on one device, both with living graphs; then on devices of their own."""
-    backend, config = make_backend(kind), OffloadConfig(min_offloaded_tensor_size=1)
-    for backends in ([backend] * 3, [make_backend(kind) for _ in range(3)]):
-        graphs: list[tuple[Tensor, Tensor]] = []
-        managers = []
-        with ExitStack() as stack:
-            for number, backend in enumerate(backends):
-                managers.append(stack.enter_context(use_backend(backend, config=config)))
-                begin_step()
-                x = drawn(5, WIDTH, seed=number).requires_grad_()
-                graphs.append((x, group(x * 2, torch.sin)))
-                settle(managers[-1])
-            for x, y in graphs:
-                y.sum().backward()
-                assert_same(gradients(x), torch.autograd.grad((x * 2).sin().sum(), x))
-            graphs.clear()
-            del x, y
-            for manager in managers:
-                assert_idle(manager)
+def test_managers_of_one_device_do_not_share_what_is_in_use(kind: str) -> None:
+    backend, managers, graphs = make_backend(kind), [], []
+    with ExitStack() as stack:
+        for number in range(2):
+            managers.append(stack.enter_context(session(backend)))
+            begin_step()
+            x = drawn(5, WIDTH, seed=number).requires_grad_()
+            graphs.append((x, group(x * 2, torch.sin)))
+            settle(managers[-1])
+        for x, y in graphs:
+            y.sum().backward()
+            assert_same(gradients(x), torch.autograd.grad((x * 2).sin().sum(), x))
+        graphs.clear()
+        del x, y
+        for manager in managers:
+            assert_idle(manager)

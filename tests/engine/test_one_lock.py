@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
-import pytest
 from helpers.nets import Net, inputs, train
-from helpers.sessions import assert_idle, assert_same, make_backend
+from helpers.sessions import assert_idle, assert_same
 from helpers.toy import AwayBackend
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._common.workers import Piece, Workers, is_worker
-from pp_offload.testing.streams import SimulatedEvent
 
 QUEUED: deque[Piece] = deque()
 """What late workers have to do."""
@@ -28,13 +26,6 @@ class LateWorkers(Workers):
 
     def queue(self, piece: Piece) -> None:
         QUEUED.append(piece)
-
-
-def run_and_wait(piece: Piece, wait: Callable[[Piece], None] = Piece.wait) -> None:
-    """Do what late workers have to do up to a piece that is waited for."""
-    while piece in QUEUED:
-        QUEUED.popleft().run()
-    wait(piece)
 
 
 def is_free(lock: threading.RLock) -> bool:
@@ -52,35 +43,30 @@ def is_free(lock: threading.RLock) -> bool:
 
 @contextmanager
 def waits_seen(lock: threading.RLock) -> Iterator[list[bool]]:
-    """For each time that this program blocks, whether the lock was free."""
-    seen: list[bool] = []
+    """For each time that this program blocks, whether the lock was free.
 
-    def watched(wait: Callable[[Any], Any], has_ended: Callable[[Any], bool]) -> Any:
-        def look_and_wait(self: Any) -> Any:
-            if not is_worker() and not has_ended(self):
-                seen.append(is_free(lock))
-            return wait(self)
+    Late workers do what they have to do up to a piece that is waited for.
+    """
+    seen, wait = list[bool](), Piece.wait
 
-        return look_and_wait
+    def look_and_wait(piece: Piece) -> None:
+        if not is_worker() and not piece.done():
+            seen.append(is_free(lock))
+        while piece in QUEUED:
+            QUEUED.popleft().run()
+        wait(piece)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Piece, "wait", watched(run_and_wait, Piece.done))
-        synchronize = watched(SimulatedEvent.synchronize, SimulatedEvent.is_reached)
-        patch.setattr(SimulatedEvent, "synchronize", synchronize)
+    with patch.object(Piece, "wait", look_and_wait):
         yield seen
 
 
-@pytest.mark.parametrize("kind", ["away", "late"])
-def test_nobody_waits_with_the_lock_held(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@patch("pp_offload._memory.disk_file.Workers", LateWorkers)
+def test_nobody_waits_with_the_lock_held(tmp_path: Path) -> None:
     """A disk works only when it is waited for, so there is a wait wherever there can be one."""
     config = OffloadConfig(
         min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=500
     )
-    monkeypatch.setattr("pp_offload._memory.disk_file.Workers", LateWorkers)
-    backend = AwayBackend() if kind == "away" else make_backend(kind)
-    with use_backend(backend, config=config) as manager:
+    with use_backend(AwayBackend(), config=config) as manager:
         with waits_seen(manager.offloader.lock) as seen:
             for step in range(3):
                 net, xs = Net(), inputs(4, step=step, rows=9 + step)
