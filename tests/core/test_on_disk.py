@@ -32,6 +32,7 @@ from torch import Tensor
 from pp_offload import DiskTierError, PipelineOffloadManager
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk_file import DiskFile
+from pp_offload.errors import ClosedError
 
 KINDS = ("late", "threads")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -247,6 +248,15 @@ def test_memory_of_an_interrupted_read_is_not_given_to_others(tmp_path: Path) ->
             outputs.clear()
             gc.collect()
             assert manager.statistics().host_bytes_in_use == x.nbytes
+
+
+def test_refused_reads_take_no_host_memory(tmp_path: Path) -> None:
+    with written_groups("threads", tmp_path, prefetch_bytes=0) as (manager, x, outputs):
+        manager.offloader.engine.mover.tier.disk.close()
+        with pytest.raises(ClosedError):
+            torch.autograd.grad(outputs, x)
+        gc.collect()
+        assert manager.statistics().host_bytes_in_use == 0
 
 
 def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
