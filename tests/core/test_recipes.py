@@ -205,11 +205,7 @@ def test_what_a_chain_begins_with_is_copied_once_and_nothing_else() -> None:
     run = one_group(chain)
     check(run)
     assert copied(run, "none") == saved_bytes(5)  # x, a, silu, gelu, product
-    with session("late", rematerialize="cheap") as manager:
-        begin_step()
-        run(True)
-        assert manager.statistics().bytes_offloaded == saved_bytes(2)
-        assert manager.statistics().bytes_computed_again == saved_bytes(3)
+    assert copied(run, "cheap") == saved_bytes(2)
 
 
 def test_a_copy_that_repeats_numbers_is_copied_without() -> None:
