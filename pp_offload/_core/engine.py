@@ -195,8 +195,6 @@ class Engine:
             if payloads.chosen is not None and (batch is not None or not own.tensors):
                 is_kept = is_kept and not payloads.chosen.recipes
                 self._give_up(group, payloads.chosen)
-            if self.observers.used:
-                self.observers.follow_uses(payloads)
             if self.recipes is not None:
                 group.drop()
             group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)

@@ -16,7 +16,6 @@ NOTE [ Where observers are called ]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -59,9 +58,7 @@ class Observer:
         """Called before backward uses the first tensor of the group. Under the lock."""
 
     def used(self, saved: Saved, payload: Tensor) -> None:
-        """Called before autograd gets a tensor that left, in order with the live compute stream,
-        for groups that were closed while an observer overrode this method.
-        """
+        """Called before autograd gets a tensor that left, in order with the live compute stream."""
 
     def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
         """Called when copies of payloads are queued, to the host or to the device. Under the lock.
@@ -101,30 +98,3 @@ class Observers:
             calls = getattr(self, event.name)
             rest = [call for call in calls if getattr(call, "__self__", None) is not observer]
             setattr(self, event.name, tuple(rest))
-
-    def follow_uses(self, payloads: Payloads) -> None:
-        """Have :meth:`Observer.used` called for payloads that have just left. The lock is held, so
-        that no thread unpacks them before.
-        """
-        reached = payloads.chosen.reached if payloads.chosen else []
-        for members in (*payloads.members, reached):
-            for saved in members:
-                saved.restore = Followed(self, weakref.ref(saved), saved.restore)
-
-
-class Followed(NamedTuple):
-    """Calls observers, then makes a saved tensor of its payload."""
-
-    observers: Observers
-    saved: weakref.ref[Saved]
-    """Weak: a cycle would keep the bytes of the tensor until garbage is collected."""
-
-    unobserved: Callable[[Tensor], Tensor] | None
-    """Makes the tensor; None where it is the payload."""
-
-    def __call__(self, payload: Tensor) -> Tensor:
-        saved = self.saved()
-        assert saved is not None, "it is being unpacked"
-        for call in self.observers.used:
-            call(saved, payload)
-        return payload if self.unobserved is None else self.unobserved(payload)

@@ -268,8 +268,7 @@ class Recipes:
             payload = torch.empty(shape, dtype=dtype, device="meta")
         else:
             payload = mover.seen(batch, leaf.index)
-        restore = leaf.unobserved
-        return payload if restore is None else restore(payload)
+        return payload if leaf.restore is None else leaf.restore(payload)
 
     def _copied(self, resident: Any) -> Any:
         """Return a copy of a parameter, or ``resident`` itself; see NOTE [ Parameters ]."""

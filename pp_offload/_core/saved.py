@@ -73,17 +73,11 @@ class Saved:
         assert self.tensor is not None
         return self.tensor
 
-    @property
-    def unobserved(self) -> Callable[[Tensor], Tensor] | None:
-        """``restore`` without calls of observers."""
-        return getattr(self.restore, "unobserved", self.restore)
-
     def twin(self, group: Any) -> Saved:
         """Return another holder of the same tensor, for a recipe that needs it in ``group``."""
         twin = Saved.__new__(Saved)
         twin.tensor, twin.version, twin.origin = self.tensor, self.version, self.origin
-        twin.wrapper = self.wrapper
-        twin.restore = self.unobserved  # the original is observed
+        twin.wrapper, twin.restore = self.wrapper, self.restore
         twin.group, twin.maker, twin.recipe = group, None, None
         return twin
 
@@ -102,6 +96,8 @@ class Saved:
             if tensor is None:
                 if self.recipe is None:
                     payload = self.batch.mover.deliver(self.batch, self.index)
+                    for tell in group.engine.observers.used:
+                        tell(self, payload)
                 else:
                     payload = self.recipe.give()
                 return payload if self.restore is None else self.restore(payload)

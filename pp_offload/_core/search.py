@@ -342,7 +342,7 @@ def _is_of_parameter(edge: Any) -> bool:
 
 def _geometry(saved: Saved) -> Any:
     """Return the layout of a tensor in its payload, as a value to compare."""
-    restore = saved.unobserved
+    restore = saved.restore
     return getattr(restore, "__self__", None) or getattr(restore, "args", type(restore))
 
 
