@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -53,52 +53,39 @@ class Leaving:
 
     Attributes:
         batch: Weak reference: autograd frees its host memory, with an event for the next owner.
-        watched: Tensors that share memory with the sources: a change of one changes a source.
-        versions: Version of each watched tensor when it was saved.
-        indices: Payload index of each watched tensor.
+        watched: Tensors that share memory with the sources, so that a change of one changes a
+            source; each with its version when it was saved, and its payload's index.
         addresses: Address of each source; an owner may empty a storage and refill it elsewhere.
     """
 
-    __slots__ = "addresses batch indices nbytes offloaded sources stream versions watched".split()
+    __slots__ = "addresses batch nbytes offloaded sources stream watched".split()
 
     def __init__(self, batch: Batch, payloads: Any, stream: Stream) -> None:
         self.batch, self.offloaded, self.stream = weakref.ref(batch), batch.offloaded, stream
         self.sources: Sequence[Tensor] = payloads.tensors
         self.nbytes = sum(payloads.sizes)
         self.addresses = list(map(_address, self.sources))
-        self.watched: list[Tensor] = []
-        self.versions: list[int] = []
-        self.indices: list[int] = []
-        for index, members in enumerate(payloads.members):
-            if index in payloads.gathered:
-                continue  # its source is a copy, which the program cannot change
-            for member in members:
-                self.watched.append(member.tensor)
-                self.versions.append(member.version)
-                self.indices.append(index)
+        self.watched: list[tuple[Tensor, int, int]] = [
+            (member.tensor, member.version, index)
+            for index, members in enumerate(payloads.members)
+            if index not in payloads.gathered  # its source is a copy, hidden from the program
+            for member in members
+        ]
 
     def watch(self, saved: Any, index: int) -> None:
         """Watch ``saved``, whose bytes on the device are those of payload ``index``."""
-        self.watched.append(saved.tensor)
-        self.versions.append(saved.version)
-        self.indices.append(index)
+        self.watched.append((saved.tensor, saved.version, index))
 
     def changed(self) -> frozenset[int]:
         """Return payloads whose source was changed after it was saved."""
-        changed = set()
-        if list(map(_version, self.watched)) != self.versions:  # loops in C: thousands may leave
-            saved = zip(self.watched, self.versions, self.indices, strict=True)
-            for tensor, version, index in saved:
-                if tensor._version != version:
-                    changed.add(index)
-        addresses = list(map(_address, self.sources))
+        changed = {index for tensor, version, index in self.watched if tensor._version != version}
+        addresses = list(map(_address, self.sources))  # loops in C: thousands may leave
         if addresses != self.addresses:
             pairs = enumerate(zip(addresses, self.addresses, strict=True))
             changed.update(index for index, (now, before) in pairs if now != before)
         return frozenset(changed)
 
 
-_version = attrgetter("_version")
 _address = methodcaller("data_ptr")
 
 
