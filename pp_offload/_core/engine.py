@@ -126,7 +126,7 @@ class Engine:
         """Break the reference cycle of an unneeded engine: it is freed with its last user, not by
         the garbage collector.
         """
-        self.window.begin_at(None)
+        self.window.resume(None)
         self.mover.window = None
 
     def keep(

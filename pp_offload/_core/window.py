@@ -51,8 +51,7 @@ class Window:
         self._order = order
         self._current: Group | None = None
         self._largest = 0
-        self.resize()
-        self.begin_at(None)
+        self.below_bytes = 0
         mover.window = self
 
     def reach(self, group: Group) -> None:
@@ -80,22 +79,21 @@ class Window:
             if mover.arrived.unused_bytes <= self.below_bytes:
                 self.fill()
 
-    def begin_at(self, group: Group | None) -> None:
-        """Set the group that backward is at; None when the step is over."""
-        self._current = group
-        self.below_bytes = 0 if group is None else self._few_bytes
+    @property
+    def _few_bytes(self) -> int:
+        return refill_below(self.bound.nbytes)
 
     def resume(self, group: Group | None) -> None:
-        """Set the group that backward is at again, or None, and refill the window."""
+        """Set the group that backward is at again, and refill the window; None: it is over."""
         with self._mover.lock:
-            self.begin_at(group)
+            self._current = group
+            self.below_bytes = 0 if group is None else self._few_bytes
             self.fill()
 
     def choose(self, nbytes: int) -> None:
         """Set the bytes of the window, unless an option fixed them."""
         with self._mover.lock:
             self.bound.choose(nbytes)
-            self.resize()
 
     def expect(self, nbytes: int) -> None:
         """Fit bounds to a group of ``nbytes`` that left, and will come back."""
@@ -103,12 +101,8 @@ class Window:
             self._largest = nbytes
             self.bound.expect(nbytes)
             self._mover.in_flight.bound.expect(nbytes)
-            self.resize()
         if self._current is not None:
             self.below_bytes = self._few_bytes  # even if all was reloaded before
-
-    def resize(self) -> None:
-        self._few_bytes = refill_below(self.bound.nbytes)
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, where enough of it is free."""

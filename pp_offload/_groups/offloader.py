@@ -107,7 +107,6 @@ class Offloader:
         new.go_on_as(old)
         new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
         new.mover.counts, new.mover.in_graphs = old.mover.counts, old.mover.in_graphs
-        new.window.resize()
         self._torn.append(old)
         self.engine = new  # last: an interrupt before leaves the old one, which is torn
         del old
