@@ -114,12 +114,6 @@ class SharedCopies:
                 copy = Copy(*refs, counters, weakref.ref(batch), index, chunk)
                 self.copies[storage._cdata] = copy
 
-    def forget_dead(self) -> None:
-        """Remove entries of freed storages and batches, for a program that never ends a step."""
-        copies = self.copies.items()
-        for key in [key for key, copy in copies if not (copy.storage() and copy.batch())]:
-            del self.copies[key]
-
     def clear(self) -> None:
         """Begin a step, or a forward without steps: no copy is shared with the last."""
         self._last, self.copies = self.copies, {}

@@ -193,7 +193,7 @@ class Manager:
     def _forget_finished(self) -> None:
         with self.offloader.lock:
             self.step.forget_finished()
-            self.offloader.engine.shared.forget_dead()
+            self.offloader.engine.begin_step()
         warn_once(
             logger,
             self,
