@@ -271,6 +271,7 @@ def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> Ho
 
     Raises:
         DiskTierError: The file of the disk tier cannot be made.
+        ValueError: A disk tier is named, and the device is virtual.
     """
     first, last = config.tiers[0], config.tiers[-1]
     whole = HostBudget(config.host_budget_bytes)
@@ -281,7 +282,8 @@ def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> Ho
 
     if last == "host":
         return HostTier(pool_of(whole))
+    if backend.device.type == "meta":
+        raise ValueError('tiers name a disk, which a virtual device lacks, expected ("host",)')
     host = HostTier(pool_of(whole.but_for(STAGING_SHARE))) if first == "host" else None
-    disk = backend.open_disk(config.disk_dir) or DiskFile(config.disk_dir)
     bound = Bound(config.max_in_flight_bytes, STAGING_BYTES)
-    return DiskTier(pool_of(whole), bound, backend, disk, host)
+    return DiskTier(pool_of(whole), bound, backend, DiskFile(config.disk_dir), host)

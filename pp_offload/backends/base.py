@@ -9,7 +9,6 @@ The transfer engine is written against these protocols. ``torch.Stream`` and ``t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -103,12 +102,6 @@ class Backend(Protocol):
 
     def allocated(self) -> Allocated | None:
         """Return device memory that tensors have; None if unknown. Takes tens of microseconds."""
-        return None
-
-    def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
-        """Return a disk of the device's own, with the methods of a disk tier's file. None: a file
-        is used, in ``directory`` if the user gave one.
-        """
         return None
 
     def copy(

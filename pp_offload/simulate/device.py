@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,9 +108,6 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     def allocated(self) -> Allocated:
         return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
-
-    def open_disk(self, directory: object) -> NoReturn:
-        raise ValueError('tiers name a disk, which a virtual device lacks, expected ("host",)')
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
