@@ -143,25 +143,13 @@ class Eligibility:
             "backend of it"
         )
 
-    def can_move(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is dense memory on the device, and its bytes alone define it.
-
-        The flag of a lazily conjugated or negated tensor is not part of the bytes, and the zeros
-        that forward-mode AD makes have none.
-        """
-        return (
-            has_storage(tensor)
-            and tensor.numel() > 0
-            and tensor.device == self.device
-            and not (tensor.is_neg() or tensor._is_zerotensor())
-            and not (tensor.dtype in FLAGGED_DTYPES and (tensor.is_quantized or tensor.is_conj()))
-        )
-
     def admits(self, tensor: Tensor, min_numel: int) -> bool:
         """Whether ``tensor`` may be offloaded when autograd saves it.
 
-        True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move`, is not
-        resident and cannot be statistics. A parameter, a view of one, or a tensor with one of
+        True for a plain tensor of at least ``min_numel`` elements that is dense memory on the
+        device, is not resident and cannot be statistics. Its bytes alone must define it: the flag
+        of a lazily conjugated or negated tensor is not part of them, and the zeros that
+        forward-mode AD makes have none. A parameter, a view of one, or a tensor with one of
         :data:`MARKS` is resident from now on.
         """
         if type(tensor) is not Tensor:

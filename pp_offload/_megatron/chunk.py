@@ -66,7 +66,7 @@ class ChunkOffloadHandler(Chunk):
     def offload(
         self, src_tensor: Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
     ) -> Saved | Resident:
-        """Copy one tensor to the host. A tensor without dense memory on the device stays.
+        """Copy one tensor to the host. A tensor stays that may not leave as a saved one.
 
         Args:
             src_tensor: Any tensor.
@@ -76,7 +76,7 @@ class ChunkOffloadHandler(Chunk):
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as the state.
         """
-        if not self.offloader.engine.eligibility.can_move(src_tensor):
+        if not self.offloader.engine.eligibility.admits(src_tensor, 1):
             return Resident(src_tensor)
         return self.offloader.engine.offload(src_tensor)
 
