@@ -1,10 +1,5 @@
 """Measure steps, and choose how much may be in flight and how far reloads run ahead.
 
-    bounds = AutoBounds(offloader, config, room.unused_bytes)
-    bounds.begin_step()
-    ...
-    bounds.end_step(plan, is_complete=True)
-
 The first complete steps are timed, and the next ones after a change of the plan. Times are read at
 the begin of a later step, once all timed work has ended: nothing waits for them. The bounds take
 the least memory at which compute does not wait for copies. If the link is slower than compute,
@@ -61,12 +56,8 @@ SHARE_OF_UNUSED = 0.8
 
 
 class AutoBounds:
-    """Measures steps, and chooses the bounds of copies that are ``"auto"``.
-
-    Args:
-        offloader: Offloader whose bounds are chosen.
-        config: The options.
-        unused_bytes: Function that returns the unused bytes of the device; None for no limit.
+    """Measures steps, and chooses the bounds of copies that are ``"auto"``. They grow into what
+    ``unused_bytes`` returns; None for no limit.
 
     Attributes:
         hidden_bytes: Bytes that a step copies while it computes, in any schedule: to the host in a

@@ -34,13 +34,8 @@ from pp_offload.errors import GroupStateError
 
 
 class Chunk:
-    """Offloads the groups of one chunk.
-
-    Args:
-        min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        offloader: Engine, step and plan, shared with other chunks.
-        vp_stage: Virtual pipeline stage of the chunk.
-        microbatch: Number of the chunk in the step; counted when None.
+    """Offloads the groups of one chunk. Tensors with fewer elements than
+    ``min_offloaded_tensor_size`` stay; ``microbatch`` is counted when None.
 
     Attributes:
         groups: Groups in forward order.

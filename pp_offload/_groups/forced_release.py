@@ -1,7 +1,5 @@
 """Empty storages that the program keeps alive, once their bytes are on the host.
 
-    offloader.release_after_copies(tensors)
-
 A user names tensors whose memory the forward still references but no longer needs. A storage is
 emptied only when nothing else can share it: a saved tensor of another group, a view in the user's
 hands, or a tensor that autograd saved without hooks counts as a holder, and then the storage stays.
@@ -32,12 +30,8 @@ _EXTERNAL = "its memory is not torch's own, or shared with other processes; do n
 
 
 def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet, warned: set[str]) -> None:
-    """Empty the storages of those tensors that are alive and that nothing else needs.
-
-    Args:
-        refs: References to the tensors; weak, because a pending copy must not keep them alive.
-        resident: Storages of the model, and storages that a user marked.
-        warned: Reasons that were a warning already; a new one is added.
+    """Empty the storages of those tensors that are alive and that nothing else needs. References
+    are weak, because a pending copy must not keep tensors alive. A new warning joins ``warned``.
     """
     for ref in refs:
         tensor = ref()

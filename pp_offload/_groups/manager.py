@@ -56,10 +56,6 @@ class Forward(threading.local):
 class Manager:
     """Coordinates the chunks of one process.
 
-    Args:
-        config: Options; the defaults when not given.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
-
     Attributes:
         on_begin: Functions that are called when a step begins.
         num_attached: Number of schedules and loops that begin chunks. If 0, a group without a chunk

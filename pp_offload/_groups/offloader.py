@@ -1,8 +1,5 @@
 """State that the chunks of a manager, or of a stash, share: the engine, the step, and the plan.
 
-    offloader = Offloader(backend, config, step)
-    chunk = Chunk(min_offloaded_tensor_size, offloader)
-
 NOTE [ Epochs ]
     An exception that passes through the engine's own code may have interrupted two lines that
     belong together. So it ends the engine's epoch: the next step, forward or context begins with a
@@ -53,17 +50,11 @@ class NoStep:
 
 
 class Offloader:
-    """State that chunks share.
-
-    Args:
-        backend: Device to work on.
-        config: The options; options of the plan are not used here.
-        step: ``StepRecord`` with the order in which backward visits groups; None for a lone chunk.
-        allocate: Function from bytes to host memory; None for the backend's own.
+    """State that chunks share. ``step`` is the StepRecord with the order in which backward visits
+    groups, None for a lone chunk.
 
     Attributes:
-        engine: Engine of this epoch.
-        observers: Observers of the engines of all epochs.
+        engine: Engine of this epoch; the observers are those of all epochs.
         delayed: Delayed commits, in forward order.
         split: Split backward, set while a schedule with backwards in two parts is attached.
     """

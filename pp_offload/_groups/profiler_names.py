@@ -1,8 +1,5 @@
 """Names of groups and copies in ``torch.profiler``, while it runs.
 
-    names = ProfilerNames()
-    names.begin(offloader.observers)     # at the begin of each step
-
 ``mlp (forward)``, ``mlp (offload)`` and ``mlp (reload)`` are around the host's work; ``mlp
 (backward)`` is the point where backward reaches the group. Without a profiler nothing is observed.
 """

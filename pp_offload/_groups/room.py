@@ -72,14 +72,8 @@ def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:
 
 
 class StepMemory(Observer):
-    """Observes the memory of a step.
-
-    Args:
-        offloader: Offloader with the device and the plan.
-        begin: Figures of the device when the step begins.
-        in_flight: Function that counts the chunks of each stage whose backward is not over.
-        has_room: Whether groups that stay have room with these chunks in flight.
-        reads_always: Whether to read the allocated bytes at each event of a group.
+    """Observes the memory of a step; at each event of a group, if it ``reads_always``. Where the
+    chunks in flight leave no room for groups that stay, these groups leave.
 
     Attributes:
         begin_bytes: Bytes allocated at the begin, without copies in flight.

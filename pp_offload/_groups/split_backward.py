@@ -1,9 +1,7 @@
 """Backward in two parts: the gradients of a chunk's inputs first, those of its weights later.
 
     split.begin(key, chunk.groups, BackwardPass.INPUT)   # backward_one_chunk(full_backward=False)
-    split.end()
     split.begin(key, chunk.groups, BackwardPass.WEIGHT)  # backward_weight_one_chunk, later
-    split.end()
 
 The second part, the weight pass, visits the chunk's groups once more, and reads some payloads of
 the first part. The payloads that a part uses are learned from the last chunk of the same stage, and
@@ -51,11 +49,8 @@ class Running(NamedTuple):
 
 
 class SplitBackward(Observer):
-    """Learns which payloads each part uses, and reloads only those.
-
-    Args:
-        chunks: Chunks whose backward comes in two parts.
-        is_keeping: Whether payloads that both parts use stay on the device in between.
+    """Learns which payloads each part uses, and reloads only those. If it ``is_keeping``, payloads
+    that both parts use stay on the device in between.
 
     Attributes:
         uses: Number of uses of each payload in the last run of each part, by place and index.

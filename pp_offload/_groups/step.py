@@ -210,12 +210,7 @@ class StepRecord:
         return _records({**self._forward, **self._backward})
 
     def make_plan(self, config: OffloadConfig, stay: Stay = NOTHING_STAYS) -> Plan:
-        """Learn from the step: the plan, the summary, and the backward order.
-
-        Args:
-            config: The options.
-            stay: Groups that stay below a limit.
-        """
+        """Learn from the step: the plan, the summary, and the backward order."""
         if not self.queue.is_scheduled:
             self.queue.set_order(self._backward)
         self.sum_up()
