@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,16 @@ import torch
 from conftest import make_backend
 from helpers.checkpointed import ORDERS, make, results
 from helpers.sessions import assert_idle, assert_no_hooks
-from helpers.sliced import Call, Order, first_in_first_out, one_by_one, together
+from helpers.sliced import (
+    Call,
+    Order,
+    first_in_first_out,
+    last_in_first_out,
+    one_by_one,
+    together,
+)
 from helpers.toy import same_bits
+from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig
@@ -25,6 +34,7 @@ from pp_offload._activations.output_head import (
 )
 from pp_offload._common import processes
 from pp_offload.backends import Backend
+from pp_offload.simulate import VirtualBackend
 from pp_offload.testing import SimulatedBackend
 
 
@@ -150,17 +160,27 @@ def test_it_can_be_switched_off_and_has_the_names_of_trl_and_torchtune() -> None
     assert [getattr(offload, name) for name in names] == [True, False, 1024, 2]
 
 
-def test_sparse_and_nested_tensors_stay() -> None:
-    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
-    sparse = torch.eye(3).to_sparse()
-    x = torch.ones(3, 3, requires_grad=True)
-    parts = [torch.ones(2, 3, requires_grad=True), torch.ones(1, 3, requires_grad=True)]
-    with offload:
-        y = torch.sparse.mm(sparse, x).sin()
-        nested = torch.nested.as_nested_tensor(parts).relu()
-    (y.sum() + torch.nested.to_padded_tensor(nested, 0).sum()).backward()
-    assert torch.equal(x.grad, torch.ones(3, 3).cos())
-    assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_statistics_of_batch_norm_stay(active: Backend, is_given: bool) -> None:
+    """They change without a trace: two forwards in training in flight, then one in evaluation."""
+    plain, model = (make(active.device, None, active)[0] for _ in range(2))
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=active)
+    if is_given:
+        offload.keep_module(model)
+
+    def run(network: nn.Module, context: OffloadActivations | None) -> list[Tensor]:
+        def order(call: Call, leaves: list[Tensor]) -> list[Tensor]:
+            losses = []
+            for x, is_training in zip(leaves, (True, True, False), strict=True):
+                network.train(is_training)
+                losses.append(call(x).square().mean())
+            for loss in reversed(losses):
+                loss.backward()
+            return losses
+
+        return results(network, order, 0, active.device, context=context)
+
+    assert same_bits(run(model, offload), run(plain, None))
 
 
 def without_backward(call: Call, leaves: list[Tensor]) -> list[Tensor]:
@@ -206,3 +226,82 @@ def test_that_it_only_copies_is_said_once(
         with OffloadActivations(config=config, backend=make_backend(kind)):
             pass
     assert caplog.text.count("frees none") == is_said
+
+
+# Below a limit as much stays as has room, without groups to mark
+
+NUM_LAYERS = 24
+
+
+def one_ahead(call: Call, leaves: list[Tensor]) -> list[Tensor]:
+    """As in a pipeline: a step is over where no graph is left."""
+    losses = [call(leaves[0]).square().mean()]
+    for x in leaves[1:]:
+        losses.append(call(x).square().mean())
+        losses[-2].backward()
+    losses[-1].backward()
+    return losses
+
+
+@pytest.mark.parametrize("program", [one_by_one, last_in_first_out, one_ahead])
+@pytest.mark.parametrize("limit_bytes", [1, 3000, 2**30])
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_equal_below_any_limit(order: str, limit_bytes: int, program: Order) -> None:
+    """In steps that differ in how many microbatches there are."""
+    backend = make_backend(order)
+    offload = OffloadActivations(
+        min_offload_size=1,
+        max_fwd_stash_size=2,
+        config=OffloadConfig(device_limit_bytes=limit_bytes),
+        backend=backend,
+    )
+    plain, model = (make(backend.device, None, backend)[0] for _ in range(2))
+    sent = []
+    for number, num in enumerate([2] * 7 + [3, 3, 1, 1]):
+        before = offload.statistics().bytes_offloaded
+        expected = results(plain, program, number, backend.device, num=num)
+        got = results(model, program, number, backend.device, context=offload, num=num)
+        assert same_bits(got, expected)
+        sent.append(offload.statistics().bytes_offloaded - before)
+    assert sent[0]
+    assert bool(sent[6]) == (limit_bytes < 2**30)
+
+
+@pytest.mark.parametrize(("num_saved", "least", "most"), [(1, 0.9, 1), (20, 0.3, 0.7), (60, 0, 0)])
+def test_the_limit_is_kept_and_filled(
+    num_saved: int, least: float, most: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what all layers save as much leaves as must; and the log says so once."""
+    caplog.set_level(logging.INFO)
+    limit_bytes = int(num_saved * SAVED_BYTES) + NUM_LAYERS * WIDTH**2 * 4
+    backend = VirtualBackend(hardware(1.0))
+    offload = OffloadActivations(
+        max_fwd_stash_size=1,
+        config=OffloadConfig(
+            device_limit_bytes=limit_bytes,
+            max_in_flight_bytes=SAVED_BYTES,
+            prefetch_bytes=SAVED_BYTES,
+        ),
+        backend=backend,
+    )
+    with backend.activate():
+        model = Layers(NUM_LAYERS, WIDTH)
+        offload.keep_module(model)
+        sent, peaks = [], []
+        for _ in range(10):
+            before = offload.statistics().bytes_offloaded
+            backend.memory.take_peak()
+            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            with offload:
+                y = model(x, offload=False)
+            y.backward(torch.empty_like(y))
+            del x, y
+            backend.synchronize()  # as reading a loss does
+            peaks.append(backend.memory.peak_bytes)
+            sent.append(offload.statistics().bytes_offloaded - before)
+    assert least <= sent[-1] / sent[0] <= most
+    assert num_saved == 1 or max(peaks) <= limit_bytes
+    (line,) = [text for text in caplog.messages if "saved tensors stay" in text]
+    assert f"{sent[-1] / 2**30:.2f} are on the host" in line
+    assert f"of at most {limit_bytes / 2**30:.2f}" in line
+    assert "a step takes" in line and "without waiting for copies (estimated)" in line

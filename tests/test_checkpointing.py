@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +22,12 @@ from helpers.sessions import assert_no_hooks
 from helpers.sliced import Order, twice
 from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from pp_offload import OffloadConfig, checkpoint, checkpoint_wrapper
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload.backends import Backend
+from pp_offload.backends import Backend, CpuBackend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,
     FullACParams,
@@ -153,12 +158,12 @@ def test_numbers_behind_a_kept_operator_are_the_same(active: Backend, options: s
     def run(call: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
         x = torch.ones(50, device=active.device, requires_grad=True)
-        call(draws, x).sum().backward()
+        (call(draws, x) + call(draws, x)).sum().backward()
         return [x.grad, torch.rand(1)]  # backward draws nothing from the caller's
 
     assert same_bits(run(recompute), run(lambda function, x: function(x)))
     num_kept = recompute.counts.saved_outputs + recompute.counts.offloaded_outputs
-    assert num_kept == (2 if options == "every second" else 3)
+    assert num_kept == (4 if options == "every second" else 6), "calls are counted apart"
 
 
 @pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
@@ -290,3 +295,78 @@ def test_offload_of_nothing_is_warned_of_once(variant: Any, options: Any, messag
         for _ in range(3):
             model(torch.ones(3, 2, requires_grad=True)).sum().backward()
     assert len(caught) == 1
+
+
+# By the function, and by the wrapper
+
+OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_call_written_for_pytorch(use_reentrant: bool) -> None:
+    def run(call: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        layer, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.randn(3, 8)
+        x.requires_grad_()
+        options = {"use_reentrant": use_reentrant, "preserve_rng_state": True}
+        y = call(layer, x, **options)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    assert same_bits(run(checkpoint), run(torch_checkpoint))
+
+
+def test_equal_options_share_one_engine() -> None:
+    run = checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
+    assert run is checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
+    assert run is not checkpoint_function(offload_inputs=True)
+    assert run is not checkpoint_function(
+        offload_inputs=True, config=OffloadConfig(prefetch_bytes=7), backend=CpuBackend()
+    )
+    assert checkpoint_function().stash is None
+
+
+def test_an_engine_goes_with_its_backend() -> None:
+    backend = CpuBackend()
+    gone = weakref.ref(backend)
+    x = torch.ones(64, requires_grad=True)
+    checkpoint(torch.sin, x, backend=backend, **OFFLOAD).sum().backward()
+    run = checkpoint_function(backend=backend, **OFFLOAD)
+    assert run is checkpoint_function(backend=backend, **OFFLOAD)
+    del run, backend
+    gc.collect()
+    assert gone() is None
+
+
+def wrapped() -> nn.Sequential:
+    """A model whose layers are wrapped one by one, with offload."""
+    return nn.Sequential(*(checkpoint_wrapper(layer, **OFFLOAD) for layer in make_model(groups=())))
+
+
+def test_names_and_attributes_of_a_wrapper_are_those_of_the_module() -> None:
+    plain, model = make_model(groups=()), wrapped()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    layer = checkpoint_wrapper(nn.Linear(2, 2))
+    assert isinstance(layer, CheckpointWrapper) and layer.out_features == 2
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
+def test_a_copy_of_wrappers_trains_alike(make_copy: Callable[[nn.Module], Any]) -> None:
+    model = wrapped()
+    other, recompute = make_copy(model), model[0].recompute
+    assert other[0].recompute is recompute
+    assert other[0].up.weight is not model[0].up.weight
+    results = []
+    for each in (other, make_model(groups=())):
+        x = torch.linspace(-1, 1, 40).view(5, 8).requires_grad_()
+        each(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in each.parameters())])
+    assert same_bits(*results)
+    assert recompute.stash.statistics().bytes_offloaded > 0

@@ -51,21 +51,16 @@ def lora(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
-class Parallel(nn.Module):
-    """Wraps as ``DistributedDataParallel`` does."""
+def inside(attribute: str) -> Callable[[Any], nn.Module]:
+    """Wraps as ``DistributedDataParallel`` does, or a value model of TRL."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = model
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapper = nn.Module()
+        wrapper.v_head = nn.Linear(16, 1)
+        setattr(wrapper, attribute, model)
+        return wrapper
 
-
-class Valued(nn.Module):
-    """Wraps as the value models of TRL do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.pretrained_model = model
-        self.v_head = nn.Linear(16, 1)
+    return wrap
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str | None]] = {
@@ -92,11 +87,11 @@ def test_the_head_of_a_model(name: str) -> None:
 
 WRAPS: dict[str, Callable[[Any], nn.Module]] = {
     "bare": lambda model: model,
-    "parallel": Parallel,
+    "parallel": inside("module"),
     "compiled": torch.compile,
     "checkpointed": checkpoint_wrapper,
     "lora": lora,
-    "lora, valued": lambda model: Valued(lora(model)),
+    "lora, valued": lambda model: inside("pretrained_model")(lora(model)),
 }
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
+from helpers.checkpointed import results
 from helpers.sessions import assert_no_hooks
+from helpers.sliced import first_in_first_out
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -49,14 +51,14 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
         x = self.embed(x).sin()
         for layer in self.layers:
             x = layer(x, mask)
-        return self.head(x).square().mean()
+        return self.head(x) * scale
 
 
 def by_flag(model: Model, **options: Any) -> None:
@@ -82,20 +84,8 @@ def make(device: torch.device, how: str = "flag", *, use_reentrant: bool = False
 
 
 def step(model: Model, device: torch.device, context: Any = None, num: int = 2) -> list[Tensor]:
-    """The losses and gradients of some microbatches, all forwards first."""
-    generator = torch.Generator().manual_seed(5)
-    torch.manual_seed(8)
-    losses = []
-    for _ in range(num):
-        draw = [torch.randn(ROWS, WIDTH, generator=generator).to(device) for _ in range(2)]
-        with context or torch.enable_grad():
-            losses.append(model(*draw))
-    for loss in losses:
-        loss.backward()
-    tensors = [loss.detach() for loss in losses]
-    tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return tensors
+    """Results of some microbatches, all forwards first."""
+    return results(model, first_in_first_out, 5, device, context=context, num=num, rows=ROWS)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -133,6 +123,13 @@ def compiled(model: Model) -> None:
         layer.compile(backend="aot_eager")
 
 
+def by_ours(model: Model) -> None:
+    options = {"backend": CpuBackend(), "offload_inputs": True, "min_offload_size": 1}
+    for name, layer in list(model.layers.named_children()):
+        layer.gradient_checkpointing = False
+        model.layers.register_module(name, checkpoint_wrapper(layer, **options))
+
+
 def first_alone(model: Model) -> None:
     for layer in model.layers[1:]:
         layer.gradient_checkpointing = False
@@ -145,6 +142,7 @@ def first_alone(model: Model) -> None:
         (by_keyword, 1, 0),
         (nn.Module.eval, 1, 0),
         (compiled, 1, 0),
+        (by_ours, 1, 0),
         (first_alone, 1, 1),
     ],
 )
@@ -164,36 +162,22 @@ def test_what_stays(change: Callable[[Model], object], size: int, num_left: int)
     assert offload.statistics().bytes_offloaded == num_left * HIDDEN_BYTES, "outside"
 
 
-def test_checkpoints_of_this_package_are_left_alone() -> None:
-    backend = CpuBackend()
-    model = make(backend.device)
-    ours = {"backend": backend, "offload_inputs": True, "min_offload_size": 1}
-    for name, layer in list(model.layers.named_children()):
-        layer.gradient_checkpointing = False
-        model.layers.register_module(name, checkpoint_wrapper(layer, **ours))
-    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
-    expected = step(make(backend.device), backend.device)
-    assert same_bits(step(model, backend.device, offload), expected)
-    assert model.layers[0].recompute.counts.forward_calls == 2 * LAYERS
-    assert offload.statistics().bytes_offloaded == 0
-
-
 def test_where_no_layer_is_checkpointed_one_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(TypeError, match="model is 3, expected an nn.Module"):
         OffloadHiddenStates(3)  # type: ignore[arg-type]
-    model, x, mask = Model(), torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    model, inputs = Model(), [torch.ones(ROWS, WIDTH)] * 3
     context = OffloadHiddenStates(model, min_offload_size=1, backend=CpuBackend())
     with caplog.at_level("WARNING"):
         for _ in range(3):
             with context:
-                loss = model(x, mask)
-            loss.backward()
+                y = model(*inputs)
+            y.sum().backward()
     assert context.statistics().bytes_offloaded == 0
     assert caplog.text.count("no layer of Model is checkpointed") == 1
     caplog.clear()
     by_flag(model, use_reentrant=False)
     with caplog.at_level("WARNING"), OffloadHiddenStates(model, backend=CpuBackend()):
-        model(x, mask).backward()
+        model(*inputs).sum().backward()
     assert "is checkpointed" not in caplog.text

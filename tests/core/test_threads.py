@@ -95,12 +95,13 @@ def test_one_graph_backward_in_several_threads(kind: str) -> None:
 
 @pytest.mark.field("F58")
 @kinds
-def test_a_forked_process(kind: str) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_forked_process(kind: str, tier: str) -> None:
     """It trains; a graph of its parent raises ForkedError there, and is good in the parent."""
     net, (x,) = Net(), inputs(1)
     leaf, loss = microbatch(net, x, False)
     expected = backward(net, leaf, loss)
-    with session(kind) as manager:
+    with session(kind, tiers=(tier,)) as manager:
 
         def step() -> list[Tensor]:
             begin_step()

@@ -19,8 +19,10 @@ import torch
 from helpers.kept import Raises
 from helpers.scenarios import begin, make_inputs
 from helpers.sessions import assert_idle, assert_no_hooks, gradients, group, session
+from helpers.sliced import Stack
 from helpers.toy import same_bits
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -45,6 +47,7 @@ from pp_offload import (
 )
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.torch_private import checkpoint_wrapper as torch_wrapper
+from pp_offload._common.torch_private import top_hooks
 from pp_offload._hooks import regions
 from pp_offload._hooks.regions import all_packs, is_in_backward, top_pack
 from pp_offload.backends import Backend, CpuBackend
@@ -55,7 +58,7 @@ Function = Callable[..., Tensor]
 Run = Callable[..., Tensor]
 """A checkpoint: takes the function and its arguments."""
 
-ADDMM, MM, TOPK = "ops.aten.addmm.default", "ops.aten.mm.default", "ops.aten.topk.default"
+ADDMM, TOPK = "ops.aten.addmm.default", "ops.aten.topk.default"
 CAST, TANH = "ops.aten._to_copy.default", "ops.aten.tanh.default"
 
 
@@ -131,6 +134,13 @@ def by_context(function: Function, x: Tensor) -> Tensor:
         return function(x)
 
 
+def behind_hooks(function: Function, x: Tensor) -> Tensor:
+    """Hooks of somebody else pass what is saved on to those of a checkpoint."""
+    pack, unpack = top_hooks(True) or (torch.detach, torch.detach)
+    with saved_tensors_hooks(lambda t: pack(t), lambda t: unpack(t)):
+        return in_group(function, x)
+
+
 def body(x: Tensor, mark: Run = in_group, place: str = "middle") -> Tensor:
     """Three parts that save tensors of one shape, so that a wrong one is not noticed."""
     for name in PLACES:
@@ -160,7 +170,8 @@ def test_a_group_inside_a_checkpoint(
 ) -> None:
     """Marked in any way; twice through one graph, and behind a look at a saved tensor."""
     run = CHECKPOINTS[way](stops)
-    for mark, place in product((in_group, by_functions, by_markers, by_context), PLACES):
+    marks = in_group, by_functions, by_markers, by_context, behind_hooks
+    for mark, place in product(marks, PLACES):
         x = leaf_of(manager)
         y = run(partial(body, mark=mark, place=place), x).exp()
         assert not all_packs()
@@ -226,47 +237,20 @@ class Routed(nn.Module):
         return (y * weight.sigmoid()).square()
 
 
-class Products(nn.Module):
-    """Three products without bias: every second one is another in each second run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.sigmoid(layer(x))
-        return x
-
-
 @pytest.mark.field("F12")
 @pytest.mark.parametrize("backend", ["late"], indirect=True)
-@pytest.mark.parametrize(
-    ("make", "option", "op", "is_right_without"),
-    [(Products, "save_ops_keys", MM, True), (Routed, "offload_ops_keys", TOPK, False)],
-)
-def test_what_is_recomputed_is_what_was_computed(
-    backend: Backend, make: type[nn.Module], option: str, op: str, is_right_without: bool
-) -> None:
-    """Calls are counted apart, and routes do not flip; with PyTorch's checkpoints they do."""
-    with backend.activate():
-        recompute = recompute_for(backend, **{option: [op]})
-        results = []
-        for run in (recompute, plainly, partial(checkpoint, use_reentrant=False)):
-            torch.manual_seed(1)
-            model = make().to(backend.device)
-            leaves = [torch.randn(6, 8).to(backend.device).requires_grad_() for _ in range(3)]
-            if make is Routed:
-                leaves = leaves[:1]
-            losses = [run(model, x).square().sum() for x in leaves]
-            while losses:
-                losses.pop(0).backward()
-            results.append(gradients(*leaves, *model.parameters()))
-        assert same_bits(results[0], results[1])
-        assert same_bits(results[2], results[1]) == is_right_without
-        if make is Products:
-            counts = recompute.counts
-            assert counts.saved_outputs + counts.offloaded_outputs == 3 * 2, "first and third"
+def test_what_is_recomputed_is_what_was_computed(active: Backend) -> None:
+    """Routes do not flip; with PyTorch's checkpoints they do."""
+    results = []
+    recompute = recompute_for(active, offload_ops_keys=[TOPK])
+    for run in (recompute, plainly, partial(checkpoint, use_reentrant=False)):
+        torch.manual_seed(1)
+        model = Routed().to(active.device)
+        x = torch.randn(6, 8).to(active.device).requires_grad_()
+        run(model, x).square().sum().backward()
+        results.append(gradients(x, *model.parameters()))
+    assert same_bits(results[0], results[1])
+    assert not same_bits(results[2], results[1])
 
 
 # F38 and F39: what a checkpoint keeps, between forward and backward
@@ -317,6 +301,7 @@ ARGUMENTS: dict[str, Callable[[Run, Tensor], Tensor]] = {
     "positional": lambda run, x: run(lambda x: x.sin().cos(), x),
     "by name": lambda run, x: run(lambda *, hidden: hidden.sin().cos(), hidden=x),
     "in a dict": lambda run, x: run(lambda inputs: inputs["h"].sin().cos(), {"h": x, "length": 3}),
+    "twice": lambda run, x: run(lambda inputs, y: inputs["h"].sin() * y, {"h": x}, y=x),
 }
 
 
@@ -324,7 +309,7 @@ ARGUMENTS: dict[str, Callable[[Run, Tensor], Tensor]] = {
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("way", ARGUMENTS)
 def test_arguments_are_offloaded_wherever_they_stand(way: str, use_reentrant: bool) -> None:
-    """Between forward and backward the device has none of them."""
+    """Each once, and between forward and backward the device has none of them."""
 
     def chain(run: Run, x: Tensor) -> Tensor:
         for _ in range(6):
@@ -406,19 +391,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 """In the place of a layer."""
 
 
-class Stack(nn.Module):
+def stack(way: str) -> Stack:
     """Six layers, each under a checkpoint."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
-        self.layers = nn.ModuleList(map(WRAPPERS.get(way, lambda layer: layer), layers))
-        self.run = AROUND.get(way, plainly)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return x
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6)]
+    return Stack(map(WRAPPERS.get(way, lambda layer: layer), layers), run=AROUND.get(way, plainly))
 
 
 @pytest.mark.field("F62")
@@ -433,8 +410,7 @@ def test_a_checkpoint_brings_no_layer_more_often(
     def train(way: str) -> tuple[int, list[Tensor]]:
         backend = SimulatedBackend("late")
         with backend.activate():
-            torch.manual_seed(1)
-            model = Stack(way).requires_grad_(not is_frozen)
+            model = stack(way).requires_grad_(not is_frozen)
             handle = offload_layers(model, "layers", num_resident=num_resident, backend=backend)
             leaves = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""Scopes and markers: F19, F26, F51."""
+"""Scopes and markers, and groups that do nothing: F19, F26, F44 and F51."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from conftest import on_two_backends
 from helpers.scenarios import begin, check_steps, make_inputs
 from helpers.sessions import assert_idle, assert_no_hooks, gradients, group
-from helpers.toy import same_bits
-from torch import Tensor
+from helpers.toy import batches, make_model, run_step, same_bits
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
+    OffloadConfig,
     PipelineOffloadManager,
+    configure,
     fine_grained_offloading_group_start,
+    offload_modules,
 )
 
 
@@ -176,3 +179,79 @@ def test_switched_before_a_checkpoint_runs_again(
             assert same_bits(gradients(x), torch.autograd.grad(function(x * 1).sum(), x))
     del y
     assert_idle(manager)
+
+
+# F44: a group that does nothing is told of
+
+
+class Two(nn.Module):
+    """Calls one of its layers as a module, and of the other only what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.bypassed = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.small = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.called(x)
+        for layer in self.bypassed:
+            x = layer(x)
+        return self.small(x[:, :1])
+
+
+GROUPS = {"called": "called", "bypassed": "bypassed", "small": "small"}
+
+
+def train(model: nn.Module, *, numel: int = 6, is_grad: bool = True) -> None:
+    """Two steps of two microbatches, and the end of the second."""
+    manager = PipelineOffloadManager.get_instance()
+    for number in range(2):
+        manager.reset()
+        for x in batches(2, step=number):
+            x = x.to(next(model.parameters()).device).requires_grad_()
+            manager.init_model_chunk_offload_handler(None, None, numel)
+            with torch.set_grad_enabled(is_grad):
+                loss = model(x).square().mean()
+            if is_grad:
+                loss.backward()
+    manager.reset()
+
+
+@pytest.mark.field("F44")
+@on_two_backends
+def test_each_idle_name_once(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Two().to(manager.backend.device)
+    with offload_modules(model, GROUPS):
+        train(model)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("pp_offload: group 'bypassed' never ran")
+    assert second.startswith("pp_offload: group 'small' offloaded nothing: none of its 2 groups")
+    assert "min_offloaded_tensor_size=6" in second
+    assert "the largest was (5, 1), 5 elements: give min_offloaded_tensor_size=5 to" in second
+
+
+@pytest.mark.field("F44")
+def test_the_rest_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    """No grad, offload disabled, a pattern taken back or new in this step, markers that work."""
+    configure(OffloadConfig(min_offloaded_tensor_size=1))
+    model, manager = Two(), PipelineOffloadManager.get_instance()
+    with offload_modules(model, GROUPS):
+        manager.reset()
+        train(model, is_grad=False)
+        manager.disable_offload()
+        train(model)
+        manager.enable_offload()
+        manager.reset()
+    with offload_modules(model, {"called": "called"}):
+        train(model)
+        with offload_modules(model, {"bypassed": "bypassed"}):
+            begin()
+            model(batches(1)[0].requires_grad_()).sum().backward()
+            manager.reset()
+            assert not caplog.records
+    run_step(make_model(), batches(2))
+    manager.reset()
+    assert not caplog.records

@@ -1,4 +1,4 @@
-"""Ranks, forked processes, and the end of a process: F22, F58, F59, F68."""
+"""Ranks, and the end of a process: F59 and F68."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ torch.set_num_threads(1)
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from helpers.toy import batches, make_model, run_step, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import CpuBackend, ForkedError, OffloadConfig, OffloadError, PipelineOffloadManager
+from pp_offload import CpuBackend, OffloadConfig, OffloadError, PipelineOffloadManager
 from pp_offload import summary, summary_table
 from pp_offload.testing import SimulatedBackend
 """
 SETUP = """
-tier, kind = {tier!r}, {kind!r}
+kind = {kind!r}
 config = OffloadConfig(
-    min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=folder if tier == "disk" else None,
-    max_in_flight_bytes=40_000,
+    min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=folder, max_in_flight_bytes=40_000
 )
 backend = CpuBackend(inline_bytes=0) if kind == "cpu" else SimulatedBackend(kind)
 manager = PipelineOffloadManager(config=config, backend=backend)
@@ -79,42 +78,6 @@ assert os.waitpid(pid, 0)[1] == 0
 """
 """The rank that asks alone raises, and so does one that asks later; then both have their table."""
 
-FORK = """
-gate = threading.Event()
-manager.backend.d2h.submit(gate.wait)
-for _ in range(4):
-    manager.offloader.engine.mover.tier.disk._threads.submit(gate.wait)
-off_interface.reset()
-living = forward()
-
-def work():
-    global living, manager
-    print(is_right(0))
-    manager = None
-    try:
-        living.backward()
-    except ForkedError:
-        print("refused")
-    living = None
-    print(is_right(1), flush=True)
-
-pid = os.fork()
-if pid == 0:
-    try:
-        work()
-        os._exit(0)
-    finally:
-        os._exit(1)
-code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-gate.set()
-living.backward()
-model.zero_grad()
-print(code, is_right(2))
-"""
-"""While copies and writes are under way: they never end in the forked process, whose threads begin
-anew.
-"""
-
 END = """
 print(is_right(0))
 graphs = [forward(step) for step in range(4)]
@@ -131,10 +94,9 @@ if kind == "cpu":
 """
 """Graphs alive, copies under way, a thread and an exit handler that still train."""
 
-PROGRAMS: dict[str, tuple[str, str, str, list[str]]] = {
+PROGRAMS: dict[str, tuple[str, str, list[str]]] = {
     "table": (
         TABLE,
-        "host",
         "cpu",
         [
             "0 False True",
@@ -144,24 +106,19 @@ PROGRAMS: dict[str, tuple[str, str, str, list[str]]] = {
             " one",
         ],
     ),
-    "fork": (FORK, "disk", "cpu", ["0 True", "True", "True", "refused"]),
-    "end": (END, "disk", "cpu", ["True", "True True", "True True True"]),
-    "simulated end": (END, "disk", "late", ["True"]),
+    "end": (END, "cpu", ["True", "True True", "True True True"]),
+    "simulated end": (END, "late", ["True"]),
 }
-"""Each with where bytes go, on what device, and the sorted lines that it prints."""
+"""Each with its device, and the sorted lines that it prints."""
 
 
-@pytest.mark.field("F58")
 @pytest.mark.field("F59")
 @pytest.mark.field("F68")
-def test_processes_that_fork_ask_and_end(tmp_path: Path) -> None:
-    programs = {
-        name: SETUP.format(tier=tier, kind=kind) + code
-        for name, (code, tier, kind, _) in PROGRAMS.items()
-    }
+def test_processes_that_ask_and_end(tmp_path: Path) -> None:
+    programs = {name: SETUP.format(kind=kind) + code for name, (code, kind, _) in PROGRAMS.items()}
     for name, lines in run_each(programs, tmp_path, PROLOGUE).items():
         lines = [line for line in lines if not line.startswith("[")]  # of gloo
-        assert sorted(lines) == PROGRAMS[name][3], name
+        assert sorted(lines) == PROGRAMS[name][2], name
 
 
 def num_objects() -> int:

@@ -1,4 +1,4 @@
-"""Threads, signals and interrupts: F54, F55, F56, F57."""
+"""Threads, signals and interrupts: F54, F55, F56 and F57."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_backward(graph: Graph, seed: int, step: int) -> None:
     assert_same(backward(graph), backward(forward(seed, step, False)), f"{seed} in step {step}")
 
 
-# F54: threads through one manager, which tests/core has as well
+# F54: threads through one manager
 
 
 @pytest.mark.field("F54")

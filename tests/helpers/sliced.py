@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -101,6 +101,27 @@ class Asks(nn.Module):
             inner = self.second(hidden).square().sum()
             (gradient,) = torch.autograd.grad(inner, self.second.weight)
         return hidden + gradient.mean()
+
+
+class Stack(nn.Module):
+    """Calls its layers in any order, and by ``run``, with a head that is no layer."""
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        order: list[int] | None = None,
+        run: Callable[..., Tensor] = lambda layer, x: layer(x),
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.head = Square()
+        self.order = list(range(len(self.layers))) if order is None else order
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = torch.tanh(self.run(self.layers[number], x))
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def mlp(depth: int = 6) -> nn.Sequential:

@@ -1,41 +1,50 @@
-"""An exception of any kind leaves autograd's stack of hooks at once as it was.
+"""An interrupt leaves autograd's stack of hooks at once as it was, and parameters where they were.
 
 The stack is looked at where the exception has reached the loop, while it is still handled and
 keeps all frames alive. Interrupts come from a trace function, at each line of this package's files
-that run hooks.
+that run hooks, or that put tensors on the device in the places of parameters. Were one left there,
+an optimizer would change parameters that no forward uses any more, and nothing would say so.
 """
 
 from __future__ import annotations
 
-import sys
+import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from types import FrameType
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
-from helpers.injected import Injected, Point, files, interrupt_at, points_in
+from conftest import on_two_backends
+from helpers.injected import ROOT, Injected, Point, files, interrupt_at, points_in
 from helpers.scenarios import begin
-from helpers.sessions import group, session
+from helpers.sessions import assert_no_hooks, group, make_backend, session
+from helpers.sliced import WIDTH, Inside, as_layers, as_slices, run_again
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import FullACParams, OffloadActivations, offload_modules
+from pp_offload import (
+    FullACParams,
+    GroupStateError,
+    OffloadActivations,
+    OffloadError,
+    PipelineOffloadManager,
+    offload_modules,
+)
 from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._activations.context import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
-from pp_offload._hooks.regions import all_packs
-from pp_offload._slices.places import Slice
-from pp_offload.backends import CpuBackend
+from pp_offload._hooks.hook_scopes import HookScope
+from pp_offload._hooks.regions import all_packs, top_pack
+from pp_offload.backends import Backend, CpuBackend
 
-WIDTH = 16
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -75,7 +84,7 @@ def of_context() -> OffloadActivations:
     return OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=CpuBackend())
 
 
-WAYS: dict[str, Callable[[], Run]] = {
+RUNS: dict[str, Callable[[], Run]] = {
     "interface": lambda: in_interface,
     "manager": lambda: in_manager,
     "modules": lambda: plainly,
@@ -86,10 +95,44 @@ WAYS: dict[str, Callable[[], Run]] = {
     "group around a checkpoint": lambda: (
         lambda part, x: group(x, partial(checkpoint, part, use_reentrant=False), name="around")
     ),
-    "slices": lambda: lambda part, x: Slice("", (), ()).compute((), partial(part, x), (), Resident),
 }
-CASES = [(way, bool(number % 2)) for number, way in enumerate(WAYS)]
-"""Each way, every second inside of hooks of somebody else."""
+ON_THE_HOST: dict[str, Callable[[nn.Sequential, Backend], Any]] = {
+    "slices": partial(as_slices, num_slices=2),
+    "slices, run again": partial(run_again, num_slices=2),
+    "layers": as_layers,
+}
+"""Where parameters wait."""
+
+CASES = [
+    *((way, "cpu", bool(number % 2), 1) for number, way in enumerate(RUNS)),
+    *((way, kind, kind == "late", 8) for way in ON_THE_HOST for kind in ("cpu", "late")),
+    *(
+        pytest.param(way, kind, kind == "late", 1, marks=pytest.mark.exhaustive)
+        for way in ON_THE_HOST
+        for kind in ("cpu", "late")
+    ),
+]
+"""Ways, their device, whether somebody else has hooks around, and of so many lines one is hit."""
+
+
+def make(way: str, backend: Backend) -> nn.Module:
+    torch.manual_seed(1)
+    if way in RUNS:
+        run = RUNS[way]()
+        return nn.Sequential(Layer(run), Layer(run))
+    layers = nn.Sequential(Inside(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    layers[1].weight = layers[0].weight
+    model: nn.Module = ON_THE_HOST[way](layers, backend)[0]
+    return model
+
+
+CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def exchanged(model: nn.Module) -> list[Any]:
+    """Whatever may be exchanged: parameters, and functions that checkpoint."""
+    values = [parameter for module in model.modules() for parameter in module._parameters.values()]
+    return values + [vars(m)[CHECKPOINT] for m in model.modules() if CHECKPOINT in vars(m)]
 
 
 @pytest.fixture(autouse=True)
@@ -102,31 +145,34 @@ def hooks_of_this_test_only() -> Iterator[None]:
 
 FILES = files(
     *("_hooks/hook_scopes", "_hooks/regions", "_megatron/interface", "_megatron/manager"),
-    *("_activations/context", "_checkpoint/recompute", "modules"),
+    *("_activations/context", "_checkpoint/recompute", "modules", "offload_model", "_slices/*"),
 )
+
+
+def may_be_interrupted(point: Point) -> bool:
+    """Not where a ``finally`` begins with a call in C: no signal is handled before that."""
+    return "deque(" not in linecache.getline(str(ROOT / point.file), point.line)
 
 
 def places(run: Callable[[], object]) -> list[Point]:
     """Where a signal handler might raise: each line, the first and second time it is reached."""
     visits: Counter[tuple[str, int]] = Counter()
     points = []
-    for point in points_in(FILES, run):
+    for point in filter(may_be_interrupted, points_in(FILES, run)):
         visits[point.file, point.line] += 1
         if visits[point.file, point.line] <= 2:
             points.append(point)
     return points
 
 
-@pytest.mark.parametrize(("way", "has_others"), CASES)
-def test_an_interrupt_at_each_line(way: str, has_others: bool) -> None:
-    torch.manual_seed(1)
-    run = WAYS[way]()
-    model = nn.Sequential(Layer(run), Layer(run))
+@pytest.mark.parametrize(("way", "kind", "has_others", "every"), CASES)
+def test_an_interrupt_at_each_line(way: str, kind: str, has_others: bool, every: int) -> None:
+    backend = make_backend(kind)
 
     def forward() -> Tensor:
         off_interface.reset()
         begin()
-        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(backend.device).requires_grad_()
         return model(x).square().sum()
 
     def step() -> list[Tensor]:
@@ -135,13 +181,14 @@ def test_an_interrupt_at_each_line(way: str, has_others: bool) -> None:
 
     theirs = saved_tensors_hooks(lambda x: x.detach(), lambda x: x) if has_others else nullcontext()
     groups = {"layer": "*", "part": "*.part"}
-    with session(CpuBackend()):
+    with session(backend):
+        model = make(way, backend)
         handle = offload_modules(model, groups) if way == "modules" else None
         expected = step()
         wrong = []
         with theirs:
-            before = all_packs()
-            points = places(forward)
+            before, own = all_packs(), exchanged(model)
+            points = places(forward)[::every]
             for point in points:
                 try:
                     with interrupt_at(point.number, FILES):
@@ -151,6 +198,7 @@ def test_an_interrupt_at_each_line(way: str, has_others: bool) -> None:
                         wrong.append(str(point))
                         while len(all_packs()) > len(before):
                             torch._C._autograd._pop_saved_tensors_default_hooks()
+                assert all(map(is_, exchanged(model), own)), f"something else is there: {point}"
                 assert same_bits(step(), expected), str(point)
         assert len(points) > 10 and not wrong, wrong
         assert same_bits(step(), expected)
@@ -158,45 +206,37 @@ def test_an_interrupt_at_each_line(way: str, has_others: bool) -> None:
         del handle
 
 
-MODES = torch.autograd.grad_mode.__file__
+# Scopes
 
 
-class Returns:
-    """Raises where the ``number``-th function of PyTorch's grad modes that a hook calls returns."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.has_raised = False
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        caller = frame.f_back
-        is_called_here = caller is not None and "pp_offload" in caller.f_code.co_filename
-        return self._line if frame.f_code.co_filename == MODES and is_called_here else None
-
-    def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "return":
-            self.number -= 1
-            if self.number < 0 and not self.has_raised:
-                self.has_raised = True
-                raise KeyboardInterrupt
-        return self._line
+def test_a_scope_takes_off_what_is_above_it_and_no_hooks_of_others() -> None:
+    outer, inner = HookScope(), HookScope()
+    with saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+        top = top_pack()
+        outer.enter(partial(Resident), outer)
+        inner.enter(partial(Resident), inner)
+        for scope in (outer, inner, outer):
+            scope.leave()
+            assert top_pack() is top
+        outer.enter(partial(Resident), outer)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        outer.leave()
+        assert top_pack() is top
+    assert_no_hooks()
 
 
-def test_an_interrupt_in_a_grad_mode_of_pytorch_leaves_grad_on() -> None:
-    """Inside hooks grad is off, and host memory is taken there."""
-    context, layer = of_context(), Layer(plainly)
-    number, interrupted = 0, True
-    while interrupted:
-        returns = Returns(number)
-        sys.settrace(returns)
-        try:
-            with context:
-                layer(torch.randn(4 + number, WIDTH)).sum()  # another size takes other memory
-        except KeyboardInterrupt:
-            pass  # drops the traceback, and what its frames hold
-        finally:
-            sys.settrace(None)
-        was_on = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)  # for the tests behind this one
-        assert was_on
-        number, interrupted = number + 1, returns.has_raised
+@on_two_backends
+def test_what_was_entered_is_left_once(
+    manager: PipelineOffloadManager, activations: OffloadActivations
+) -> None:
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    with off_interface(True, torch.ones(3), "twice"):
+        pass
+    scope = off_interface(True, torch.ones(3), "twice")
+    with scope, pytest.raises(GroupStateError, match="'twice' is entered again.*one object"):
+        scope.__enter__()
+    with pytest.raises(GroupStateError, match="did not enter.*with statement"):
+        manager.__exit__(None, None, None)
+    with pytest.raises(OffloadError, match="did not enter.*with statement"):
+        activations.__exit__(None, None, None)
+    assert_no_hooks()

@@ -8,6 +8,7 @@ import io
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from helpers.sliced import (
     Offload,
     Square,
     across,
+    as_layers,
     as_slices,
     both_ways,
     each_way,
@@ -30,12 +32,13 @@ from helpers.sliced import (
     norms,
     one_by_one,
     plain_and_offloaded,
+    run_again,
     same_training,
     state,
     together,
     train,
 )
-from helpers.toy import same_bits
+from helpers.toy import moved, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,35 +88,29 @@ def test_gradients_of_gradients_of_inputs_alone(active: Backend, offload: Offloa
     assert same_training(plain, model, active)
 
 
+def in_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return model(x)
+
+
+CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "autocast": in_autocast,
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant checkpoint": partial(checkpoint, use_reentrant=True),
+}
+
+
 @on_two_backends
 @both_ways
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_inside_a_checkpoint(active: Backend, offload: Offload, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("way", CALLS)
+def test_called_by_others(active: Backend, offload: Offload, way: str) -> None:
     plain, model, _ = plain_and_offloaded(norms(), offload, active)
-
-    def run(network: nn.Module) -> list[Tensor]:
-        torch.manual_seed(2)
-        x = input_for(active)
-        checkpoint(network, x, use_reentrant=use_reentrant).sum().backward()
-        return [x.grad.cpu(), *state(network)]
-
-    assert same_bits(run(plain), run(model))
-
-
-@on_two_backends
-@each_way
-def test_autocast(active: Backend, offload: Offload) -> None:
-    plain, model, _ = plain_and_offloaded(mlp(), offload, active)
-
-    def run(network: nn.Module) -> list[Tensor]:
-        def call(x: Tensor) -> Tensor:
-            with torch.autocast(active.device.type, dtype=torch.bfloat16):
-                return network(x)
-
-        return train(network, one_by_one, active.device, call=call)
-
-    results = run(model)
-    assert same_bits(results, run(plain)) and results[0].dtype == torch.bfloat16
+    expected, got = (
+        train(network, one_by_one, active.device, call=partial(CALLS[way], network))
+        for network in (plain, model)
+    )
+    assert same_bits(got, expected)
+    assert got[0].dtype == (torch.bfloat16 if way == "autocast" else torch.float32)
 
 
 @on_two_backends
@@ -164,25 +161,6 @@ def test_a_parameter_changed_before_backward_is_an_error(
     assert same_training(plain, model, active)
 
 
-class Fails(nn.Module):
-    """Raises forward or backward, when told to."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error = error
-        self.where = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "forward":
-            raise self.error
-        if self.where == "backward" and x.requires_grad:
-            x.register_hook(self._fail)
-        return x * 1
-
-    def _fail(self, gradient: Tensor) -> None:
-        raise self.error
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "error"),
@@ -192,14 +170,21 @@ class Fails(nn.Module):
 def test_a_step_that_fails_leaves_nothing_to_the_next(
     active: Backend, offload: Offload, where: str, error: type[BaseException]
 ) -> None:
-    fails = Fails(error)
+    def fail(*_: object) -> None:
+        raise error
+
+    def fail_in_backward(module: nn.Module, args: object, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(fail)
+
+    fails = nn.Identity()
     layers = nn.Sequential(*mlp(3), nn.Sequential(Square(), fails), *mlp(3))
     plain, model, figures = plain_and_offloaded(layers, offload, active)
     for _ in range(2):
-        fails.where = where
+        hook = fails.register_forward_hook(fail if where == "forward" else fail_in_backward)
         with pytest.raises(error) as failure:  # it has the frames, and what they hold
             model(input_for(active)).sum().backward()
-        fails.where = ""
+        hook.remove()
         assert_no_hooks()
         autograd_lets_go()
         assert figures.parameter_bytes_on_device == 0
@@ -288,72 +273,35 @@ def test_a_copy_trains_on_its_own(active: Backend, offload: Offload) -> None:
     expected = train(plain, one_by_one, active.device)
     assert same_bits(train(model, one_by_one, active.device), expected)
     assert same_bits(state(other), before)
-    moved = figures.statistics().bytes_reloaded
+    nbytes = figures.statistics().bytes_reloaded
     assert same_bits(train(other, one_by_one, active.device), expected)
-    assert figures.statistics().bytes_reloaded > moved, "it is offloaded, too"
+    assert figures.statistics().bytes_reloaded > nbytes, "it is offloaded, too"
 
 
 class Scales(nn.Module):
-    """Reads an attribute of its parameter, and writes others."""
+    """Reads an attribute of its parameter, and writes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH))
-        self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.scale = 1 + getattr(self.weight, "scale", 2.0)
-        self.bias.calls = getattr(self.bias, "calls", 0) + 1
-        return x * self.weight * self.weight.scale + self.bias
+        return x * self.weight * self.weight.scale
 
 
 @on_two_backends
 @both_ways
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_a_parameter_has_its_attributes_in_a_forward(
-    active: Backend, offload: Offload, mode: Any
-) -> None:
+def test_a_parameter_has_its_attributes_in_a_forward(active: Backend, offload: Offload) -> None:
     layers = nn.Sequential(*(Scales() for _ in range(3)))
     plain, model, _ = plain_and_offloaded(layers, offload, active)
     results = []
     for network in (plain, model):
         for parameter in network.parameters():
             parameter.__dict__.clear()  # a move or a copy has lost some
-        with mode():
-            results.append([network(input_for(active)).detach().cpu() for _ in range(2)])
-        assert [vars(p) for p in network.parameters()] == [{"scale": 4.0}, {"calls": 2}] * 3
+        results.append([network(input_for(active)).detach().cpu() for _ in range(2)])
+        assert [vars(p) for p in network.parameters()] == [{"scale": 4.0}] * 3
     assert same_bits(*results)
-
-
-class Asks(Square):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if self.weight.requires_grad else x
-
-
-class Learns(Square):
-    """Runs a backward in its forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            (x.detach() @ self.weight).square().sum().backward()
-        return x @ self.weight.detach()
-
-
-@on_two_backends
-@both_ways
-@pytest.mark.parametrize("make", [Asks, Learns])
-def test_evaluation_takes_the_way_of_the_plain_model(
-    active: Backend, offload: Offload, make: type[Square]
-) -> None:
-    """It may depend on whether parameters require grad; a backward in it reaches these."""
-    layers = nn.Sequential(*(make() for _ in range(3)))
-    plain, model, _ = plain_and_offloaded(layers, offload, active)
-    with torch.no_grad():
-        outputs = [network.eval()(input_for(active)).cpu() for network in (plain, model)]
-    assert same_bits(outputs[:1], outputs[1:])
-    assert same_bits(state(model), state(plain))
-    weights = [p for name, p in model.named_parameters() if "weight" in name]
-    assert all((weight.grad is not None) == (make is Learns) for weight in weights)
 
 
 class Writes(nn.Module):
@@ -480,33 +428,26 @@ def test_verify_finds_what_comes_wrong(active: Backend, which: str, monkeypatch:
     assert same_training(plain, model, active)
 
 
-class Waits(Square):
-    """Waits in its forward until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.let_go = threading.Event(), threading.Event()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.entered.set()
-        assert self.let_go.wait(60)
-        return super().forward(x)
-
-
 @each_way
 def test_one_thread_at_a_time(offload: Offload) -> None:
     """The layers' parameters are exchanged meanwhile, so two would exchange each other's."""
-    backend = make_backend("cpu threads")
+    backend, entered, go_on = make_backend("cpu threads"), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        entered.set()
+        assert go_on.wait(60)
+
     with backend.activate():
-        waits = Waits()
-        model, _ = offload(nn.Sequential(*mlp(2), waits), backend)
+        layers = mlp(3)
+        layers[2][0].register_forward_hook(wait)
+        model, _ = offload(layers, backend)
         x = input_for(backend)
         other = threading.Thread(target=model, args=(x.detach(),), name="other")
         other.start()
-        assert waits.entered.wait(60)
+        assert entered.wait(60)
         with pytest.raises(OffloadError, match="in whose forward thread 'other' is"):
             model(x)
-        waits.let_go.set()
+        go_on.set()
         other.join()
         model(x).sum().backward()
 
@@ -532,3 +473,98 @@ def test_a_file_has_the_bytes_of_what_is_saved_alone(
     assert file.tell() < 128**2
     file.seek(0)
     assert same_bits(torch.load(file), [parameter.cpu() for parameter in small[0]])
+
+
+# Parameters that a forward did not use: nobody hears of them in backward
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that its first element names; ``spare`` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.spare = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x[0, 0].detach().abs())](x).sin() + x
+
+
+OFFLOADS: dict[str, Offload] = {
+    "slices": partial(as_slices, num_slices=2),
+    "again": partial(run_again, num_slices=2),
+    "parts": partial(as_slices, num_slices=2, num_microbatches=2),
+    "layers": as_layers,
+    "checkpointed": as_layers,
+}
+
+
+def bits(tensor: Tensor | None) -> bytes | None:
+    return None if tensor is None else tensor.detach().cpu().numpy().tobytes()
+
+
+def listen(parameter: nn.Parameter, events: list[Any]) -> Any:
+    """Note whatever hooks a parameter can have are given."""
+    parameter.register_hook(lambda gradient: events.append(("gradient", bits(gradient))))
+    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulator.register_prehook(lambda given: events.append(("before", bits(given[0]))))
+    accumulator.register_hook(lambda *_: events.append(("after", None)))
+    parameter.register_post_accumulate_grad_hook(lambda p: events.append(("there", bits(p.grad))))
+    return accumulator  # which the parameter does not hold
+
+
+Backward = Callable[[nn.Module, Tensor], object]
+
+
+def by_backward(model: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+
+
+def twice(model: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def towards_some(model: nn.Module, loss: Tensor) -> list[bytes | None]:
+    """Hooks of tensors are called here as well; those of accumulators are not."""
+    wanted = [*model.parameters()][::2]
+    return [bits(gradient) for gradient in torch.autograd.grad(loss, wanted, allow_unused=True)]
+
+
+def run(kind: str, backend: Backend, backward: Backward, is_on: bool) -> tuple[Any, list[Any]]:
+    """Events of each parameter, and gradients; None where there is none."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Experts(), Experts())
+    model = OFFLOADS[kind](layers, backend)[0] if is_on else moved(layers, backend.device)
+    events: list[list[Any]] = [[] for _ in model.parameters()]
+    accumulators = [*map(listen, model.parameters(), events)]
+    gradients: list[Any] = []
+    for step, experts in enumerate([(0, 0), (1, 2), (1, 1), (2, 0)]):
+        x = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(step)) / 8
+        for number, expert in enumerate(experts):
+            x[2 * number, 0] += expert
+        x = x.to(backend.device)
+        if kind == "parts" and not is_on:
+            x = torch.cat([model(part) for part in x.chunk(2)])
+        elif kind == "checkpointed" and is_on:
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+        else:
+            x = model(x)
+        gradients.append(backward(model, x.square().sum()))
+    gradients += [bits(parameter.grad) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None  # a gradient with a graph refers to its parameter
+    del accumulators
+    return events, gradients
+
+
+@pytest.mark.parametrize("backward", [by_backward, twice, towards_some])
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_hooks_are_called_as_of_the_plain_model(
+    active: Backend, kind: str, backward: Backward
+) -> None:
+    """Each as often, with the same values; and who has no gradient has none."""
+    events, gradients = run(kind, active, backward, is_on=True)
+    assert (events, gradients) == run(kind, active, backward, is_on=False)
+    assert any(events) and None in gradients[4:], "nobody used the spare ones"

@@ -11,9 +11,19 @@ import pytest
 import torch
 from conftest import make_backend, on_two_backends
 from helpers.sessions import assert_no_hooks
-from helpers.sliced import WIDTH, input_for, same_training, state
+from helpers.sliced import (
+    WIDTH,
+    Offload,
+    Stack,
+    as_layers,
+    both_ways,
+    input_for,
+    same_training,
+    state,
+)
 from helpers.toy import moved, same_bits
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from pp_offload import (
     OffloadedLayers,
@@ -23,29 +33,18 @@ from pp_offload import (
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*weight_norm. is deprecated:FutureWarning", "ignore:.*torch.jit"
+)
+
 DEPTH = 6
 ONE = WIDTH * WIDTH * 4
 """Bytes of a layer."""
 
 
-class Stack(nn.Module):
-    """Calls its layers in any order, with a head that is no layer."""
-
-    def __init__(self, depth: int = DEPTH, order: list[int] | None = None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.order = list(range(depth)) if order is None else order
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in self.order:
-            x = torch.tanh(self.layers[number](x))
-        return self.head(x)
-
-
-def stack(**options: Any) -> Stack:
+def stack(depth: int = DEPTH, order: list[int] | None = None) -> Stack:
     torch.manual_seed(1)
-    return Stack(**options)
+    return Stack((nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)), order)
 
 
 def plain_and_streamed(
@@ -140,21 +139,6 @@ def test_device_memory_is_arithmetic(order: str, num_resident: int) -> None:
     backend.check()
 
 
-def test_only_what_is_frozen_waits(active: Backend) -> None:
-    model = stack()
-    for number in (0, 2, 3):
-        model.layers[number].weight.requires_grad_(False)
-    plain, model, handle = plain_and_streamed(active, model, frozen_only=True)
-    devices = [layer.weight.device for layer in model.layers]
-    host = torch.device("cpu")
-    assert devices == [host if i in (0, 2, 3) else active.device for i in range(DEPTH)]
-    values = [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
-    assert same_training(plain, model, active)
-    assert values == [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
-    assert handle.statistics().bytes_offloaded == 0
-    assert handle.statistics().bytes_reloaded > 0
-
-
 def test_a_weight_that_something_else_has_stays_on_the_device(active: Backend) -> None:
     """Outside of its layer nobody would bring it."""
     model = stack()
@@ -229,46 +213,30 @@ def test_bad_arguments(build: Any, layers: Any, options: dict[str, Any], message
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def compile_layers(model: Stack) -> None:
-    for layer in model.layers:
-        layer.compile(backend="eager")
-
-
-def compile_model(model: Stack) -> None:
-    model.compile(backend="eager")
+COMPILES: dict[str, Callable[[Stack], object]] = {
+    "model": lambda model: model.compile(backend="eager"),
+    "layers": lambda model: [layer.compile(backend="eager") for layer in model.layers],
+}
 
 
 @pytest.mark.quick("cpu")
 @pytest.mark.parametrize("kind", ["cpu", "late"])
-@pytest.mark.parametrize("compiles", [compile_model, compile_layers])
+@pytest.mark.parametrize("what", COMPILES)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_before_or_after(kind: str, compiles: Callable[[Stack], None], when: str) -> None:
+def test_compiled_before_or_after(kind: str, what: str, when: str) -> None:
     torch.compiler.reset()
     backend, model = make_backend(kind), stack(depth=3)
     plain = copy.deepcopy(model)
     if when == "before":
-        compiles(model)
+        COMPILES[what](model)
     with offload_layers(model, "layers", backend=backend) as offloaded, backend.activate():
         if when == "after":
-            compiles(model)
+            COMPILES[what](model)
         for rows in (2, 3, 5):
             outputs = [module(torch.ones(rows, WIDTH)) for module in (model, plain)]
-            for output in outputs:
-                output.sum().backward()
+            sum(output.sum() for output in outputs).backward()
             assert same_bits(outputs[:1], outputs[1:]) and same_bits(state(model), state(plain))
         assert offloaded.statistics().bytes_reloaded > 0
-
-
-class Outer(nn.Module):
-    """Is interrupted behind the layers, or between them."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.inner = stack(depth=depth)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner(x)
-        raise KeyboardInterrupt
 
 
 def interrupt(*_: object) -> None:
@@ -286,18 +254,106 @@ def test_an_interrupt_outside_of_layers_leaves_nothing_to_another_forward(
     backend = SimulatedBackend("late")
     x = torch.randn(2, WIDTH).to(backend.device)
     with backend.activate(), torch.no_grad():
-        model = Outer(depth)
+        model = nn.Sequential(stack(depth=depth), nn.Identity())
         plain = moved(copy.deepcopy(model), backend.device)
-        offload_layers(model, "inner.layers", backend=backend, num_resident=min(2, depth))
-        hook = model.inner.layers[0].register_forward_hook(interrupt) if is_between else None
+        offload_layers(model, "0.layers", backend=backend, num_resident=min(2, depth))
+        interrupted = model[0].layers[0] if is_between else model[1]
+        hook = interrupted.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(x)
-        if hook is not None:
-            hook.remove()
+        hook.remove()
         backend.synchronize()  # else the write and a copy that is under way are a race
         for step in (2, 3):
             for module in (model, plain):
                 for parameter in module.parameters():
                     parameter.data.mul_(step)
-            assert same_bits([model.inner(x)], [plain.inner(x)])
+            assert same_bits([model[0](x)], [plain[0](x)])
     backend.check()
+
+
+# Modules that are refused, and parameters that get other names while they wait
+
+Change = Callable[[nn.Module], nn.Module]
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    prune.l1_unstructured(layer, "weight", 0.3)
+    return layer
+
+
+def pruned_for_good(layer: nn.Module) -> nn.Module:
+    permanent: nn.Module = prune.remove(pruned(layer), "weight")
+    return permanent
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "spectral": (nn.utils.spectral_norm, "spectral_norm, .*parametrizations"),
+    "weight": (nn.utils.weight_norm, "weight_norm, .*parametrizations"),
+    "pruned": (pruned, r"prune, .*prune\.remove\(\)"),
+    "scripted": (torch.jit.script, "is of TorchScript"),
+    "rnn": (lambda layer: nn.GRU(WIDTH, WIDTH), "is an RNN of PyTorch.* GRUCell"),
+}
+"""What makes a module that is refused, and what the message says."""
+
+INSTEAD = [parametrizations.spectral_norm, parametrizations.weight_norm, pruned_for_good]
+
+
+def stack_of(change: Change) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(change(nn.Linear(WIDTH, WIDTH))) for _ in range(3)))
+
+
+@on_two_backends
+@both_ways
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_advice(active: Backend, offload: Offload, name: str) -> None:
+    """And the model is as before."""
+    change, message = REFUSED[name]
+    model = stack_of(change)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=rf"0' .*{message}"):
+        offload(model, active)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    assert all("_apply" not in vars(module) for module in model.modules())
+
+
+@on_two_backends
+@both_ways
+@pytest.mark.parametrize("change", INSTEAD)
+def test_what_the_advice_says_works(active: Backend, offload: Offload, change: Change) -> None:
+    model, _ = offload(stack_of(change), active)
+    assert same_training(stack_of(change).to(active.device), model, active)
+
+
+@on_two_backends
+def test_modules_whose_parameters_stay_are_taken(active: Backend) -> None:
+    def build() -> nn.Sequential:
+        model = stack_of(nn.utils.spectral_norm)
+        for layer in model:
+            layer.append(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+            layer.append(torch.jit.script(nn.Tanh()))
+        return model
+
+    model, _ = as_layers(build(), active, frozen_only=True)
+    assert same_training(build().to(active.device), model, active)
+
+
+@on_two_backends
+@pytest.mark.parametrize("change", [pruned, parametrizations.weight_norm])
+def test_a_parameter_that_gets_another_name_later(active: Backend, change: Change) -> None:
+    """Is an error until the handle is closed; one that becomes None is not missed."""
+    plain, layers = (stack_of(lambda layer: layer) for _ in range(2))
+    model, handle = as_layers(layers, active)
+    x = input_for(active)
+    model(x)
+    for each in (plain, layers):
+        change(each[1][0])
+        each[2][0].bias = None
+    message = r"Linear in 0\.1 had a parameter 'weight'.* now has \[.*'bias'.*close\(\)"
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=message):
+            model(x)
+    assert handle.parameter_bytes_on_device == 0
+    handle.close()  # type: ignore[attr-defined]
+    model.to(active.device)
+    assert same_training(plain.to(active.device), model, active)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pp_offload import OffloadActivations
 from pp_offload._common.workers import Workers
 from pp_offload.backends.base import Event
 from pp_offload.errors import CaptureError, NotWhileCapturingError, RaceError
@@ -285,15 +286,21 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.field("F64")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operators_of_each_layout_run_under_watch(layout: str, backend: SimulatedBackend) -> None:
-    """An error of the watch would end the process: torch calls it where nothing may be raised."""
+    """An error of the watch would end the process: torch calls it where nothing may be raised.
 
-    def run() -> list[Tensor]:
+    In a context, too, which leaves what is not strided where it is.
+    """
+
+    def run(context: Any = None) -> list[Tensor]:
         x = torch.arange(64.0).view(8, 8).requires_grad_()
-        y = LAYOUTS[layout](x)
+        with context or nullcontext():
+            y = LAYOUTS[layout](x)
         y.sum().backward()
         assert x.grad is not None
         return [y.detach(), x.grad]
 
     expected = run()
     with backend.activate():
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
         assert all(map(torch.equal, run(), expected))
+        assert all(map(torch.equal, run(context), expected))
