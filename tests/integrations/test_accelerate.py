@@ -35,8 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_accelerator(**options: Any) -> Accelerator:
-    """A fresh one, whatever was made before; the process group stays."""
-    AcceleratorState._reset_state()
+    """A fresh one, whatever was made before."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(cpu=True, **options)
 
@@ -76,6 +76,7 @@ def train(
 def on_the_cpu() -> Iterator[None]:
     with use_backend(CpuBackend()):
         yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,9 +119,9 @@ def fit(model: Model, trainer: Any) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    with use_backend(CpuBackend()):
+    with use_backend(CpuBackend()), patch.dict(os.environ):
         yield
-    if dist.is_initialized():  # by a strategy
+    if dist.is_initialized():  # by a strategy, which sets variables too
         dist.destroy_process_group()
 
 
