@@ -35,6 +35,9 @@ def step(manager: PipelineOffloadManager) -> list[torch.Tensor]:
 def test_steps_begin_anew(manager: PipelineOffloadManager) -> None:
     expected = step(manager)
     moved = manager.statistics().bytes_offloaded
+    assert manager.offload_summary_bytes == {}
+    manager.post_warmup_callback()
+    assert manager.offload_summary_bytes != {}
     assert same_bits(step(manager), expected)
     assert manager.statistics().bytes_offloaded < 2 * moved, "the plan keeps the last groups"
     configure(OTHER)
