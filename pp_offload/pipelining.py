@@ -255,8 +255,7 @@ def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
 
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
     """Raise if the plan recomputes a layer that is not recomputed."""
-    for vp_stage, stage in enumerate(stages):
-        names = plan.recomputed_in(vp_stage)
+    for stage, names in zip(stages, plan.recomputed, strict=False):  # by hand there may be none
         missing = [name for name in names if not is_recomputed(stage.submod, name)]
         if missing:
             raise OffloadError(

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
-from math import isfinite
-from types import UnionType
-from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from pp_offload._common.checks import brief
 from pp_offload.errors import ConfigError
@@ -26,18 +24,6 @@ if TYPE_CHECKING:
 FORMAT = "pp_offload plan 1"
 
 HOW = "expected a plan as `pp-offload plan -o` writes it"
-
-KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    str: ("a text", lambda value: isinstance(value, str)),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
-    float: (
-        "seconds of at least 0",
-        lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
-    ),
-    Mapping[str, Any]: ("options by name", lambda value: isinstance(value, Mapping)),
-}
-"""Expected value in a file, in words and as a check, by the type of the field."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +37,6 @@ class PlannedGroup:
 
     keeps: bool
     """True if the group stays on the device."""
-
-    def is_it(self, name: str, nbytes: int) -> bool:
-        """Whether a group at this place of the stage is the planned one."""
-        return (self.name, self.nbytes) == (name, nbytes)
 
 
 @dataclass(frozen=True)
@@ -89,8 +71,8 @@ class RankPlan:
     offload_s: float = 0.0
     """Time that the copies to the host take."""
 
-    on_demand_reloads: int | None = None
-    """Payloads reloaded only when backward reaches their group; None in an older file."""
+    on_demand_reloads: int = 0
+    """Payloads reloaded only when backward reaches their group."""
 
     optimizer_bytes: int = 0
     """Part of the peak that is the optimizer's state; 0 without an optimizer."""
@@ -107,9 +89,6 @@ class RankPlan:
         if self.max_in_flight_bytes is None or self.prefetch_bytes is None:
             return None
         return self.max_in_flight_bytes, self.prefetch_bytes
-
-    def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
-        return self.recomputed[vp_stage] if vp_stage < len(self.recomputed) else ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +112,7 @@ class OffloadPlan:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Options the plan was made with, by name, which the run needs, too: fields of
     :class:`pp_offload.OffloadConfig` that differ from the default, ``num_microbatches`` and
-    ``schedule``. Empty in an older file.
+    ``schedule``.
     """
 
     def rank(self, number: int) -> RankPlan:
@@ -149,23 +128,6 @@ class OffloadPlan:
             " a plan for this pipeline: make one with as many ranks"
         )
 
-    def with_limit(self, limit_bytes: int) -> Self:
-        return replace(self, limit_bytes=limit_bytes)
-
-    def recomputed_by_stage(
-        self, stages_of: Callable[[int], Sequence[int]]
-    ) -> dict[int, tuple[str, ...]]:
-        """Return the names of recomputed layers, by stage of the pipeline.
-
-        Args:
-            stages_of: Numbers of the stages of a rank, in the order of its virtual stages.
-        """
-        return {
-            stage: rank.recomputed_in(vp_stage)
-            for number, rank in enumerate(self.ranks)
-            for vp_stage, stage in enumerate(stages_of(number))
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; :meth:`from_dict` makes an equal plan of them."""
         return {"format": FORMAT, **asdict(self)}
@@ -180,8 +142,13 @@ class OffloadPlan:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             actual = content.get("format") if isinstance(content, Mapping) else content
             raise ConfigError(f"the format is {brief(actual)}, expected {FORMAT!r}; {HOW}")
-        plan: Self = _record(cls, content)
-        return plan
+        values = {name: value for name, value in content.items() if name != "format"}
+        try:
+            values["ranks"] = tuple(map(_rank, values["ranks"]))
+            return cls(**values)
+        except (KeyError, TypeError) as failure:
+            kind = type(failure).__name__
+            raise ConfigError(f"the values do not fit ({kind}: {failure}); {HOW}") from failure
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -209,29 +176,7 @@ class OffloadPlan:
             file.write("\n")
 
 
-def _record(kind: type, content: Any) -> Any:
-    """Make a record of its fields by name. Older files lack some, which have defaults."""
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"found {brief(content)} in place of values by name; {HOW}")
-    types, values = get_type_hints(kind), {}
-    for each in fields(kind):
-        value = content.get(each.name)
-        has_default = each.default is not MISSING or each.default_factory is not MISSING
-        if not (value is None and has_default):
-            values[each.name] = _value(types[each.name], each.name, value)
-    return kind(**values)
-
-
-def _value(kind: Any, name: str, value: Any) -> Any:
-    """Return a field's value, of this type, from a value of JSON."""
-    if is_dataclass(kind):
-        return _record(cast(type, kind), value)
-    origin, (item, *_) = get_origin(kind), get_args(kind) or (kind,)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} is {brief(value)}, expected a list; {HOW}")
-        return tuple(_value(item, name, each) for each in value)
-    expected, is_right = KINDS[item if origin is UnionType else kind]
-    if not is_right(value):
-        raise ConfigError(f"{name} is {brief(value)}, expected {expected}; {HOW}")
-    return value
+def _rank(content: Mapping[str, Any]) -> RankPlan:
+    stages = tuple(tuple(PlannedGroup(**group) for group in stage) for stage in content["stages"])
+    recomputed = tuple(map(tuple, content.get("recomputed", ())))
+    return RankPlan(**{**content, "stages": stages, "recomputed": recomputed})

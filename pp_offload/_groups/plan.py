@@ -124,7 +124,7 @@ class Plan:
         if key.chunk in self.names:
             return key in self.kept and self.names[key.chunk][key.position] == name
         groups = self._planned_from(key)
-        return bool(groups) and groups[0].keeps and groups[0].is_it(name, nbytes)
+        return groups[:1] == (PlannedGroup(name, nbytes, True),)
 
     def _planned_from(self, key: GroupKey) -> tuple[PlannedGroup, ...]:
         """Return the options' plan for a group and the later groups of its chunk."""
@@ -215,6 +215,6 @@ def planned_groups(
         stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
         for key, name, nbytes in chunk.by_key():
             planned = stage[key.position] if key.position < len(stage) else None
-            is_planned = planned is not None and planned.is_it(name, nbytes)
+            is_planned = planned is not None and (planned.name, planned.nbytes) == (name, nbytes)
             groups.append((key, planned if is_planned else None))
     return groups

@@ -4,8 +4,7 @@
     check = PlanCheck()                      # each manager has its own
     check.check(config, pipeline_rank)       # logs what differs, at the first call
 
-Options with default values are omitted. The plan of an older file has no options, and is compared
-by its number of ranks alone.
+Options with default values are omitted.
 """
 
 from __future__ import annotations
@@ -98,9 +97,8 @@ def _plain(config: OffloadConfig, smallest_numel: int | None = None) -> dict[str
 
 
 def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
-    """Return the options of a plan, with defaults; of an older plan only the number of ranks."""
-    options = _plain(OffloadConfig()) | dict(plan.options) if plan.options else {}
-    return options | {"num_ranks": len(plan.ranks)}
+    """Return the options of a plan, with defaults, and the number of ranks."""
+    return {**_plain(OffloadConfig()), **plan.options, "num_ranks": len(plan.ranks)}
 
 
 def _is_as_planned(name: str, value: Any, planned: Any, rank: RankPlan) -> bool:

@@ -317,7 +317,7 @@ def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
     best: list[OffloadPlan] = []
     for plan in plans:
         is_slower = bool(best) and best[-1].seconds < plan.seconds
-        best.append(best[-1].with_limit(plan.limit_bytes) if is_slower else plan)
+        best.append(replace(best[-1], limit_bytes=plan.limit_bytes) if is_slower else plan)
     return best
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_the_limit_of_a_plan_and_a_plan_of_another_pipeline(tmp_path: Path) -> N
     good("plan", *DEEP, "--limit", "300MiB", "-o", path)
     output = good("simulate", *DEEP, "--plan", path)
     assert output.endswith("The plan's limit is 0.29 GiB, and no rank is above it.\n")
-    OffloadPlan.load(path).with_limit(max(planned(path)) - 2**20).save(lower)
+    replace(OffloadPlan.load(path), limit_bytes=max(planned(path)) - 2**20).save(lower)
     code, output = run("simulate", *DEEP, "--plan", lower)
     assert code == 1 and output.endswith("above it is rank 0 by 1.00 MiB.\n"), output
     code, output = run("simulate", *DEEP, "--plan", path, "--ranks", 3)
