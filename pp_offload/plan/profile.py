@@ -140,7 +140,7 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
         tuple(sorted(groups, key=attrgetter("stage"))),
         tuple(sorted(stages, key=attrgetter("stage"))),
         tuple(rank_tapes.resident_bytes for rank_tapes in tapes),
-        hardware.d2h_rate / 1e3,
+        hardware.link_bytes_per_s / 1e3,
         tuple(map(_optimizer, tapes)),
     )
 

@@ -54,7 +54,6 @@ def record(
         hardware,
         link_bytes_per_s=inf,
         both_links_bytes_per_s=None,
-        host_bytes_per_s=None,
         copy_latency_s=0.0,
         launch_s=0.0,
     )

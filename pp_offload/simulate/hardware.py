@@ -52,11 +52,8 @@ class Hardware:
     """Rate of copies from the host, while none go there. None for the rate to the host."""
 
     both_links_bytes_per_s: float | None = None
-    """Sum of the rates in both directions at once. None if neither slows the other."""
-
-    host_bytes_per_s: float | None = None
-    """Sum of this device's rates in both directions that host memory allows: its equal share where
-    several devices share a host. None for no bound.
+    """Sum of the rates in both directions at once, as the link and host memory allow; of host
+    memory, an equal share where several devices share a host. None if neither slows the other.
     """
 
     d2h_slowdown: float = 0.0
@@ -129,30 +126,20 @@ class Hardware:
             ) from failure
 
     @property
-    def d2h_rate(self) -> float:
-        """Bytes a second of copies to the host while none come from the host."""
-        return min(self.link_bytes_per_s, self._host_share)
-
-    @property
     def h2d_rate(self) -> float:
         """Bytes a second of copies from the host while none go to the host."""
-        rate = self.h2d_bytes_per_s
-        return min(self.link_bytes_per_s if rate is None else rate, self._host_share)
+        return self.link_bytes_per_s if self.h2d_bytes_per_s is None else self.h2d_bytes_per_s
 
     @property
     def both_copies_bytes_per_s(self) -> float:
         """Rate of copies in both directions together."""
         both = self.both_links_bytes_per_s
-        return min(self.d2h_rate + self.h2d_rate if both is None else both, self._host_share)
+        return self.link_bytes_per_s + self.h2d_rate if both is None else both
 
     @property
     def copies_slow_compute(self) -> bool:
         """Whether operators take longer while copies run."""
         return self.d2h_slowdown + self.h2d_slowdown > 0
-
-    @property
-    def _host_share(self) -> float:
-        return inf if self.host_bytes_per_s is None else self.host_bytes_per_s
 
 
 def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
@@ -175,13 +162,12 @@ def _row(name: str, tflops: int, memory_gb_per_s: int, memory_gb: int, link_gb: 
     )
 
 
+# Grace's LPDDR5X has 512 GB/s by its data sheet. A GB200 or GB300 shares it with a second device.
 GH200 = replace(
     _row("GH200", 990, 4000, 96, 170),
     h2d_bytes_per_s=411 * GB,  # NVLink-C2C has 450 GB/s each way; this is a published measurement
-    host_bytes_per_s=512 * GB,  # of the data sheet of Grace's LPDDR5X
+    both_links_bytes_per_s=512 * GB,
 )
-HALF_OF_GRACE = 256 * GB
-"""Of 512 GB/s by the data sheet: Grace's NVLink-C2C, 450 GB/s each way, serves two devices."""
 
 
 class _Devices(dict[str, Hardware]):
@@ -203,8 +189,8 @@ DEVICES: dict[str, Hardware] = _Devices(
         _row("H200", 990, 4800, 141, 50),
         GH200,
         _row("B200", 2250, 8000, 180, 50),
-        replace(_row("GB200", 2500, 8000, 186, 225), host_bytes_per_s=HALF_OF_GRACE),
-        replace(_row("GB300", 2500, 8000, 288, 225), host_bytes_per_s=HALF_OF_GRACE),
+        replace(_row("GB200", 2500, 8000, 186, 225), both_links_bytes_per_s=256 * GB),
+        replace(_row("GB300", 2500, 8000, 288, 225), both_links_bytes_per_s=256 * GB),
         _row("MI300X", 1307, 5300, 192, 50),
     )
 )

@@ -50,7 +50,7 @@ class Link:
         self.bytes_to_host = self.bytes_to_device = 0
         self._host, self._hardware = host, host.hardware
         both = self._both_rate = host.hardware.both_copies_bytes_per_s
-        to_host, to_device = host.hardware.d2h_rate, host.hardware.h2d_rate
+        to_host, to_device = host.hardware.link_bytes_per_s, host.hardware.h2d_rate
         self._rates = {True: min(to_host, both), False: min(to_device, both)}
         self.are_apart = both >= sum(self._rates.values())
         self._uses: list[Use] = []

@@ -141,4 +141,4 @@ def test_rates_and_costs_are_measured() -> None:
     hardware = DeviceSpeed(torch.device("emulated", 0), nbytes=2**16).hardware()
     assert hardware.name == "measured emulated"
     assert hardware.pin_bytes_per_s is not None, "which a CPU has no figure for"
-    assert hardware.both_links_bytes_per_s != min(hardware.d2h_rate, hardware.h2d_rate)
+    assert hardware.both_links_bytes_per_s != min(hardware.link_bytes_per_s, hardware.h2d_rate)

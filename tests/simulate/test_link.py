@@ -46,7 +46,6 @@ class Copies:
         ({"copy_latency_s": 0.5}, "out,out", [10.5, 21]),
         ({"both_links_bytes_per_s": 1.5}, "out,back,out", [10, 15, 22.5]),
         ({"both_links_bytes_per_s": 1.0}, "out,back,out", [10, 20, 30]),
-        ({"host_bytes_per_s": 1.5}, "out,back", [10, 15]),
         ({"link_bytes_per_s": inf}, "out,back", [0, 0]),
     ],
 )
