@@ -36,10 +36,7 @@ def brief(value: object) -> str:
     """
     if not isinstance(value, (*_PLAIN, list, tuple, set, dict)):
         return str(value) if isinstance(value, enum.Enum) else _class_of(value)
-    try:
-        text = repr(value)
-    except Exception:  # raised by an object inside
-        return _class_of(value)
+    text = repr(value)
     is_plain = isinstance(value, _PLAIN)
     if len(text) <= MAX_BRIEF and "\n" not in text:
         return text if is_plain else f"the {type(value).__qualname__} {text}"

@@ -35,7 +35,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from pp_offload._common.processes import check, current
-from pp_offload.errors import ClosedError, OffloadError
+from pp_offload.errors import ClosedError
 
 _here = threading.local()
 
@@ -165,15 +165,7 @@ class Workers:
         name, args = f"pp_offload-{self._name}", (self._queue, self._end, self._keep)
         for _ in range(self._num_threads):
             thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as failure:  # a limit of the system
-                if self._threads:
-                    break  # those that started do the work
-                raise OffloadError(
-                    f"no thread {name} could be started: {failure}; raise the limit "
-                    "of processes (ulimit -u, pids.max of a container), or end other threads"
-                ) from failure
+            thread.start()
             self._threads.append(thread)
         self._owner = current()  # last: see NOTE [ Signals and threads ]
 

@@ -23,14 +23,9 @@ def test_any_tensor_can_be_described() -> None:
     assert described(torch.ones(2).as_subclass(Mute)) == "a Mute"
 
 
-class Broken:
-    def __repr__(self) -> str:
-        raise RuntimeError
-
-
 def test_a_value_is_said_in_a_few_words() -> None:
     assert brief(torch.ones(1)) == "a Tensor"
-    assert brief([Broken()]) == brief([*range(100)]) == "a list"
+    assert brief([*range(100)]) == "a list"
     assert brief("x" * 1000) == "'" + "x" * 99 + "..."
 
 

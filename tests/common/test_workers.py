@@ -7,14 +7,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import pytest
 from helpers.injected import Injected, files, interrupt_at, points_in
 from helpers.processes import HANG_S, run_each
 
 from pp_offload._common import workers as module
 from pp_offload._common.undo import UndoStack
 from pp_offload._common.workers import Workers
-from pp_offload.errors import OffloadError
 
 LINES = files("_common/workers")
 
@@ -38,29 +36,6 @@ def test_work_is_done_in_order_after_a_start_that_was_cut_off() -> None:
         assert all(map(is_done_soon, pieces)), number
         assert [piece.result() for piece in pieces] == [0, 1, 2]
         workers.shutdown()
-
-
-@pytest.mark.parametrize("num_started", [0, 1])
-def test_the_threads_that_the_system_allows_do_the_work(
-    num_started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers, start, rest = Workers("test", num_threads=3), threading.Thread.start, [num_started]
-
-    def start_few(thread: threading.Thread) -> None:
-        if not rest[0]:
-            raise RuntimeError("can't start new thread")
-        rest[0] -= 1
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_few)
-        if num_started:
-            assert workers.submit(lambda: 7).result() == 7
-        else:
-            with pytest.raises(OffloadError, match="can't start new thread; raise .* .ulimit -u"):
-                workers.submit(lambda: 7)
-    assert workers.submit(lambda: 8).result() == 8
-    workers.shutdown()
 
 
 def test_a_shutdown_after_an_interrupted_one_waits_for_the_work() -> None:
