@@ -85,8 +85,7 @@ def predict_each(
             ranks.append(VirtualRank(order, number, manager, work.device, work, messages))
         steps = []
         for _ in range(num_steps):
-            for _ in run_step(ranks):
-                continue
+            run_step(ranks)
             steps.append(PipelineStep([rank.ended() for rank in ranks]))
         del ranks  # or the collector would search them now
     return steps
@@ -179,9 +178,6 @@ class TapeWork(RankWork):
         with self._order.running(self.manager, key, part):
             self._play(events, self._chunks[key])
         return tape.sent_back_bytes
-
-    def weight(self, stage: int, microbatch: int) -> None:
-        self.backward("BACKWARD_WEIGHT", stage, microbatch)
 
     def _key(self, stage: int, microbatch: int) -> ChunkKey:
         return ChunkKey(self._stages.index(stage), microbatch)

@@ -232,7 +232,7 @@ class _Recording:
                 notes.sent_back_bytes = work.backward(kind, stage, microbatch)
                 notes.actions[kind].append(recorder.taken())
                 if kind == "BACKWARD_INPUT":
-                    work.weight(stage, microbatch)
+                    work.backward("BACKWARD_WEIGHT", stage, microbatch)
                     notes.actions["BACKWARD_WEIGHT"].append(recorder.taken())
         return by_stage
 

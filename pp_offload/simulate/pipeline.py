@@ -84,8 +84,7 @@ def run_pipeline(
         for _ in range(num_steps):
             gc.collect()
             with collector_off():  # otherwise a peak would depend on its timing
-                for _ in run_step(ranks, lambda rank: use_manager(rank.manager)):
-                    continue
+                run_step(ranks, lambda rank: use_manager(rank.manager))
         return PipelineStep([rank.ended() for rank in ranks])
 
 

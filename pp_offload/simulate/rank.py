@@ -1,7 +1,6 @@
 """A rank of a virtual pipeline: its actions in order, and their cost.
 
-    for _ in run_step(ranks):
-        ...
+    run_step(ranks)
     ranks[0].ended().waits_most_for
 
 NOTE [ Turns ]
@@ -21,7 +20,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.pipelining import Action
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.messages import Messages
-from pp_offload.simulate.schedules import BACKWARDS, PipelineOrder
+from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import RankWork
 
 
@@ -149,13 +148,10 @@ class VirtualRank:
         kind, stage, microbatch = action
         if kind == "FORWARD":
             return self._work.forward(stage, microbatch)
-        if kind in BACKWARDS:
-            return self._work.backward(kind, stage, microbatch)
-        if kind == "BACKWARD_WEIGHT":
-            self._work.weight(stage, microbatch)
-        else:
+        if kind == "REDUCE_GRAD":
             self._work.reduce(stage)
-        return 0
+            return 0
+        return self._work.backward(kind, stage, microbatch)
 
     def ended(self) -> RankStep:
         """Return the cost of the step, when all actions are over."""
@@ -179,13 +175,8 @@ class VirtualRank:
 def run_step(
     ranks: Sequence[VirtualRank],
     in_use: Callable[[VirtualRank], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[None]:
-    """Run a step of all ranks; yields after each action. See NOTE [ Turns ].
-
-    Args:
-        ranks: Ranks in order.
-        in_use: Context in which the actions of a rank run.
-    """
+) -> None:
+    """Run a step of all ranks, each inside of its context ``in_use``. See NOTE [ Turns ]."""
     begin_s = max(rank.backend.seconds for rank in ranks)
     for rank in ranks:
         with in_use(rank):
@@ -199,7 +190,6 @@ def run_step(
                     if not may_go_on:
                         break
                     has_run = True
-                    yield
                 else:
                     del running[rank]
         assert has_run or not running, "a schedule has no circles"

@@ -43,11 +43,8 @@ class RankWork:
         return 0
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        """Run a backward, or its first part; return the bytes sent to the stage before."""
+        """Run a backward, or a part of it; return the bytes sent to the stage before."""
         return 0
-
-    def weight(self, stage: int, microbatch: int) -> None:
-        """Run the second part of a backward."""
 
     def reduce(self, stage: int) -> None:
         """End the backwards of a stage."""
@@ -117,12 +114,10 @@ class _TimedWork(RankWork):
         return 0
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        rest_s = self._times.weight_s if kind == "FULL_BACKWARD" else 0.0
-        self._launch(self._times.input_s + rest_s)
+        input_s, weight_s = self._times.input_s, self._times.weight_s
+        times = {"BACKWARD_INPUT": input_s, "BACKWARD_WEIGHT": weight_s}
+        self._launch(times.get(kind, input_s + weight_s))
         return 0
-
-    def weight(self, stage: int, microbatch: int) -> None:
-        self._launch(self._times.weight_s)
 
 
 class Modules(Work):
@@ -242,6 +237,9 @@ class _ModuleWork(RankWork):
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
         runner = self._stages[stage]
+        if kind == "BACKWARD_WEIGHT":
+            runner.backward_weight_one_chunk(microbatch)
+            return 0
         is_full = kind == "FULL_BACKWARD"
         loss = self._losses.get(microbatch)
         runner.backward_one_chunk(microbatch, loss=loss, full_backward=is_full)
@@ -251,9 +249,6 @@ class _ModuleWork(RankWork):
         if stage - 1 in self._stages:
             self._stages[stage - 1].set_local_bwd_input(gradients, microbatch)
         return sum(tensor.nbytes for tensor in tensors_in(gradients))
-
-    def weight(self, stage: int, microbatch: int) -> None:
-        self._stages[stage].backward_weight_one_chunk(microbatch)
 
     def reduce(self, stage: int) -> None:
         self._stages[stage].perform_reduce_grad(self._num_microbatches)
