@@ -112,7 +112,7 @@ def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
 def check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
     """Check that tapes were recorded with the smallest tensor of the config."""
     expected = config.min_offloaded_tensor_size
-    for recorded in {rank.min_offloaded_tensor_size for rank in tapes} - {None, expected}:
+    for recorded in {rank.min_offloaded_tensor_size for rank in tapes} - {expected}:
         raise ValueError(
             f"the tapes were recorded with min_offloaded_tensor_size {recorded}, and the config "
             f"beside them has {expected}, expected the same; give record() and choose() one config"

@@ -167,9 +167,7 @@ class _Recording:
         manager.offloader.observers.remove(recorder)
         self._check_copies()
         smallest = manager.config.min_offloaded_tensor_size
-        return RankTapes(
-            stages, used_bytes - state_bytes, update, min_offloaded_tensor_size=smallest
-        )
+        return RankTapes(stages, used_bytes - state_bytes, smallest, update)
 
     def _run_once(self) -> None:
         """Run a microbatch, which allocates all memory that is allocated once."""

@@ -193,6 +193,9 @@ class RankTapes:
     resident_bytes: int
     """Device memory at the begin of the first step: parameters, and buffers of the schedule."""
 
+    min_offloaded_tensor_size: int
+    """Option of this name that the tapes were recorded with."""
+
     update: Repeated = Repeated()
     """Work of an optimizer at the end of a step; empty without an optimizer."""
 
@@ -201,9 +204,6 @@ class RankTapes:
 
     num_layers: int = 0
     """Number of layers that the rank could recompute, these included."""
-
-    min_offloaded_tensor_size: int | None = None
-    """Option of this name that the tapes were recorded with; None if unknown."""
 
     variant: Callable[[int], RankTapes] | None = field(default=None, compare=False, repr=False)
     """Function that records the rank with a number of layers recomputed; None without layers."""
@@ -240,14 +240,5 @@ class RankTapes:
         return replace(self, resident_bytes=resident_bytes, update=update)
 
     def recomputing(self, num: int) -> RankTapes:
-        """Return the same rank with ``num`` of its layers recomputed, spread evenly.
-
-        Raises:
-            ValueError: The rank has fewer layers that may be recomputed.
-        """
-        if not 0 <= num <= self.num_layers:
-            raise ValueError(
-                f"{num} layers are to be recomputed, expected 0 to {self.num_layers}; name them "
-                'with Modules(layers="layers.*")'
-            )
+        """Return the same rank with ``num`` of its ``num_layers`` recomputed, spread evenly."""
         return self if self.variant is None else self.variant(num)

@@ -27,9 +27,6 @@ from pp_offload.simulate.hardware import Hardware, check_number
 
 aten = torch.ops.aten
 
-MAX_CALLS = 10_000
-"""Most calls in the cache, for programs whose sizes never repeat."""
-
 Measured = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
 """Given an overload, its arguments, its named arguments and its outputs; seconds, or None."""
 
@@ -87,7 +84,7 @@ class OperatorCosts:
         outputs = func(*args, **kwargs)
         seconds = self._seconds(func, args, kwargs, outputs)
         layouts = None if key is None else _layouts(outputs)
-        if layouts is not None and len(self._results) < MAX_CALLS:
+        if layouts is not None:
             self._results[key] = Result(layouts, isinstance(outputs, tuple), seconds)
         return outputs, seconds
 

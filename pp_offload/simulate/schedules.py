@@ -14,7 +14,6 @@ only the number of its stages.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -100,13 +99,7 @@ class PipelineOrder:
         self.actions = [_actions(made, rank) for rank in range(num_ranks)]
         self.rank_of: dict[int, int] = {}
         for rank, actions in enumerate(self.actions):
-            for (kind, stage, microbatch), number in Counter(actions).items():
-                self.rank_of[stage] = rank
-                if number > 1:
-                    raise ValueError(
-                        f"rank {rank} of {schedule} has {kind} of stage {stage} and microbatch "
-                        f"{microbatch} {number} times, expected each action once"
-                    )
+            self.rank_of |= {action.stage_index: rank for action in actions}
         missing = sorted(set(range(num_stages)) ^ set(self.rank_of))
         if missing:
             raise ValueError(

@@ -23,12 +23,7 @@ from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.backends.captures import no_memory_in_captures
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
 from pp_offload.testing.operators import Watch
-from pp_offload.testing.streams import (
-    ORDERS,
-    SimulatedEvent,
-    SimulatedStream,
-    Timeline,
-)
+from pp_offload.testing.streams import SimulatedStream, Timeline
 
 
 class SimulatedBackend(HasLiveStream[SimulatedStream]):
@@ -164,6 +159,3 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         detector = self._timeline.detector
         history = detector.see(tensor.untyped_storage(), self._current.clock, is_host=is_host)
         detector.access(stream.clock, history, tensor, kind, label)
-
-
-__all__ = ["ORDERS", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pp_offload._common import pictures as art
-from pp_offload._common.pictures import FORMATS, NEEDS
 from pp_offload._common.sizes import GIB, MIB
 from pp_offload.trace import timeline as tl
 from pp_offload.trace.figures import (
@@ -31,8 +30,6 @@ from pp_offload.trace.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["FORMATS", "NEEDS", "draw", "picture"]
 
 STYLES = {  # row, colour and hatch; a later kind covers those before
     Kind.OPERATORS: ("compute", art.OTHER_WORK, ""),
@@ -80,8 +77,9 @@ def picture(
 
     Raises: see :func:`draw`.
     """
-    panels = _panels(timeline, step)
-    shown = [panels[rank] for rank in ranks or panels]
+    steps = rank_steps(timeline, step)
+    zero_s = min(each.begin_s for each in steps.values())
+    shown = [_Panel(steps[rank], zero_s) for rank in ranks or steps]
     shown_ms = max(panel.ms(panel.step.end_s) for panel in shown)
     figure = art.new_figure(1.1 + 2.1 * len(shown))
     heights = [height for _ in shown for height in (1.15, 0.85)]
@@ -105,12 +103,6 @@ class _Panel(NamedTuple):
 
     def ms(self, time_s: float) -> float:
         return (time_s - self.zero_s) * 1e3
-
-
-def _panels(timeline: Timeline, number: int | None) -> dict[int, _Panel]:
-    steps = rank_steps(timeline, number)
-    zero_s = min(step.begin_s for step in steps.values())
-    return {rank: _Panel(step, zero_s) for rank, step in steps.items()}
 
 
 def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:

@@ -215,9 +215,6 @@ WRONG: dict[str, Callable[[Path], object]] = {
         SCHEDULES["interleaved1f1b"], num_ranks=2, num_stages=5, num_microbatches=4
     ),
     "Number of microbatches": lambda path: order("1f1b", 4, 1, 2),
-    "rank 0 .*FORWARD of stage 0 and microbatch 0 2 times": (
-        lambda path: of_text("0F0,0F0,0B0,0B0\n", path)
-    ),
     "order.csv.*what": lambda path: of_text("what,is,this\n", path),
     r'DEVICES\["H100"\]': lambda path: VirtualBackend("H100"),
     "forward_s is -1, expected a num": lambda path: Times(forward_s=-1, input_s=1, weight_s=1),

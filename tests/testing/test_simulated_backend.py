@@ -14,7 +14,8 @@ from pp_offload import OffloadActivations
 from pp_offload._common.workers import Workers
 from pp_offload.backends.base import Event
 from pp_offload.errors import CaptureError, NotWhileCapturingError, RaceError
-from pp_offload.testing.simulated import ORDERS, SimulatedBackend
+from pp_offload.testing import SimulatedBackend
+from pp_offload.testing.streams import ORDERS
 
 
 @pytest.fixture(params=ORDERS)
