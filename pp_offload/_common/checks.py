@@ -117,11 +117,9 @@ def checked_tensors(name: str, given: Any) -> Sequence[Tensor] | None:
 
 def near(name: object, names: Sequence[str]) -> str:
     """Propose the nearest of ``names``, for the end of a message; empty if none is near."""
-    text = name if isinstance(name, str) else ""
-    close = [each for each in names if text and each.lower() == text.lower()]
-    close = close or difflib.get_close_matches(text, names, n=1, cutoff=0.5)
-    close = close or [each for each in names if text and each.startswith(text)][:1]
-    return f" (did you mean {close[0]}?)" if close else ""
+    text, by_lower = str(name).lower(), {each.lower(): each for each in names}
+    close = difflib.get_close_matches(text, by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 
 def check_names(options: Iterable[object], names: Sequence[str], of: str = "") -> None:
