@@ -1,25 +1,21 @@
 """Recorder of a rank's work, for tapes.
 
 recorder = Recorder(backend)             # before anything is allocated
-manager.offloader.observers.add(recorder)
 chunk = recorder.begin_chunk()
-...                                      # a forward
-raw = recorder.taken()
-...                                      # all backwards
-recorder.events_of(raw)
+raw = recorder.taken()                   # after a forward
+recorder.events_of(raw)                  # after all backwards
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, UntypedStorage
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.cheap_operators import Call
@@ -84,17 +80,11 @@ _NOTHING = Stretch((), 0, 0)
 
 
 class Recorder(Observer):
-    """Recorder of the events of a rank on a device.
-
-    Attributes:
-        backend: The device.
-        memory: Memory of the device from now on.
-        chunk: Notes of the running chunk.
-    """
+    """Recorder of the events of a rank on a device, whose memory it replaces."""
 
     def __init__(self, backend: VirtualBackend) -> None:
         self.backend = backend
-        self.memory = backend.memory = _WatchedMemory(self._note_memory)
+        self.memory = backend.memory = DeviceMemory(note=self._note_memory)
         self.chunk = ChunkNotes()
         self._problem: str | None = None
         """Reason why tapes cannot describe the program."""
@@ -220,7 +210,7 @@ class Recorder(Observer):
 
     def _take_out(self, tensor: Tensor) -> Stretch | None:
         """Take out the notes of how a tensor was made; None if this forward did not make it."""
-        number = self.memory.number_of(tensor.untyped_storage())
+        number = self.memory.see(tensor.untyped_storage()).number
         for at, raw in enumerate(self._raw):
             if isinstance(raw, _Memory) and raw.number == number:
                 run = self._raw[at + 1]
@@ -268,7 +258,7 @@ class Recorder(Observer):
 
     def _source_of(self, name: str, storage: UntypedStorage) -> int:
         chunk = self.chunk
-        number = self.memory.number_of(storage)
+        number = self.memory.see(storage).number
         saved_by, source = self._sources.setdefault(number, (chunk, len(chunk.source_bytes)))
         if saved_by is not chunk:
             self._refuse(
@@ -319,7 +309,7 @@ class Recorder(Observer):
         use = Mark("use", index, uses[index])
         uses[index] += 1
         self._raw.append(use)
-        number = self.memory.number_of(tensor.untyped_storage())
+        number = self.memory.see(tensor.untyped_storage()).number
         self._ends[number] = use._replace(kind="release")
         if not is_input:
             # A method, not a list's append: ``taken`` replaces the list of notes.
@@ -336,28 +326,3 @@ def _leaves(term: Any) -> Iterator[Saved]:
     elif type(term) is Call:
         for arg in term.args:
             yield from _leaves(arg)
-
-
-class _WatchedMemory(DeviceMemory):
-    """Memory that notes the number and bytes of each storage when allocated, and its negative bytes
-    when freed.
-    """
-
-    def __init__(self, note: Callable[[int, int], None]) -> None:
-        super().__init__()
-        self._note = note
-        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._num = 0
-
-    def number_of(self, storage: UntypedStorage) -> int:
-        number: int = self._numbers[storage]
-        return number
-
-    def see(self, storage: UntypedStorage) -> Any:
-        if storage not in self._numbers:
-            number, nbytes = self._num, rounded(storage.nbytes())
-            self._numbers[storage] = number
-            self._num += 1
-            weakref.finalize(storage, self._note, number, -nbytes).atexit = False
-            self._note(number, nbytes)
-        return super().see(storage)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
+from itertools import count
 
 from torch import UntypedStorage
 
@@ -25,18 +27,27 @@ def rounded(nbytes: int) -> int:
 
 
 class Allocation(weakref.ref[UntypedStorage]):
-    """A storage, held weakly, with its size."""
+    """A storage, held weakly, with its size, and its number in the order of allocation."""
 
-    __slots__ = ("key", "nbytes")
+    __slots__ = ("key", "nbytes", "number")
     key: int
     nbytes: int
+    number: int
 
 
 class DeviceMemory:
-    """Count of the bytes of living storages that were seen, and of ``taken_bytes``."""
+    """Count of the bytes of living storages that were seen, and of ``taken_bytes``.
 
-    def __init__(self, taken_bytes: int = 0) -> None:
+    ``note`` is called with the number of a storage and its additional bytes when it is first seen,
+    is resized and dies.
+    """
+
+    def __init__(
+        self, taken_bytes: int = 0, note: Callable[[int, int], object] | None = None
+    ) -> None:
         self._live_bytes = self._peak_bytes = taken_bytes
+        self._note = note
+        self._numbers = count()
         self._alive: dict[int, Allocation] = {}
         self._gone: deque[Allocation] = deque()  # a weak reference's callback may only append
 
@@ -65,13 +76,18 @@ class DeviceMemory:
         allocation = self._alive.get(key)
         if allocation is None or allocation() is not storage:
             allocation = self._alive[key] = Allocation(storage, self.dies)
-            allocation.key, allocation.nbytes = key, 0
-        self._add(nbytes - allocation.nbytes)  # it is new, or was resized
-        allocation.nbytes = nbytes
+            allocation.key, allocation.nbytes, allocation.number = key, 0, next(self._numbers)
+        if more_bytes := nbytes - allocation.nbytes:  # it is new, or was resized
+            self._add(more_bytes)
+            if self._note is not None:
+                self._note(allocation.number, more_bytes)
+            allocation.nbytes = nbytes
         return allocation
 
     def dies(self, allocation: Allocation) -> None:
         """Free the memory of a dead storage, when bytes are next read."""
+        if self._note is not None:
+            self._note(allocation.number, -allocation.nbytes)
         self._gone.append(allocation)
 
     def _add(self, nbytes: int) -> None:
