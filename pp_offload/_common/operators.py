@@ -23,18 +23,12 @@ _DEPEND_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class Operator:
-    """Facts of an operator from its schema.
+    """Facts of an operator, from the schema of its overload.
 
-    Args:
-        func: An overload.
-
-    Attributes:
-        label: Name of the overload.
-        is_view: Whether it only makes another view, or turns its argument into a view.
-        is_allocation: Whether it only allocates memory, without writing it.
-        only_writes: Whether it writes a tensor in place without reading it, as a copy does.
-        takes_rows: Whether it reads only the rows that another tensor selects.
-        may_depend_on_data: Whether its result, or the result's size, may depend on tensors' values.
+    An operator that ``is_view`` may also turn its argument into a view. One that ``is_allocation``
+    does not write the memory. One that ``only_writes`` a tensor in place does not read it, as a
+    copy. One that ``takes_rows`` reads only the rows that another tensor selects. Of one that
+    ``may_depend_on_data`` the result, or its size, may depend on tensors' values.
     """
 
     def __init__(self, func: Any) -> None:

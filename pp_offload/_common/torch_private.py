@@ -202,11 +202,8 @@ def default_store() -> Store:
 
 
 def prepare_stage(stage: Any, num_microbatches: int) -> None:
-    """Prepare a stage as a schedule does in its first step, where all sizes are known.
-
-    Args:
-        stage: A ``PipelineStage`` that was given samples of its inputs and outputs.
-        num_microbatches: Number of microbatches of a step.
+    """Prepare a ``PipelineStage`` that was given samples of its inputs and outputs, as a schedule
+    does in its first step, where all sizes are known.
     """
     stage.has_backward = True
     if knows_sizes(stage):

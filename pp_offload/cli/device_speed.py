@@ -31,11 +31,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 class DeviceSpeed:
-    """Measurement of a device. On the CPU copies do not run beside compute.
-
-    Args:
-        device: Device to measure.
-        nbytes: Size of a copy, at least 4 KiB. Matrices are at most a quarter as large.
+    """Measurement of a device. On the CPU copies do not run beside compute. A copy has ``nbytes``,
+    at least 4 KiB; matrices are at most a quarter as large.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:

@@ -72,11 +72,8 @@ def _measured(device: torch.device, nbytes: int) -> dict[str, dict[str, Any]]:
 
 
 def facts_of(directory: Path, root: Path = Path("/")) -> dict[str, dict[str, str]]:
-    """Collect facts by topic and name.
-
-    Args:
-        directory: Directory whose disk is described.
-        root: Directory of ``proc`` and ``sys``.
+    """Collect facts by topic and name, with those of a directory's disk. ``proc`` and ``sys`` are
+    in ``root``.
     """
     variables = {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
     topics: dict[str, Mapping[str, Ask]] = {

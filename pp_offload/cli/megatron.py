@@ -23,12 +23,8 @@ Its engine keeps other groups than planned, as many or fewer: leave it room belo
 
 
 def megatron_text(plan: OffloadPlan, in_flight: Sequence[int], min_numel: int) -> str:
-    """Format the flags of Megatron-LM for a plan.
-
-    Args:
-        plan: Plan whose offloaded groups are named as Megatron's modules.
-        in_flight: Microbatches that each rank holds at a time.
-        min_numel: Elements of the smallest offloaded tensor.
+    """Format the flags of Megatron-LM for a plan, given the microbatches that each rank holds at a
+    time, and the elements of the smallest offloaded tensor.
 
     Raises:
         ArgumentError: An offloaded group has another name.

@@ -42,10 +42,7 @@ class Pipeline:
     order: PipelineOrder
     work: Modules
     hardware: Hardware
-
     title: str
-    """Description in words."""
-
     option: str
     """Options that describe the model and its optimizer, for errors."""
 

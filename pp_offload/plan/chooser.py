@@ -290,13 +290,8 @@ class Front:
 
 
 def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
-    """Make plans for limits at equal distances, from the least limit to the most memory.
-
-    Args:
-        chooser: Planner of the pipeline.
-        num: Number of plans. The least limit can just be met; the last is the peak without
-            offload.
-        made_for: Model, schedule and device; see :func:`choose`.
+    """Make ``num`` plans for limits at equal distances, from the least that can be met to the peak
+    without offload. For ``made_for`` see :func:`choose`.
 
     Raises:
         ValueError: ``num`` is below 2, or :func:`choose` raises.
@@ -476,10 +471,8 @@ class _Search:
                     fill.learn(rank.peak_bytes)
 
     def _enough(self, layers: Nums) -> Nums:
-        """Search the number of layers that each rank recomputes; see NOTE [ When to recompute ].
-
-        Args:
-            layers: Number of layers of each rank that may recompute some.
+        """Search the number of layers that each rank recomputes, of at most ``layers``; see
+        NOTE [ When to recompute ].
         """
         too_few = [-(not above) for above, _ in self._costs(self._predictor.no_layers)]
         enough, costs = [*layers], self._costs(layers)

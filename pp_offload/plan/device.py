@@ -1,10 +1,8 @@
 """A device in numbers: clocks of a virtual device, and tensors that are only sizes.
 
-    device = NumberDevice(DEVICES["H100"])
     device.run([1e-3])                      # compute runs an operator
     source = device.memory.tensor(512)      # freed with its last reference
     host = device.allocate_host(512)
-    device.copy(device.d2h, [host], [source], "mlp")
     torch.empty_like(host)                  # a NumberTensor again
 
 The engine's core runs on it as on any other backend.
@@ -58,12 +56,8 @@ class Held:
 
 
 class NumberTensor:
-    """A tensor on the device, with the attributes that the core reads.
-
-    Args:
-        nbytes: Size of the tensor.
-        held: Memory of the tensor.
-        contiguous: Function that copies the tensor, if it is a part of its memory.
+    """A tensor on the device, with the attributes that the core reads. ``contiguous`` copies the
+    tensor, if it is a part of its memory.
     """
 
     __slots__ = ("__weakref__", "contiguous", "held", "nbytes")

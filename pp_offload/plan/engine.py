@@ -1,8 +1,5 @@
 """The engine's core in numbers: saves, offloads and reloads tensors that are only sizes.
 
-    manager = NumberManager(config, NumberDevice(hardware))
-    manager.begin_chunk(1, 0, make=partial(NumberChunk, tape))
-    chunk = manager.forward.chunk
     chunk.begin(0)
     chunk.end(0)           # the payloads of the group leave, or stay
     chunk.use(0)           # backward asks for a payload
@@ -202,13 +199,8 @@ class NumberChunk(Chunk):
         members: dict[int, list[Saved]],
         reached: list[Saved],
     ) -> Call:
-        """Make the call that computes a payload of a group again.
-
-        Args:
-            again: Events of the recipe.
-            group: Group that has saved the payload.
-            members: Saved tensors of the group by payload; the recipe's inputs are added.
-            reached: Offloaded inputs that other groups saved; the recipe's are added.
+        """Make the call that computes a payload of a group again. Its inputs are added to
+        ``members``, by payload, and those that other groups have offloaded to ``reached``.
         """
         leaves: list[Saved] = []
         for index in [

@@ -20,12 +20,7 @@ HEIGHT_INCHES = 4.0
 
 
 def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draw the time of a step against the limit.
-
-    Args:
-        front: Plans of :func:`front`.
-        path: File, whose suffix names the format.
-        title: Model, schedule and device, in words.
+    """Draw the time of a step against the limit, in the format that the file's suffix names.
 
     Raises:
         ImportError: Matplotlib is not installed.

@@ -51,8 +51,6 @@ class RankChoice(NamedTuple):
     """Choice of a rank: layers recomputed, bounds, and groups that stay."""
 
     num_recomputed: int
-    """Number of layers that the rank recomputes."""
-
     bounds: Bounds | None
     """Bounds of the rank; None if the engine is to choose them."""
 

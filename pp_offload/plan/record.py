@@ -76,14 +76,8 @@ def record(
 
 
 class _Variants:
-    """Recordings of a rank with more or fewer layers recomputed, each made at its first use.
-
-    Args:
-        stages: Stages of the rank.
-        work: Work of all ranks.
-        tapes_of: Function that records the rank, given the recorded work of its optimizer if any.
-        others: Recordings of other ranks, which are shared if the rank has equal tapes, as most
-            ranks of a model have.
+    """Recordings of a rank with more or fewer layers recomputed, each made at its first use. A rank
+    with tapes equal to those of one of the ``others``, as most have, shares its recordings.
     """
 
     def __init__(
@@ -143,11 +137,7 @@ class _Recording:
         self._num = min(2, order.num_microbatches)
 
     def tapes(self, update: Repeated | None) -> RankTapes:
-        """Record the tapes.
-
-        Args:
-            update: Recorded work of the optimizer; None to record it, with no layer recomputed.
-        """
+        """Record the tapes, and the ``update`` of the optimizer if that is None."""
         manager, recorder = self._manager, self._recorder
         if update is not None:  # groups are idle in layers that are recomputed
             manager.idle_groups.num_steps_left = 0

@@ -64,12 +64,8 @@ Of the end of each step; the state is there from that of the first one on."""
 
 
 def table(plan: OffloadPlan, without: PipelineStep, roomier: OffloadPlan | None = None) -> str:
-    """Format a row for each rank, and below whether host memory or the link binds.
-
-    Args:
-        plan: The plan.
-        without: The step without offload.
-        roomier: Plan of :meth:`Chooser.with_more_on_the_host`.
+    """Format a row for each rank, and below whether host memory or the link binds. ``roomier`` is
+    the plan of :meth:`Chooser.with_more_on_the_host`.
     """
     both = zip(plan.ranks, without.ranks, strict=True)
     rows = [_rank(number, *pair) for number, pair in enumerate(both)]

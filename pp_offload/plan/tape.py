@@ -211,15 +211,11 @@ class RankTapes:
     @property
     def state_bytes(self) -> int:
         """Device memory of the optimizer from the end of the first step on."""
-        return Stretch.joined(
-            each for each in self.update.first if isinstance(each, Stretch)
-        ).nbytes
+        return Stretch.joined(self.update.first).nbytes
 
     def planned(self, stay: Container[tuple[int, int]]) -> tuple[tuple[PlannedGroup, ...], ...]:
-        """Make the planned groups of the rank: groups at these places stay, all others leave.
-
-        Args:
-            stay: Stage and position of each group that stays.
+        """Make the planned groups of the rank: those at these places, by stage and position, stay,
+        all others leave.
         """
         return tuple(
             tuple(

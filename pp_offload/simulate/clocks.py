@@ -31,11 +31,8 @@ class HostClock:
 
 
 class VirtualEvent:
-    """Point in a stream's order.
-
-    Attributes:
-        time_s: End of all work before the event, which may be before it was recorded.
-        recorded_s: When the host recorded it.
+    """Point in a stream's order. ``time_s`` is the end of all work before the event, which may be
+    before ``recorded_s``, when the host recorded it.
     """
 
     __slots__ = ("_host", "recorded_s", "time_s")
@@ -58,12 +55,9 @@ class VirtualEvent:
 class VirtualStream:
     """Stream with a clock, which runs work in order.
 
-    Attributes:
-        free_at_s: Time at which all work launched so far has ended.
-        busy_s: Time in which the stream worked.
-        stalled_s: Time in which launched work waited for other streams.
-        listeners: Called for each work, with three times: when only other streams delayed it, when
-            it begins, and when it ends.
+    ``free_at_s`` is the end of all work launched so far; launched work waited ``stalled_s`` for
+    other streams. Listeners are called for each work, with three times: when only other streams
+    delayed it, when it begins, and when it ends.
     """
 
     def __init__(self, host: HostClock) -> None:

@@ -41,11 +41,7 @@ class Comparison:
     """Limit of the followed plan; None without a plan."""
 
     def table(self, memory_bytes: int) -> str:
-        """Format a row for each rank.
-
-        Args:
-            memory_bytes: Memory of a device; peaks above it are marked.
-        """
+        """Format a row for each rank. Peaks above ``memory_bytes`` of a device are marked."""
         ranks = [*zip(self.without.ranks, self.with_offload.ranks, strict=True)]
         lines = [
             f"{name}: {step.seconds * 1e3:.1f} ms a step, compute idle for {step.bubble:.1%} of it"
@@ -100,14 +96,9 @@ def compare(
     peers: PeerLink | None = None,
     trace: Any = None,
 ) -> Comparison:
-    """Run a step without offload and a step with it.
-
-    Args:
-        order, work, hardware, peers: See :func:`run_pipeline`.
-        config: Options of the run with offload.
-        trace: Records the run with offload.
+    """Run a step without offload and a step with it, which alone is traced; for the arguments see
+    :func:`run_pipeline`.
     """
-
     # The engine derives its plan from a first step, which a run without offload does not need. But
     # the state of an optimizer exists from the end of the first step on.
     num_steps = 1 if work.optimizer is None else 2

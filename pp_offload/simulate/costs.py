@@ -50,12 +50,7 @@ class Result(NamedTuple):
 
 
 class OperatorCosts:
-    """Times of operators.
-
-    Args:
-        hardware: Rates of the device.
-        operator_seconds: Measured times, which replace the roofline for their operators.
-    """
+    """Times of operators. Measured ``operator_seconds`` replace the roofline for theirs."""
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
         self._measured = {} if operator_seconds is None else operator_seconds
@@ -218,12 +213,8 @@ def _storage_bytes(tensor: Tensor) -> int:
 
 
 def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[..., float]:
-    """Make a count of attention's operations for each query head; half as many if causal.
-
-    Args:
-        num_products: Number of products of scores with rows.
-        query_at: Position of ``query`` in its schema; ``key`` is next.
-        causal_at: Position of ``is_causal``.
+    """Make a count of attention's operations for each query head; half as many if causal. In the
+    schema ``key`` follows ``query``.
     """
 
     def flops(*args: Any, **kwargs: Any) -> float:

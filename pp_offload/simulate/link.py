@@ -38,13 +38,7 @@ class Use(NamedTuple):
 
 
 class Link:
-    """Link that computes ends of copies, and counts their bytes.
-
-    Attributes:
-        bytes_to_host: Bytes copied from the device so far.
-        bytes_to_device: Bytes copied to the device so far.
-        are_apart: Whether copies in one direction do not slow the other direction.
-    """
+    """Link that computes ends of copies, and counts their bytes in each direction."""
 
     def __init__(self, host: HostClock) -> None:
         self.bytes_to_host = self.bytes_to_device = 0

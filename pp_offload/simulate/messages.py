@@ -46,10 +46,7 @@ class Message(NamedTuple):
 
     microbatch: int
     sender: int
-    """The rank that makes it."""
-
     receiver: int
-    """The rank that receives it."""
 
 
 class Messages:

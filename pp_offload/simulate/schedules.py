@@ -3,9 +3,7 @@
     order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
     order.actions[0]      # of rank 0: [Action("FORWARD", 0, 0), ...]
     order.rank_of[3]      # the rank of stage 3
-
-    num = checked_stages("zbv", None)          # by name: 2 stages for each rank
-    order = order_of("zbv", num_ranks=4, stages_per_rank=num, num_microbatches=16)
+    order = order_of("zbv", num_ranks=4, stages_per_rank=2, num_microbatches=16)
 
 A schedule of ``torch.distributed.pipelining`` makes the lists of all ranks on every rank, and reads
 only the number of its stages.
@@ -131,11 +129,7 @@ class PipelineOrder:
         return [max(accumulate(each, initial=0)) for each in changes]
 
     def schedule_of(self, stages: Sequence[Any]) -> Any:
-        """Make the schedule over the stages of one rank.
-
-        Args:
-            stages: Stages of ``torch.distributed.pipelining``, or what stands in for them.
-        """
+        """Make the schedule over the stages of one rank, or over what stands in for these."""
         how, num = self._schedule, self.num_microbatches
         try:
             if not isinstance(how, type):
@@ -183,11 +177,8 @@ def _no_loss(*args: Any) -> None:
 
 
 def checked_stages(schedule: str, stages_per_rank: int | None) -> int:
-    """Check and return the number of stages of a rank.
-
-    Args:
-        schedule: A name of :data:`SCHEDULES`, or the path of a CSV file.
-        stages_per_rank: Given number; None for the fewest that the schedule accepts.
+    """Check and return the number of stages of a rank; for None, the fewest that the schedule, a
+    name of :data:`SCHEDULES` or the path of a CSV file, accepts.
 
     Raises:
         ValueError: The schedule does not exist, or does not accept this number.

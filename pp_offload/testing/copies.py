@@ -67,11 +67,7 @@ class QueuedCopy:
     """Call of ``target.copy_(source)`` that has not run yet."""
 
     target: WeakTensor
-    """Place that the bytes go to."""
-
     source: WeakTensor
-    """Place that the bytes come from."""
-
     label: str
     """The group, for messages."""
 

@@ -51,10 +51,7 @@ class Extent(NamedTuple):
     """Bytes of a storage from ``start`` up to, not including, ``stop``."""
 
     start: int
-    """First byte."""
-
     stop: int
-    """One past the last byte."""
 
     def overlaps(self, other: Extent) -> bool:
         return self.start < other.stop and other.start < self.stop
@@ -87,14 +84,10 @@ class Access(NamedTuple):
     """``read``, ``write`` or ``free``."""
 
     stream: str
-    """The stream that runs it."""
-
     tick: int
     """The stream's own time."""
 
     extent: Extent
-    """The bytes."""
-
     label: str
     """The group of a copy, or the operator of a computation."""
 
@@ -176,11 +169,8 @@ class StorageHistory:
 
 
 class RaceDetector:
-    """Checks each access to a living storage against earlier ones; has the host's clock.
-
-    Attributes:
-        device_bytes: Bytes of all living device storages seen.
-        device_bytes_peak: Most of these bytes at a time.
+    """Checks each access to a living storage against earlier ones; has the host's clock, and counts
+    the bytes of all living device storages seen.
     """
 
     def __init__(self) -> None:
@@ -226,13 +216,6 @@ class RaceDetector:
         self, clock: StreamClock, history: StorageHistory, tensor: Tensor, kind: str, label: str
     ) -> None:
         """Check an access to a tensor by the latest work of ``clock``.
-
-        Args:
-            clock: Clock of the accessing stream.
-            history: History of the tensor's storage.
-            tensor: Tensor whose bytes are accessed.
-            kind: ``read`` or ``write``.
-            label: The operator, or the group of a copy.
 
         Raises:
             RaceError: Nothing orders the access after an earlier conflicting one.

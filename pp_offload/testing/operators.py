@@ -22,11 +22,8 @@ from pp_offload.testing.streams import SimulatedStream, Timeline
 
 
 class Watch(TorchDispatchMode):
-    """Check of every operator that runs inside, and of all frees at the end.
-
-    Args:
-        timeline: Timeline whose detector checks each access.
-        live: Returns the compute stream of an operator, called for each.
+    """Check of every operator that runs inside, on the stream that ``live`` returns for it, and of
+    all frees at the end.
     """
 
     def __init__(self, timeline: Timeline, live: Callable[[], SimulatedStream]) -> None:

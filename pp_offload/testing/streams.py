@@ -150,15 +150,10 @@ class SimulatedStream:
 class Timeline:
     """Streams of one device, and the order in which their queued work runs.
 
-    Args:
-        order: ``late``, ``eager`` or ``random``.
-        seed: Seed of the order ``random``; the same seed gives the same order.
-
-    Attributes:
-        lock: Held while queues change: one thread computes, but tiers' threads wait for events.
+    The lock is held while queues change: one thread computes, but tiers' threads wait for events.
 
     Raises:
-        ValueError: ``order`` is none of these.
+        ValueError: ``order`` is none of :data:`ORDERS`.
     """
 
     def __init__(self, order: str, seed: int) -> None:

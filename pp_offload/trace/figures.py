@@ -84,15 +84,11 @@ def common(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step of one rank, in seconds and bytes.
+    """One step of one rank, in seconds and bytes: to the next step, or the recording's end.
 
-    Attributes:
-        begin_s, end_s: From the begin of the step to the next one, or to the end of the recording.
-        facts: Arguments of the step's span.
-        spans: Spans of the rank that begin in the step.
-        times: Times of each kind within the step. Compute of groups is that of operators, where
-            those are known, as on a virtual device.
-        values: Times and values of each counter, with those at the begin and at the end.
+    ``facts`` are the arguments of the step's span, and ``spans`` those that begin in the step. The
+    times of groups' compute are those of operators, where these are known, as on a virtual device.
+    ``values`` has the times and values of each counter, also at the begin and at the end.
     """
 
     rank: int

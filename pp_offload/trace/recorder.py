@@ -49,16 +49,12 @@ class _VirtualStreams:
     call ``copied`` and ``computed`` with the times of their work. Events would be less exact: an
     event between two works has the end of the first as its time, though the host may launch the
     second later.
-
-    Args:
-        add: Adds a note of a track, a name, a begin and an end, and returns it.
-
-    Attributes:
-        waits: Waits of compute for copies since compute last worked, by name.
     """
 
     def __init__(self, add: Callable[[str, str, float, float], Any]) -> None:
         self.waits: list[tuple[str, Lap]] = []
+        """Waits of compute for copies since compute last worked, by name."""
+
         self._add = add
         self._operators: Any = None
         self._copies: list[tuple[float, float]] = []
@@ -95,16 +91,8 @@ class _VirtualStreams:
 
 
 class Recorder(Observer):
-    """Recording of a rank. It follows its manager to the engine that ``configure()`` makes.
-
-    Args:
-        manager: Manager to record.
-        rank: Number of the rank.
-        steps: Steps to record; None for all.
-        ended: Called when the last of ``steps`` is over.
-
-    Attributes:
-        timeline: Timeline of the rank; None while recording.
+    """Recording of a rank. It follows its manager to the engine that ``configure()`` makes, and
+    calls ``ended`` when the last of ``steps`` is over. The timeline is None while recording.
     """
 
     def __init__(
