@@ -1,6 +1,4 @@
-"""The waits that each copy needs, on PyTorch's own streams: without one the bytes come out wrong.
-
-Whatever else the engine waits for, tests/core/test_order.py has on the simulated device.
+"""Each wait of the engine through PyTorch's own streams: without it the bytes come out wrong.
 
 In each test one stream stands still at a closed gate, and the others run on as far as they can.
 Groups are opened and committed by Megatron's chunk, so that a test says what happens when.
@@ -9,6 +7,7 @@ Groups are opened and committed by Megatron's chunk, so that a test says what ha
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -73,8 +72,9 @@ class Chunk(ChunkOffloadHandler):
         return self.tensor_pop(tag).cpu().equal(expected)
 
 
-def disk(folder: Path) -> dict[str, Any]:
-    """Options of an engine whose groups go to the disk."""
+def tier_options(tier: str, folder: Path) -> dict[str, Any]:
+    if tier == "host":
+        return {}
     return {"tiers": ("disk",), "disk_dir": folder, "max_in_flight_bytes": 2**30}
 
 
@@ -109,6 +109,17 @@ def test_a_copy_to_the_host_waits_for_what_computed_the_tensor(
     assert chunk.brings(tag, (given * 2)[:, :columns])
 
 
+def test_the_stream_that_computed_waits_for_a_gather(emulated: ModuleType) -> None:
+    """It writes there again, and no version tells."""
+    chunk, given = Chunk(), some(N).view(-1, 1024)
+    x, side = given.to("emulated"), chunk.side()
+    with late(emulated, compute(), side):
+        (tag,) = chunk.save(x[:, :700], on=side)
+        with side:
+            x.data.fill_(7)
+    assert chunk.brings(tag, given[:, :700])
+
+
 @pytest.mark.parametrize("is_aside", [False, True], ids=["live stream", "side stream"])
 @pytest.mark.parametrize(
     "options", [{}, {"max_in_flight_bytes": 0}], ids=["auto", "none in flight"]
@@ -126,6 +137,17 @@ def test_a_source_lives_until_it_is_copied(
         chunk.offloader.statistics()
         with stream:
             use_of_memory()
+    assert chunk.brings(tag, given)
+
+
+def test_a_forced_tensor_is_emptied_when_it_is_copied(emulated: ModuleType) -> None:
+    chunk, given = Chunk(), some(N)
+    x = given.to("emulated")
+    with late(emulated, chunk.d2h, compute()):
+        chunk.on_group_start_forward("g")
+        tag = chunk.tensor_push(x)
+        chunk.on_group_commit_forward([x])
+        use_of_memory()
     assert chunk.brings(tag, given)
 
 
@@ -164,8 +186,7 @@ def test_a_reload_waits_for_the_offload(emulated: ModuleType) -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_reload_waits_for_compute(emulated: ModuleType, tier: str, tmp_path: Path) -> None:
     """A kernel still reads another tensor in the memory that it is given."""
-    chunk = Chunk(**disk(tmp_path) if tier == "disk" else {})
-    given, others = some(N), some(N)
+    chunk, given, others = Chunk(**tier_options(tier, tmp_path)), some(N), some(N)
     (tag,) = chunk.away(others)
     wait_until(lambda: tier == "host" or chunk.offloader.statistics().host_bytes_in_use == 0)
     gc.collect()
@@ -191,14 +212,89 @@ def test_compute_waits_for_a_reload(emulated: ModuleType, is_ahead: bool) -> Non
     assert result.cpu().equal(given * 2)
 
 
+@pytest.mark.parametrize("is_engine_gone", [False, True])
+def test_memory_that_nobody_wants_is_free_behind_its_reload(
+    emulated: ModuleType, is_engine_gone: bool
+) -> None:
+    """Also where the graph is part of a cycle, in which no weak reference calls anybody."""
+    chunk = Chunk()
+    tags, h2d = chunk.away(some(N)), chunk.h2d
+    tags.append(tags)
+    gc.collect()
+    emulated.empty_cache()
+    with late(emulated, h2d, compute()) as gate:
+        chunk.bulk_reload_group()
+        del tags
+        if is_engine_gone:  # whose last act is to wait for its copies
+            threading.Timer(WAIT_S, gate.release).start()
+            del chunk
+        gc.collect()
+        if not is_engine_gone:
+            chunk.offloader.statistics()  # lets go of what came for tensors that are gone
+        result = use_of_memory()
+    assert result.eq(5).all()
+
+
+# Streams of somebody else
+
+
+def test_a_source_is_taken_back_on_its_own_stream(emulated: ModuleType) -> None:
+    chunk, given = Chunk(), some(N)
+    x, side = given.to("emulated"), chunk.side()
+    with late(emulated, side, compute()):
+        with side:
+            (tag,) = chunk.save(x * 2)
+        result = chunk.tensor_pop(tag) * 2
+    assert result.cpu().equal(given * 4)
+
+
+@pytest.mark.parametrize("how", ["ahead", "with a use left", "used up"])
+def test_what_came_for_another_stream_is_not_used_here(emulated: ModuleType, how: str) -> None:
+    """That stream uses the memory again while a kernel of this one reads it."""
+    chunk, given = Chunk(), some(N)
+    x, side = given.to("emulated"), chunk.side()
+    tags = chunk.save(*[x] * (2 if how == "with a use left" else 1))
+    del x
+    chunk.settle()
+    with side:
+        first = None
+        if how == "ahead":
+            chunk.bulk_reload_group()
+        else:
+            first = chunk.tensor_pop(tags[0])
+    with late(emulated, compute(), side):
+        result = chunk.tensor_pop(tags[-1]) * 2
+        del tags, first
+        with side:
+            use_of_memory()
+    assert result.cpu().equal(given * 2)
+
+
 # The disk
 
 
 def test_a_thread_writes_what_has_arrived(emulated: ModuleType, tmp_path: Path) -> None:
-    chunk, given = Chunk(**disk(tmp_path)), some(N)
+    chunk, given = Chunk(**tier_options("disk", tmp_path)), some(N)
     x = given.to("emulated")
     with late(emulated, chunk.d2h):
         (tag,) = chunk.save(x)
         time.sleep(WAIT_S)
     wait_until(lambda: chunk.offloader.statistics().host_bytes_in_use == 0)
     assert chunk.brings(tag, given)
+
+
+def test_memory_that_a_reload_reads_is_written_behind_it(
+    emulated: ModuleType, tmp_path: Path
+) -> None:
+    """It was read from the disk ahead; the next group passes through the same host memory."""
+    chunk, given = Chunk(**tier_options("disk", tmp_path)), some(N)
+    (tag,), x = chunk.away(given), some(N).to("emulated")
+    wait_until(lambda: chunk.offloader.statistics().host_bytes_in_use == 0)
+    with late(emulated, chunk.h2d, chunk.d2h):
+        chunk.bulk_reload_group()
+        wait_until(lambda: chunk.offloader.statistics().disk_bytes_read == given.nbytes)
+        time.sleep(WAIT_S)
+        chunk.offloader.statistics()
+        tags = chunk.save(x)
+    assert chunk.brings(tag, given)
+    del tags
