@@ -12,7 +12,7 @@ from helpers.sources import FILES, RANK, TREES, dotted
 MOST_LINES = {
     "_activations": 650,
     "_checkpoint": 1450,
-    "_common": 1250,
+    "_common": 1150,
     "_core": 4550,
     "_groups": 3400,
     "_hooks": 450,
@@ -20,13 +20,13 @@ MOST_LINES = {
     "_memory": 1450,
     "_slices": 1600,
     "backends": 750,
-    "cli": 1250,
+    "cli": 1200,
     "compat": 100,
     "integrations": 1100,
-    "plan": 3000,
-    "simulate": 2450,
-    "testing": 1000,
-    "trace": 1350,
+    "plan": 2900,
+    "simulate": 2400,
+    "testing": 950,
+    "trace": 1300,
 }
 """Ceilings, in steps of 50 lines. A change that needs a higher one says why."""
 
