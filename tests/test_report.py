@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -100,3 +101,21 @@ def test_the_summary_is_that_of_the_current_manager(one_rank: None) -> None:
         assert summary_table().startswith(format_summary([summary], [0]))
         with use_backend(CpuBackend()):
             assert "counts from the next reset()" in summary_table(), "no step is complete yet"
+
+
+def test_a_reset_takes_part_in_no_collective(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may end their steps at other times, and without groups."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a collective")
+
+    for name in ("all_gather_object", "all_reduce", "barrier", "gather_object"):
+        monkeypatch.setattr(dist, name, refuse)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config) as manager:
+        run_step(make_model(), batches(3), in_flight=2)
+        off_interface.reset(process_group=dist.group.WORLD)
+        assert manager.offload_summary_total_bytes > 0
+        manager.post_warmup_callback(process_group=dist.group.WORLD)
