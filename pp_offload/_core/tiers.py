@@ -187,16 +187,8 @@ class DiskTier(HostTier):
         batch.reading = read.event  # last: a read that poll() does not see would never end
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
-        """Return host memory that bytes pass through; see NOTE [ On the way ].
-
-        Args:
-            sizes: As for :meth:`take`.
-            specs: As for :meth:`take`.
-            force: Go over the budget where no thread's work makes room.
-
-        Raises:
-            Busy: The work of a thread will make room.
-            MemoryError: There is no room.
+        """Return host memory that bytes pass through; see NOTE [ On the way ]. If forced, go
+        over the budget where no thread's work makes room. Raises as :meth:`take`.
         """
         self.poll()
         passage, furthest = Owner(), self.furthest()
