@@ -289,9 +289,7 @@ class Manager:
             self._check_not_busy_elsewhere()  # again: no thread can begin before the lock is free
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
-            self._room.end_step(
-                self.step.shapes() if is_complete else None, self.bounds.hidden_bytes
-            )
+            self._room.end_step(self.step.shapes() if is_complete else None)
             if is_complete:
                 self.learn()
             elif self.step.has_saved_nothing():
