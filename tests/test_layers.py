@@ -23,7 +23,7 @@ MOST_LINES = {
     "cli": 1200,
     "compat": 100,
     "integrations": 1100,
-    "plan": 2900,
+    "plan": 2850,
     "simulate": 2400,
     "testing": 950,
     "trace": 1300,

@@ -17,10 +17,8 @@ NOTE [ Spread out ]
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from functools import partial
-from itertools import accumulate, count
 from typing import NamedTuple
 
 from pp_offload._groups.which_stay import reversed_bits
@@ -31,11 +29,6 @@ Place = tuple[int, int]
 
 MOST_RUNS = 8
 """Runs of a fill: if no group of a kind fits, groups of another kind may."""
-
-NEARLY_FULL = 1 / 1024
-"""Part of the limit. Less room ends a fill of more kinds than runs. Fewer kinds are all tried: a
-peak is at one time of a step, at which a group may be freed.
-"""
 
 
 class Candidate(NamedTuple):
@@ -86,11 +79,7 @@ def spread_out(tapes: RankTapes) -> list[Candidate]:
 
 
 class Fill:
-    """Search of the groups that stay on one rank, a proposal after the other.
-
-    Args:
-        groups: Groups of the rank, in the order in which they are to stay.
-        limit_bytes: Highest peak of the rank.
+    """Search of the groups that stay on one rank, in this order, a proposal after the other.
 
     Attributes:
         stay: Groups to try next; in the end the groups that stay. Empty if the peak is above the
@@ -99,76 +88,41 @@ class Fill:
     """
 
     def __init__(self, groups: Sequence[Candidate], limit_bytes: int) -> None:
-        self._groups = groups
         self._limit_bytes = limit_bytes
-        self._bytes_per_byte = 0.0  # of the peak, for each byte that stays
-        self._proposals = self._search()
+        self._proposals = self._search(groups)
         self.stay = _places(next(self._proposals))
         self.is_trying = True
 
     def learn(self, peak_bytes: int) -> None:
         """Note the peak of the proposal, and make the next proposal."""
         try:
-            self.stay = _places(self._proposals.send(peak_bytes))
+            self.stay = _places(self._proposals.send(peak_bytes <= self._limit_bytes))
         except StopIteration as end:
             self.stay, self.is_trying = _places(end.value), False
 
-    def _search(self) -> Generator[Sequence[Candidate], int, Sequence[Candidate]]:
+    def _search(
+        self, groups: Sequence[Candidate]
+    ) -> Generator[Sequence[Candidate], bool, Sequence[Candidate]]:
         """Add as many groups as fit; then more groups, without the kinds that did not fit."""
-        stay, more = list[Candidate](), list(self._groups)
-        high = yield more
-        if high <= self._limit_bytes:
-            return more
-        peak = yield stay
-        if peak > self._limit_bytes:
+        if (yield groups):
+            return groups
+        stay, more = list[Candidate](), list(groups)
+        if not (yield stay):
             return stay
-        self._learn_rate(high - peak, sum(group.nbytes for group in more))
-        has_many = len({group.kind for group in more}) > MOST_RUNS
         for _ in range(MOST_RUNS):
-            num, peak = yield from self._most(stay, peak, more)
-            stay += more[:num]
-            more = [group for group in more[num:] if group.kind != more[num].kind]
-            high = yield [*stay, *more]  # may be lower than with fewer: less is reloaded
-            if high <= self._limit_bytes:
+            fits, too_many = 0, len(more)
+            while too_many - fits > 1:
+                middle = (fits + too_many) // 2
+                if (yield [*stay, *more[:middle]]):
+                    fits = middle
+                else:
+                    too_many = middle
+            stay += more[:fits]
+            more = [group for group in more[fits:] if group.kind != more[fits].kind]
+            # All may have a lower peak than fewer: less is reloaded.
+            if not more or (yield [*stay, *more]):
                 return [*stay, *more]
-            if has_many and self._limit_bytes - peak < self._limit_bytes * NEARLY_FULL:
-                break
         return stay
-
-    def _most(
-        self, stay: Sequence[Candidate], peak: int, more: Sequence[Candidate]
-    ) -> Generator[Sequence[Candidate], int, tuple[int, int]]:
-        """Search the number of groups of ``more`` that fit in order, and the peak with them.
-
-        The next number to try is the one whose expected peak is at the limit. Each third number is
-        in the middle, because the expectation may err on the same side again and again.
-        """
-        upto = list(accumulate((group.nbytes for group in more), initial=0))
-        fits, too_many = 0, len(more) + 1
-        for number in count():
-            if too_many - fits == 1:
-                break
-            is_third = number % 3 == 2
-            trial = (fits + too_many) // 2 if is_third else self._expected(upto, fits, peak)
-            trial = min(max(trial, fits + 1), too_many - 1)
-            now = yield [*stay, *more[:trial]]
-            self._learn_rate(now - peak, upto[trial] - upto[fits])
-            if now > self._limit_bytes:
-                too_many = trial
-            else:
-                fits, peak = trial, now
-        return fits, peak
-
-    def _expected(self, upto: Sequence[int], fits: int, peak: int) -> int:
-        """Return the number of groups expected to fit, if ``fits`` of them have this peak."""
-        if self._bytes_per_byte <= 0:
-            return len(upto)
-        room = (self._limit_bytes - peak) / self._bytes_per_byte
-        return bisect_right(upto, upto[fits] + room) - 1
-
-    def _learn_rate(self, higher_bytes: int, nbytes: int) -> None:
-        if nbytes:
-            self._bytes_per_byte = higher_bytes / nbytes
 
 
 def _places(groups: Sequence[Candidate]) -> tuple[Place, ...]:

@@ -35,19 +35,6 @@ def test_as_many_stay_as_fit() -> None:
         assert num <= 5
 
 
-def test_many_take_a_few_tries() -> None:
-    """Also where each byte takes the more room the more stay."""
-    candidates = groups(*range(2000, 1000, -1))
-
-    def curved(stay: Sequence[Candidate]) -> int:
-        return int(sum(group.nbytes for group in stay) ** 1.3)
-
-    positions, num = filled(candidates, curved(candidates) // 3, curved)
-    assert num <= 24
-    now, more = (curved(candidates[: len(positions) + extra]) for extra in (0, 1))
-    assert now <= curved(candidates) // 3 < more
-
-
 def test_a_smaller_group_takes_the_room_that_a_larger_one_leaves() -> None:
     assert filled(groups(50, 50, 8, 8, 8), 100 + 2 * 70, summed)[0] == [0, 2, 3]
 
