@@ -24,7 +24,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, SMALL_BYTES
+from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey
 from pp_offload._core.observer import Lap
@@ -53,6 +53,9 @@ LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
 
 SHARE_OF_UNUSED = 0.8
 """Part of the device's unused memory that bounds may grow into: an allocator leaves gaps."""
+
+PRECISION = 64
+"""A window is computed to 1/64 of the bytes of its uses."""
 
 
 class AutoBounds:
@@ -196,11 +199,13 @@ class AutoBounds:
 
 @dataclass(slots=True)
 class Mark:
-    """A point of compute's time at which a group was offloaded, or payloads were first used."""
+    """A point of compute's time at which a group was offloaded, or its payloads were used."""
 
     group: GroupKey
     at: TimedEvent
     nbytes: int
+    freed: int = 0
+    """Bytes that are used for the last time."""
 
 
 class StepTimes(Laps):
@@ -231,25 +236,27 @@ class StepTimes(Laps):
         self._reached = group.key
 
     def used(self, saved: Saved, payload: object) -> None:
-        """Mark the first use of a payload that a copy reloaded; others need no window."""
+        """Mark the first and last use of a payload that a copy reloaded; others need no window."""
         batch, index = saved.batch, saved.index
         reload = batch.back.reloads[index]
         if reload is None or reload.event is None or saved.group not in self._closed:
             return  # also for a group of an earlier step
-        if batch.back.uses_left[index] >= batch.back.uses[index] - 1:
-            self._mark(self.uses, self._reached, batch.sizes[index])
+        nbytes, uses_left = batch.sizes[index], batch.back.uses_left[index]
+        is_first, is_last = uses_left >= batch.back.uses[index] - 1, uses_left <= 0
+        self._mark(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
-    def _mark(self, marks: list[Mark], key: GroupKey | None, nbytes: int) -> None:
+    def _mark(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
         """Mark this point for a group, or add to its last mark."""
-        if key is None or not nbytes:
+        if key is None or not (nbytes or freed):
             return
         last = marks[-1] if marks else None
         if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
             last.nbytes += nbytes
+            last.freed += freed
             return
         now = self.now(self._backend)
         if now is not None:
-            marks.append(Mark(key, now, nbytes))
+            marks.append(Mark(key, now, nbytes, freed))
 
 
 def rate(laps: Sequence[Lap]) -> float | None:
@@ -279,7 +286,7 @@ def _by_chunk(
     clock = clock_without_waits(times)
     leaving = (mark for mark in marks if mark.group not in staying)
     for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk):
-        yield [TimedBytes(clock(mark.at), mark.nbytes) for mark in of_chunk]
+        yield [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in of_chunk]
 
 
 def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
@@ -303,10 +310,15 @@ def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
 
 
 class TimedBytes(NamedTuple):
-    """Time at which compute had made bytes that leave, or first used bytes that came back."""
+    """Time at which compute had made bytes that leave, or used bytes that came back."""
 
     at_s: float
+
     nbytes: int
+    """Bytes that leave, or that are used for the first time."""
+
+    freed: int = 0
+    """Bytes that are used for the last time; several saved tensors may share them."""
 
 
 def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
@@ -316,7 +328,7 @@ def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
     under_way: deque[TimedBytes] = deque()
     now = most = 0
     free_s = 0.0
-    for at_s, nbytes in offloads:
+    for at_s, nbytes, _ in offloads:
         while under_way and under_way[0].at_s <= at_s:
             now -= under_way.popleft().nbytes
         now += nbytes
@@ -327,15 +339,41 @@ def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """Return a window that is ahead of the uses of a chunk's backward, if it is full before them.
-
-    To reload a chunk is to offload it with time reversed: bytes take room from the begin of their
-    copy to their use. So much must be ahead although the window is refilled only when an eighth of
-    it was used, and the payload in use is no longer ahead.
+    """Return nearly the smallest window that is always ahead of the uses of a chunk's backward. It
+    is full when they begin.
     """
-    reversed_uses = [TimedBytes(uses[-1].at_s - use.at_s, use.nbytes) for use in reversed(uses)]
-    ahead_bytes = in_flight_bytes(reversed_uses, bytes_per_s)
-    return ahead_bytes * 8 // 7 + max([use.nbytes for use in uses])
+    low, high = 0, sum([use.nbytes for use in uses])
+    step = max(1, high // PRECISION)
+    while high - low > step:
+        middle = (low + high) // 2
+        if is_in_time(uses, middle, bytes_per_s):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> bool:
+    """Whether no use waits if reloads run ahead by ``window`` bytes, as the prefetcher's do."""
+    sizes = [use.nbytes for use in uses if use.nbytes]
+    there_s: list[float] = []
+    num_used = unused = 0
+    free_s = asked_at_s = float("-inf")
+    for at_s, nbytes, freed in uses:
+        if not there_s or unused <= refill_below(window):
+            for more in sizes[len(there_s) :]:
+                if unused and unused + more > window:
+                    break
+                free_s = max(free_s, asked_at_s) + more / bytes_per_s
+                there_s.append(free_s)
+                unused += more
+        if nbytes:
+            if num_used >= len(there_s) or there_s[num_used] > at_s:
+                return False
+            num_used += 1
+        unused -= freed
+        asked_at_s = at_s
+    return True
 
 
 def _within(

@@ -47,7 +47,7 @@ def test_a_host_that_waits_for_operators_has_the_lower_peak() -> None:
 
 @pytest.mark.parametrize(
     ("width", "most_longer", "most_gib", "none_gib"),
-    [(4096, 1.045, 3.70, 5.91), (8192, 1.001, 9.70, 15.07)],
+    [(4096, 1.045, 3.51, 5.91), (8192, 1.001, 9.58, 15.07)],
 )
 def test_layers_of_gpt_all_leave(
     width: int, most_longer: float, most_gib: float, none_gib: float
