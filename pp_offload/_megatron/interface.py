@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pp_offload._core.group import Group
@@ -112,14 +111,13 @@ def fine_grained_offloading_forward_record(event: Any) -> None:
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
-    """Identity whose backward records an event, or else the manager's, and joins the copies to the
-    device.
+    """Identity whose backward records an event and joins the copies to the device.
 
     Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, event: Any = None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, event: Any) -> Tensor:
         ctx.event = event
         return tensor
 
@@ -136,10 +134,9 @@ def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tenso
 
 
 def _record_and_join(event: Any) -> None:
-    manager = PipelineOffloadManager.get_instance()
-    event = manager.cuda_graph_event if event is None else event
-    event.record(manager.backend.current_stream())
-    manager.offloader.engine.mover.join()
+    offloader = PipelineOffloadManager.get_instance().offloader
+    event.record(offloader.backend.current_stream())
+    offloader.engine.mover.join()
 
 
 # A group around code
@@ -165,8 +162,7 @@ def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]
 class FineGrainedActivationOffloadingInterface:
     """A group as a context: opened on entering, its saved tensors collected until leaving.
 
-    The group is committed by :meth:`group_commit` or :meth:`group_offload`, after or inside the
-    context.
+    The group is committed by :meth:`group_commit`, after or inside the context.
 
     Args:
         offload: If False, the context only returns ``tensor``.
@@ -226,69 +222,19 @@ class FineGrainedActivationOffloadingInterface:
 
     group_commit = staticmethod(fine_grained_offloading_group_commit)
 
-    def group_offload(
-        self,
-        tensor: Any,
-        forced_released_tensors: Sequence[Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> Any:
-        """Close the group; see :func:`fine_grained_offloading_group_commit`."""
-        if not self.offload:
-            return tensor
-        return fine_grained_offloading_group_commit(
-            tensor, self.name, forced_released_tensors, delay_offload
-        )
-
-    flush_delayed_groups = staticmethod(fine_grained_offloading_group_flush_delayed_groups)
-    disable_offload = staticmethod(fine_grained_offloading_disable_offload)
-    enable_offload = staticmethod(fine_grained_offloading_enable_offload)
-
     @staticmethod
     def mark_not_offloadable(tensor: Tensor) -> None:
         """Keep ``tensor`` and its views on the device."""
         PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
 
-    @staticmethod
-    def mark_not_offload(tensor: Tensor | None) -> None:
-        """Keep ``tensor`` and its views on the device; None is ignored."""
-        PipelineOffloadManager.get_instance().mark_not_offload(tensor)
+    forward_record = staticmethod(fine_grained_offloading_forward_record)
 
     @staticmethod
-    def reset(process_group: dist.ProcessGroup | None = None) -> None:
-        """Begin a step; see :meth:`PipelineOffloadManager.reset`."""
-        PipelineOffloadManager.get_instance().reset(process_group)
+    def reset() -> None:
+        """Begin a step: close the last one. Takes part in no collective."""
+        PipelineOffloadManager.get_instance().reset()
 
     reset_instance = staticmethod(PipelineOffloadManager.reset_instance)
-
-    # CUDA graphs
-
-    @staticmethod
-    def cuda_graph_stream() -> Any:
-        return PipelineOffloadManager.get_instance().cuda_graph_stream
-
-    @staticmethod
-    def cuda_graph_event() -> Any:
-        return PipelineOffloadManager.get_instance().cuda_graph_event
-
-    @staticmethod
-    def forward_record(event: Any = None) -> None:
-        """See :func:`fine_grained_offloading_forward_record`; the manager's event when None."""
-        fine_grained_offloading_forward_record(event)
-
-    @staticmethod
-    def backward_record(tensor: Tensor) -> Tensor:
-        """Return ``tensor``; its backward records the event and joins the copies to the device."""
-        return FineGrainedOffloadingBackwardRecordFunction.apply(tensor)
-
-    @staticmethod
-    def enter_replay() -> None:
-        """Begin the launch of a graph: commits with ``delay_offload=True`` are delayed."""
-        PipelineOffloadManager.get_instance().graphs.is_in_replay = True
-
-    @staticmethod
-    def exit_replay() -> None:
-        """End the launch of a graph. Delayed commits wait for a flush or the next step."""
-        PipelineOffloadManager.get_instance().graphs.is_in_replay = False
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):

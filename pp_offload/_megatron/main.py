@@ -1,4 +1,4 @@
-"""Interface and manager of Megatron-LM's main: what has other parameters than at first.
+"""Interface and manager that layers of Megatron-LM's main call.
 
     off_interface.init_chunk_handler(pp_rank, vp_size, vp_stage, 2**20, 0, 1.0)
 
@@ -14,11 +14,15 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.chunk import MainChunkOffloadHandler
+from pp_offload._megatron.interface import (
+    FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
+)
 from pp_offload.config import AUTO, OffloadConfig
 
 the_manager = introduced_manager.PipelineOffloadManager.get_instance
@@ -26,7 +30,7 @@ the_manager = introduced_manager.PipelineOffloadManager.get_instance
 
 
 class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
-    """The manager of the process with main's parameters, where these are others.
+    """The manager of the process under main's names, some of which have other parameters.
 
     An object has no state: attributes are those of the manager of the process.
 
@@ -46,6 +50,16 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
     def get_instance(cls) -> PipelineOffloadManager:
         """Return the manager of the process."""
         return _FACE
+
+    @property
+    def cuda_graph_stream(self) -> Any:
+        """Stream to capture and launch graphs on."""
+        return self.graphs.stream
+
+    @property
+    def cuda_graph_event(self) -> Any:
+        """Event recorded at the end of a captured forward and of a captured backward."""
+        return self.graphs.event
 
     def init_model_chunk_offload_handler(  # type: ignore[override]
         self,
@@ -85,6 +99,27 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         )
         manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
 
+    def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Close the last step and begin the next. Takes part in no collective.
+
+        Args:
+            process_group: Accepted for Megatron-LM, whose reset gathers a summary. Here
+                ``print_offload_summary_table`` gathers it.
+
+        Raises:
+            GroupStateError: See :meth:`pp_offload.PipelineOffloadManager.reset`.
+        """
+        the_manager().reset()
+
+    def post_warmup_callback(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Derive the plan and the summary from the first complete step; see :meth:`reset`."""
+        the_manager().post_warmup_callback()
+
+    def mark_not_offload(self, tensor: Tensor | None) -> None:
+        """Keep ``tensor`` and every view of it on the device; None is ignored."""
+        if tensor is not None:
+            self.mark_not_offloadable(tensor)
+
     def push_offload_groups(  # type: ignore[override]
         self,
         group_hook: Callable[[str, Sequence[Tensor] | None], None],
@@ -97,15 +132,80 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 _FACE = PipelineOffloadManager()
 
 
+fine_grained_offloading_group_offload = introduced.fine_grained_offloading_group_commit
+
+
+class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
+    """Identity whose backward records the manager's event and joins the copies to the device.
+
+    Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]
+        return _BackwardRecord.forward(ctx, tensor, _FACE.cuda_graph_event)
+
+
 class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationOffloadingInterface):
     """A group as a context, closed by :meth:`group_offload`.
 
     Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
     """
 
+    def group_offload(
+        self,
+        tensor: Any,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> Any:
+        """Close the group; see :func:`fine_grained_offloading_group_offload`."""
+        if not self.offload:
+            return tensor
+        return fine_grained_offloading_group_offload(
+            tensor, self.name, forced_released_tensors, delay_offload
+        )
+
     init_chunk_handler = staticmethod(  # type: ignore[assignment]
         _FACE.init_model_chunk_offload_handler
     )
+    mark_not_offload = staticmethod(_FACE.mark_not_offload)
+    reset = staticmethod(_FACE.reset)
+    flush_delayed_groups = staticmethod(
+        introduced.fine_grained_offloading_group_flush_delayed_groups
+    )
+    disable_offload = staticmethod(introduced.fine_grained_offloading_disable_offload)
+    enable_offload = staticmethod(introduced.fine_grained_offloading_enable_offload)
+
+    # CUDA graphs
+
+    @staticmethod
+    def cuda_graph_stream() -> Any:
+        return _FACE.cuda_graph_stream
+
+    @staticmethod
+    def cuda_graph_event() -> Any:
+        return _FACE.cuda_graph_event
+
+    @staticmethod
+    def forward_record(event: Any = None) -> None:
+        """At the end of a captured forward: record the event, and join the copies to the host."""
+        event = _FACE.cuda_graph_event if event is None else event
+        introduced.fine_grained_offloading_forward_record(event)
+
+    @staticmethod
+    def backward_record(tensor: Tensor) -> Tensor:
+        """Return ``tensor``; its backward records the event and joins the copies to the device."""
+        return FineGrainedOffloadingBackwardRecordFunction.apply(tensor)
+
+    @staticmethod
+    def enter_replay() -> None:
+        """Begin the launch of a graph: commits with ``delay_offload=True`` are delayed."""
+        the_manager().graphs.is_in_replay = True
+
+    @staticmethod
+    def exit_replay() -> None:
+        """End the launch of a graph. Delayed commits wait for a flush or the next step."""
+        the_manager().graphs.is_in_replay = False
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors
@@ -80,16 +79,6 @@ class PipelineOffloadManager(Manager):
         return self.backend.h2d
 
     @property
-    def cuda_graph_stream(self) -> Any:
-        """Stream to capture and launch graphs on."""
-        return self.graphs.stream
-
-    @property
-    def cuda_graph_event(self) -> Any:
-        """Event recorded at the end of a captured forward and of a captured backward."""
-        return self.graphs.event
-
-    @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
         """Pool of host tensors for callers; the engine's own bytes are in its host tier."""
         if self._pool is None:
@@ -146,17 +135,8 @@ class PipelineOffloadManager(Manager):
 
     # Steps
 
-    def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """See :meth:`Manager.reset`.
-
-        Args:
-            process_group: Accepted for Megatron-LM, whose reset gathers a summary. Here
-                ``print_offload_summary_table`` gathers it.
-        """
-        super().reset()
-
-    def post_warmup_callback(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Derive the plan and the summary from the first complete step; see :meth:`reset`."""
+    def post_warmup_callback(self) -> None:
+        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
         self.learn()
 
     def release_idle_memory(self) -> None:
@@ -186,11 +166,6 @@ class PipelineOffloadManager(Manager):
         """Keep ``tensor`` and every view of it on the device, as long as its storage lives."""
         check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
         self.offloader.engine.eligibility.residents.add(tensor)
-
-    def mark_not_offload(self, tensor: Tensor | None) -> None:
-        """Keep ``tensor`` and every view of it on the device; None is ignored."""
-        if tensor is not None:
-            self.mark_not_offloadable(tensor)
 
     # Delayed groups
 
