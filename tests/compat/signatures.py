@@ -216,6 +216,7 @@ OURS_TAKES_MORE = {
 
 def signature(owner: Any, name: str) -> tuple[str, str]:
     """Kind and parameters of what is there, without our parameters that are keyword-only."""
+    getattr(owner, name)  # a module of ours imports it now
     member = inspect.getattr_static(owner, name)
     kinds = {staticmethod: "static", classmethod: "class", property: "property"}
     kind = kinds.get(type(member), "method" if isinstance(owner, type) else "static")
