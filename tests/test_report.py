@@ -20,6 +20,7 @@ from pp_offload import (
 )
 from pp_offload._groups.plan import GroupBytes
 from pp_offload.backends import CpuBackend
+from pp_offload.compat import megatron
 from pp_offload.summary import format_summary
 
 MIB = 2**20
@@ -116,6 +117,7 @@ def test_a_reset_takes_part_in_no_collective(
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(CpuBackend(), config=config) as manager:
         run_step(make_model(), batches(3), in_flight=2)
-        off_interface.reset(process_group=dist.group.WORLD)
+        megatron.FineGrainedActivationOffloadingInterface.reset(dist.group.WORLD)
         assert manager.offload_summary_total_bytes > 0
-        manager.post_warmup_callback(process_group=dist.group.WORLD)
+        face = megatron.PipelineOffloadManager.get_instance()
+        face.post_warmup_callback(process_group=dist.group.WORLD)
