@@ -63,6 +63,8 @@ class AutoBounds:
     ``unused_bytes`` returns; None for no limit.
 
     Attributes:
+        hidden_bytes: Bytes that a step copies while it computes, in any schedule: to the host in a
+            third of its time, as forwards take, and back in the rest.
         first, last: Times of the first and of the last timed step.
     """
 
@@ -82,6 +84,7 @@ class AutoBounds:
         self._ended: StepTimes | None = None  # its copies are over, and bounds chosen from them
         self._begun_s: float | None = None  # by the host's clock, if the device has no timed events
         self._sent = self._sent_when_timed = 0
+        self.hidden_bytes = 0
         self.first = self.last = StepTime()
         self._is_new = False
 
@@ -172,7 +175,13 @@ class AutoBounds:
             self._is_new = True
 
     def _choose(self, times: StepTimes) -> None:
-        self._offloader.engine.mover.counts.stalled_ms = seconds(times.waits) * 1e3
+        stalled_s = seconds(times.waits)
+        to_host, back = rate(times.offloads), rate(times.reloads)
+        step_s = times.seconds_until(times.end)
+        self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
+        if to_host is not None and back is not None:
+            forward_s = (step_s - stalled_s) / 3
+            self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
         has_auto = AUTO in (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
         # With a disk, the times of copies do not suffice.
         if self._plan.bounds is not None or not has_auto or self._config.tiers != ("host",):

@@ -289,7 +289,9 @@ class Manager:
             self._check_not_busy_elsewhere()  # again: no thread can begin before the lock is free
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
-            self._room.end_step(self.step.shapes() if is_complete else None)
+            self._room.end_step(
+                self.step.shapes() if is_complete else None, self.bounds.hidden_bytes
+            )
             if is_complete:
                 self.learn()
             elif self.step.has_saved_nothing():

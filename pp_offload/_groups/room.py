@@ -3,7 +3,7 @@
     room = DeviceRoom(offloader, step.in_flight)
     room.begin_step(config.limit)
     ...
-    room.end_step(step.shapes())
+    room.end_step(step.shapes(), bounds.hidden_bytes)
     room.stay  # for the next plan
 
 At first all groups leave. The second step measures the memory that the device needs even if all
@@ -249,7 +249,7 @@ class DeviceRoom:
     def _has_room(self, in_flight: ChunksInFlight) -> bool:
         return not self._stay or self._history.demand.covers(in_flight)
 
-    def end_step(self, chunks: Sequence[ChunkShape] | None) -> None:
+    def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
         """End the step, and choose which groups stay; not if ``chunks`` is None, for a step that is
         not typical of others.
         """
@@ -287,7 +287,7 @@ class DeviceRoom:
         if self._foreseen_bytes is not None:
             now_bytes = at_rest_bytes(self._offloader, seen.now())
             needed_bytes = now_bytes + self._needed_bytes + self._spare_bytes
-            self._fill(needed_bytes, limit_bytes)
+            self._fill(needed_bytes, limit_bytes, hidden_bytes)
         if peak_bytes > limit_bytes and not self._stay and not self._num_left:
             warn_once(
                 logger,
@@ -343,7 +343,7 @@ class DeviceRoom:
             return "that is behind the last group's forward: the model's head, or its loss"
         return ""
 
-    def _fill(self, needed_bytes: int, limit_bytes: int) -> None:
+    def _fill(self, needed_bytes: int, limit_bytes: int, hidden_bytes: int) -> None:
         """Choose the groups that stay beside ``needed_bytes``, once bounds are chosen, and again
         when their room has changed.
         """
@@ -359,7 +359,7 @@ class DeviceRoom:
         has_more = stay_bytes < all_bytes and room_bytes > self._room_bytes + limit_bytes // PART
         if has_less or has_more:
             self._room_bytes = room_bytes
-            self._stay = fitting(demand, room_bytes, moving_bytes)
+            self._stay = fitting(demand, room_bytes, moving_bytes, hidden_bytes)
             stay_bytes = demand.nbytes(self._stay)
             logger.debug(
                 "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "

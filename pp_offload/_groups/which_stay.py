@@ -2,7 +2,7 @@
 
     history = History()
     history.add(Demand.of(chunks, beside, in_flight))
-    fitting(history.demand, room_bytes, moving_bytes)
+    fitting(history.demand, room_bytes, moving_bytes, hidden_bytes)
 
 Numbers alone: nothing here touches a tensor, a stream or a clock.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +49,9 @@ class Demand:
     in_flight: frozenset[ChunksInFlight] = frozenset()
     """Sets of chunks in flight together, without sets that others cover."""
 
+    num_chunks: Counter[int] = field(default_factory=Counter)
+    """Number of chunks of each virtual stage in a step."""
+
     @classmethod
     def of(
         cls,
@@ -59,13 +62,14 @@ class Demand:
         """Return the demand of a step; ``in_flight`` are its chunks in flight, each time that
         another chunk began.
         """
-        sizes, lean = Counter[Place](), Counter[Place]()
+        sizes, lean, num_chunks = Counter[Place](), Counter[Place](), Counter[int]()
         for chunk in chunks:
+            num_chunks[chunk.key.vp_stage] += 1
             for key, _, group_bytes in chunk.by_key():
                 place, (rest_bytes, again_bytes) = key.place, beside.get(key.place, Beside())
                 lean[place] = max(lean[place], group_bytes + rest_bytes)
                 sizes[place] = max(sizes[place], group_bytes + rest_bytes + again_bytes)
-        return cls(dict(sizes), dict(lean), _largest(in_flight))
+        return cls(dict(sizes), dict(lean), _largest(in_flight), num_chunks)
 
     def merged(self, step: Demand) -> Demand:
         """Return the most of both; an equal demand if the step needs no more."""
@@ -73,11 +77,20 @@ class Demand:
             _most(self.sizes, step.sizes),
             _most(self.lean, step.lean),
             _largest(self.in_flight | step.in_flight),
+            self.num_chunks | step.num_chunks,
         )
 
     def covers(self, nums: ChunksInFlight) -> bool:
         """Whether as many chunks of each stage were in flight together before."""
         return _covers(self.in_flight, nums)
+
+    def again_bytes(self, chosen: Mapping[Place, int]) -> int:
+        """Return the bytes that recipes compute again in a step, if places keep ``chosen``."""
+        return sum(
+            self.num_chunks[place.vp_stage] * (nbytes - self.lean[place])
+            for place, nbytes in self.sizes.items()
+            if chosen.get(place) != nbytes
+        )
 
     def nbytes(self, sizes: Mapping[Place, int]) -> int:
         """Return the most bytes that groups of these sizes at these places take together."""
@@ -120,22 +133,35 @@ def by_stage(sizes: Mapping[Place, int]) -> Counter[int]:
 # Groups that have room
 
 
-def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> dict[Place, int]:
+def fitting(
+    demand: Demand, room_bytes: int, moving_bytes: int, hidden_bytes: int = 0
+) -> dict[Place, int]:
     """Return the places whose groups have room, each with the bytes that a group takes there.
 
-    All groups stay, some without bytes that recipes compute again; or, without room for that, some
-    leave, beside room for copies.
+    Three choices: all groups stay whole; all stay, some without bytes that recipes compute again;
+    or some leave, beside room for copies. Copies that hide behind compute cost less than computing
+    again, other copies cost more.
 
     Args:
         demand: Demand of all steps that must have room.
         room_bytes: Bytes free for groups and copies.
         moving_bytes: Most bytes of copies, both ways together, if any group leaves.
+        hidden_bytes: Bytes that a step copies while it computes.
     """
     order = _stay_order(demand)
-    all_stay = _filled(demand, order, room_bytes)
-    if len(all_stay) == len(order):
-        return all_stay
-    return _filled(demand, order, room_bytes - moving_bytes)
+    all_stay = _filled(demand, order, set(), room_bytes)
+    hidden = set[Place]()  # the last places whose copies hide behind compute
+    for place in reversed(order):
+        hidden_bytes -= demand.lean[place] * demand.num_chunks[place.vp_stage]
+        if hidden_bytes < 0:
+            break
+        hidden.add(place)
+    some_leave = _filled(demand, order, hidden, room_bytes - moving_bytes)
+    if len(all_stay) < len(order):
+        return some_leave
+    does_hide = hidden.issuperset(demand.sizes.keys() - some_leave)
+    is_cheaper = demand.again_bytes(some_leave) < demand.again_bytes(all_stay)
+    return some_leave if does_hide and is_cheaper else all_stay
 
 
 def _stay_order(demand: Demand) -> list[Place]:
@@ -164,15 +190,20 @@ def reversed_bits(index: int, *, num: int) -> int:
     return int(f"{index:0{(num - 1).bit_length()}b}"[::-1], 2)
 
 
-def _filled(demand: Demand, order: Sequence[Place], room_bytes: int) -> dict[Place, int]:
-    """Fill the room: places are lean first, then whole."""
+def _filled(
+    demand: Demand, order: Sequence[Place], may_leave: Collection[Place], room_bytes: int
+) -> dict[Place, int]:
+    """Fill the room: first places that must stay, lean, then whole; then ``may_leave``."""
     chosen: dict[Place, int] = {}
     taken = Counter[int]()
-    for sizes in (demand.lean, demand.sizes):
-        for place in order:
-            more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
-            if demand.peak_bytes(more) <= room_bytes:
-                taken, chosen[place] = more, sizes[place]
+    always = [place for place in order if place not in may_leave]
+    candidates = [place for place in order if place in may_leave]
+    for places in (always, candidates):
+        for sizes in (demand.lean, demand.sizes):
+            for place in places:
+                more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
+                if demand.peak_bytes(more) <= room_bytes:
+                    taken, chosen[place] = more, sizes[place]
     return chosen
 
 

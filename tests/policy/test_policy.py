@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -106,7 +107,7 @@ def demand_of(sizes: dict[Place, tuple[int, int]], moments: Any) -> Demand:
     """Of what moves, and what is computed again."""
     whole = {place: sum(both) for place, both in sizes.items()}
     lean = {place: nbytes for place, (nbytes, _) in sizes.items()}
-    return Demand(whole, lean, moments)
+    return Demand(whole, lean, moments, Counter({0: 2, 1: 3}))
 
 
 demands = st.builds(
@@ -125,9 +126,9 @@ def taken(sizes: Mapping[Place, int], moment: ChunksInFlight) -> int:
     )
 
 
-@given(demands, byte_counts, st.integers(0, 40))
-def test_what_stays_fits(demand: Demand, room: int, moving: int) -> None:
-    stay = fitting(demand, room, moving)
+@given(demands, byte_counts, st.integers(0, 40), st.integers(0, 90))
+def test_what_stays_fits(demand: Demand, room: int, moving: int, hidden: int) -> None:
+    stay = fitting(demand, room, moving, hidden)
     assert all(nbytes in (demand.lean[at], demand.sizes[at]) for at, nbytes in stay.items())
     leaves = any(demand.sizes[place] for place in demand.sizes.keys() - stay)
     for moment in demand.in_flight:
@@ -153,11 +154,26 @@ def test_what_is_computed_again_goes_before_anything_leaves() -> None:
     assert fitting(demand, 23, 10) == {Place(0, 1): 6}
 
 
+def test_copies_that_hide_replace_computing_again() -> None:
+    """As many as hide, of groups far apart; with more room fewer leave."""
+    sizes, lean = ({Place(0, at): size for at in range(4)} for size in (10, 6))
+    demand = Demand(sizes, lean, frozenset({((0, 1),)}), Counter({0: 2}))
+
+    def stay(room: int, hidden: int) -> dict[int, int]:
+        return {at.position: size for at, size in fitting(demand, room, 2, hidden).items()}
+
+    assert stay(26, 0) == {0: 6, 1: 6, 2: 6, 3: 6}
+    assert stay(26, 12) == {1: 6, 2: 6, 3: 10}
+    assert stay(32, 12) == {1: 10, 2: 10, 3: 10}
+    assert stay(22, 24) == {1: 10, 3: 10}
+    assert stay(40, 24) == {0: 10, 1: 10, 2: 10, 3: 10}
+
+
 def test_a_step_asks_for_the_most_of_all_before() -> None:
     shape = ChunkShape(ChunkKey(0, 3), ("a", "b"), (5, 7))
     demand = Demand.of([shape], {Place(0, 1): Beside(2, 4)}, [((0, 1),)])
     lean = {Place(0, 0): 5, Place(0, 1): 9}
-    assert demand == Demand(lean | {Place(0, 1): 13}, lean, frozenset({((0, 1),)}))
+    assert demand == Demand(lean | {Place(0, 1): 13}, lean, frozenset({((0, 1),)}), Counter({0: 1}))
     assert demand.merged(Demand.of([shape], {}, [((0, 1),)])) == demand
     longer = demand.merged(Demand.of([shape._replace(sizes=(6, 1))], {}, [((0, 2),)]))
     assert longer.sizes == {Place(0, 0): 6, Place(0, 1): 13}
