@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import emulated
 import pytest
 import torch
-from helpers import kept
+from helpers import saving
 from helpers.optional import skips_what_needs_more
 from helpers.quick import mark_slow
 from helpers.sessions import make_backend as make_backend
@@ -175,7 +175,7 @@ def training(request: pytest.FixtureRequest) -> Iterator[Training]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    with kept.one_rank():
+    with saving.one_rank():
         yield
 
 

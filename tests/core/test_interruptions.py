@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.kept import Raises
 from helpers.nets import Net, inputs, train
+from helpers.saving import Raises
 from helpers.sessions import (
     assert_idle,
     assert_no_hooks,

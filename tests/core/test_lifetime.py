@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.kept import GivesSaved, ReadsTwice
+from helpers.saving import GivesSaved, ReadsTwice
 from helpers.sessions import (
     assert_idle,
     assert_same,

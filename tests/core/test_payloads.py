@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.kept import Keeps, Make, Saved, dtensor, one_rank
+from helpers.saving import Keeps, Make, Saved, dtensor, one_rank
 from helpers.sessions import (
     KINDS,
     assert_idle,

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.kept import one_rank
 from helpers.nets import ROWS, WIDTH, Net, inputs, train
+from helpers.saving import one_rank
 from helpers.sessions import (
     assert_idle,
     assert_same,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kept import Keeps, Make, Saved, dtensor, one_rank
+from helpers.saving import Keeps, Make, Saved, dtensor, one_rank
 from helpers.sessions import (
     assert_idle,
     assert_same,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kept import Raises
+from helpers.saving import Raises
 from helpers.scenarios import begin, make_inputs
 from helpers.sessions import assert_idle, assert_no_hooks, gradients, group, session
 from helpers.sliced import Stack

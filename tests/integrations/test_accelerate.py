@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_accelerator(**options: Any) -> Accelerator:
-    """A fresh one, whatever was made before."""
+    """Make an accelerator with new state, whatever was made before."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(cpu=True, **options)

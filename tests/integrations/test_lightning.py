@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.kept import Raises
+from helpers.saving import Raises
 from helpers.sessions import assert_no_hooks
 from helpers.toy import same_bits
 from torch import Tensor, nn

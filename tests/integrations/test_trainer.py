@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in NAMES if name in TrainingArguments.__dataclass_fields__)
-"""What checkpointing is called: by its new name where there is one, for the old one warns."""
+"""Option for checkpointing: its new name if it exists, because the old name warns."""
 
 
 class OffloadTrainer(ActivationOffloadingMixin, Trainer):

@@ -64,7 +64,7 @@ def test_without_proc_it_is_the_physical_memory(tmp_path: Path) -> None:
 
 
 def test_budgets_of_a_process_share_one_count() -> None:
-    """Those of another one have a count of their own."""
+    """Budgets of another process have a count of their own."""
     here = HostBudget(reserved_bytes() + 100)
     with as_another_process():
         there, beside = HostBudget(100), HostBudget(100)

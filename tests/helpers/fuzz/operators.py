@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.kept import GivesSaved, ReadsTwice
+from helpers.saving import GivesSaved, ReadsTwice
 
 WIDTH = 4
 """Of inputs and weights."""

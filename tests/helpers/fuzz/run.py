@@ -33,8 +33,8 @@ from helpers.fuzz.programs import (
     Region,
     Step,
 )
-from helpers.kept import Raises
 from helpers.processes import HANG_S
+from helpers.saving import Raises
 from helpers.sessions import (
     assert_idle,
     assert_no_hooks,
