@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares both lists
     from pp_offload import pipelining as pipelining
     from pp_offload._core.statistics import OffloadStatistics as OffloadStatistics
     from pp_offload._groups.offloader import release_host_memory as release_host_memory
-    from pp_offload._megatron.current import configure as configure
-    from pp_offload._megatron.current import use_backend as use_backend
+    from pp_offload._megatron.manager import configure as configure
+    from pp_offload._megatron.manager import use_backend as use_backend
     from pp_offload._slices.offloaded_layers import OffloadedLayers as OffloadedLayers
     from pp_offload.activations import *
     from pp_offload.backends import AcceleratorBackend as AcceleratorBackend
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares both lists
     from pp_offload.integrations.huggingface import (
         ActivationOffloadingMixin as ActivationOffloadingMixin,
     )
-    from pp_offload.integrations.layer_offloading import (
+    from pp_offload.integrations.huggingface import (
         LayerOffloadingMixin as LayerOffloadingMixin,
     )
     from pp_offload.integrations.patches import patch as patch
@@ -40,7 +40,7 @@ _NAMES = {
     "": "pipelining",
     "_core.statistics": "OffloadStatistics",
     "_groups.offloader": "release_host_memory",
-    "_megatron.current": "configure use_backend",
+    "_megatron.manager": "configure use_backend",
     "_slices.offloaded_layers": "OffloadedLayers",
     "activations": """NoOpManager OffloadActivations OffloadHiddenStates
         get_act_offloading_ctx_manager get_lora_act_offloading_ctx_manager""",
@@ -62,8 +62,7 @@ _NAMES = {
         fine_grained_offloading_enable_offload fine_grained_offloading_forward_record
         fine_grained_offloading_group_commit fine_grained_offloading_group_flush_delayed_groups
         fine_grained_offloading_group_start print_offload_summary_table""",
-    "integrations.huggingface": "ActivationOffloadingMixin",
-    "integrations.layer_offloading": "LayerOffloadingMixin",
+    "integrations.huggingface": "ActivationOffloadingMixin LayerOffloadingMixin",
     "integrations.patches": "patch",
     "layers": "offload_layers",
     "modules": "offload_modules",

@@ -21,7 +21,7 @@ from pp_offload._common.checks import (
     takes_options_by_name,
 )
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.sizes import UNITS, parse_size
+from pp_offload._common.text import UNITS, parse_size
 from pp_offload.errors import ConfigError
 
 if TYPE_CHECKING:

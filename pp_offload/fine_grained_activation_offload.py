@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from pp_offload._common.processes import logger_of
-from pp_offload._megatron.chunk import ChunkOffloadHandler
-from pp_offload._megatron.group import OffloadTensorGroup
+from pp_offload._megatron.chunk import ChunkOffloadHandler, OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedActivationOffloadingInterface,
     FineGrainedOffloadingBackwardRecordFunction,

@@ -25,10 +25,9 @@ from pp_offload._hooks.regions import is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.checks import check_device, check_waiting, sharded_problem
 from pp_offload._slices.microbatches import join, split
-from pp_offload._slices.places import HOST
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
-from pp_offload._slices.slices import SliceLayers, partition
+from pp_offload._slices.slices import HOST, SliceLayers, partition
 from pp_offload._slices.to_host import move_buffers, move_to_host
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default

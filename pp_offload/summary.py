@@ -17,8 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.processes import logger_of
-from pp_offload._common.sizes import size_cell, size_text
-from pp_offload._common.tables import format_table
+from pp_offload._common.text import format_table, size_cell, size_text
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes, groups_sum
 from pp_offload._groups.step_line import gain_table

@@ -26,7 +26,7 @@ from pp_offload import (
     checkpoint_function,
     configure,
 )
-from pp_offload._common.sizes import bytes_text, parse_size, size_text
+from pp_offload._common.text import bytes_text, parse_size, size_text
 from pp_offload.config import COUNTS
 from pp_offload.errors import OptionError
 

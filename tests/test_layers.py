@@ -35,7 +35,7 @@ FACADES = {"fine_grained_activation_offload", "compat.megatron", "activations", 
 
 ASKS_FOR_THE_MANAGER = {
     "_megatron.interface",
-    "_megatron.current",
+    "_megatron.manager",
     "_megatron.main",
     "pipelining",
     "modules",
@@ -47,9 +47,8 @@ ORDERS_COPIES = {
     *("backends", "testing", "simulate", "plan"),
     "_core.in_flight",
     "_core.mover",
-    "_megatron.graph_state",
-    "_megatron.group",
-    "_core.stopwatch",
+    "_core.observers",
+    "_megatron.chunk",
     "_slices.plain_copies",
 }
 """And the folders of backends: of devices, the simulated, the virtual, and that of numbers."""
@@ -63,7 +62,7 @@ ONE_JOB = [
     ("_groups.offloader", "Offloader"),
 ]
 
-NAMES_CUDA = {"_megatron.graph_state"}
+NAMES_CUDA = {"_megatron.chunk"}
 
 
 def imported(name: str) -> Iterator[str]:

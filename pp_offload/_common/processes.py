@@ -1,12 +1,16 @@
-"""The current process, and its log. Threads, copies in flight and files do not follow a fork.
+"""The current process, its log and its garbage collector. Threads, copies in flight and files do
+not follow a fork.
 
 Owners of such resources note :func:`current`, and call :func:`check` before each use.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -61,3 +65,15 @@ def check(owner: int, what: str) -> None:
             "its copies and its file do not follow; run forward and backward in the same process, "
             "and fork (or start workers) when no graph is needed on the other side"
         )
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Disable the collector in the block, and restore its state afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

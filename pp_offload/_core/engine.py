@@ -20,7 +20,7 @@ from pp_offload._core.batch import Batch
 from pp_offload._core.eligibility import Eligibility, StorageSet
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Mover
-from pp_offload._core.observer import Observers
+from pp_offload._core.observers import Observers
 from pp_offload._core.payloads import Payloads, by_storage, collect
 from pp_offload._core.recipes import Chosen, Recipes
 from pp_offload._core.saved import Saved

@@ -47,11 +47,9 @@ from torch import Tensor
 
 from pp_offload._common.processes import check
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted
-from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, Bound
-from pp_offload._core.in_flight import Arrived, ComputeStreams, InFlight
-from pp_offload._core.observer import Moved, Observers
+from pp_offload._core.in_flight import IN_FLIGHT_BYTES, Arrived, Bound, ComputeStreams, InFlight
+from pp_offload._core.observers import Moved, Observers, timed_copy, timed_wait
 from pp_offload._core.payloads import Payloads
-from pp_offload._core.stopwatch import timed_copy, timed_wait
 from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._memory.host_pool import HostBytes

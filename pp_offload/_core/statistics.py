@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from pp_offload._common.sizes import size_text
+from pp_offload._common.text import size_text
 from pp_offload._core.mover import Mover
 
 COUNTERS = (

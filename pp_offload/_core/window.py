@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from pp_offload._core.batch import Batch, Wanted
-from pp_offload._core.copy_bounds import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.group import Group
+from pp_offload._core.in_flight import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.mover import Mover
 
 Visit = Any

@@ -24,13 +24,12 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
 from pp_offload._core.group import Group, GroupState
+from pp_offload._core.in_flight import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
 from pp_offload._core.keys import GroupKey
-from pp_offload._core.observer import Lap
+from pp_offload._core.observers import Lap, Laps, seconds
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
-from pp_offload._core.stopwatch import Laps, seconds
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.step_line import StepTime

@@ -22,7 +22,7 @@ from torch import Tensor
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
-from pp_offload._core.observer import Observers
+from pp_offload._core.observers import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tiers import make_tier
 from pp_offload._core.window import Visit

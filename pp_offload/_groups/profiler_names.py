@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager
 
 from pp_offload._common.torch_private import is_profiling
 from pp_offload._core.group import Group
-from pp_offload._core.observer import Observer, Observers
+from pp_offload._core.observers import Observer, Observers, named
 from pp_offload._core.payloads import Payloads
-from pp_offload._core.stopwatch import named
 
 
 class ProfilerNames(Observer):

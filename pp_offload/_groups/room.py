@@ -42,10 +42,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pp_offload._common.processes import logger_of, warn_once
-from pp_offload._common.sizes import MIB, size_text
+from pp_offload._common.text import MIB, size_text
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay, groups_sum

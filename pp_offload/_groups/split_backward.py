@@ -20,7 +20,7 @@ from torch import Tensor
 from pp_offload._core.batch import Batch, Wanted
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._core.saved import Saved
 
 

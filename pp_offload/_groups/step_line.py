@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pp_offload._common.processes import logger_of
-from pp_offload._common.sizes import GIB, MIB
-from pp_offload._common.tables import format_table
+from pp_offload._common.text import GIB, MIB, format_table
 from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)

@@ -1,20 +1,23 @@
 """Megatron's chunk: the engine's single calls, in Megatron's steps.
 
-group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
-tag = chunk.tensor_push(tensor)              # pack hook
-chunk.on_group_commit_forward(None)          # copies are queued
-chunk.on_group_commit_backward("mlp")        # tensors are reloaded
-tensor = chunk.tensor_pop(tag)               # unpack hook
+    group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
+    tag = chunk.tensor_push(tensor)              # pack hook
+    chunk.on_group_commit_forward(None)          # copies are queued
+    chunk.on_group_commit_backward("mlp")        # tensors are reloaded
+    tensor = chunk.tensor_pop(tag)               # unpack hook
 
-The chunk of Megatron-LM's main commits groups by name, and counts copies in flight.
+The chunk of Megatron-LM's main commits groups by name, and counts copies in flight. Both have
+groups with tensors by tag and two events, and the state of captured CUDA graphs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_count
@@ -22,12 +25,131 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident, Saved
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
-from pp_offload._megatron.graph_state import GraphState
-from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload.backends import default_backend
+from pp_offload.backends import Backend, Event, Stream, default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
+
+
+class GraphState:
+    """State of CUDA graphs of one manager on its backend.
+
+    Attributes:
+        is_in_replay: Whether a graph is being launched; commits are delayed only then.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.is_in_replay = False
+        self._backend = backend
+
+    @property
+    def stream(self) -> Any:
+        """Stream to capture and launch graphs on; without CUDA, the live stream."""
+        is_cuda = self._backend.device.type == "cuda"
+        return self._cuda_stream if is_cuda else self._backend.current_stream()
+
+    @cached_property
+    def _cuda_stream(self) -> Any:
+        return torch.cuda.Stream(device=self._backend.device)
+
+    @cached_property
+    def event(self) -> Any:
+        """Event recorded at the end of a captured forward and of a captured backward.
+
+        On CUDA an external event, so that work outside the graph may wait for it.
+        """
+        is_cuda = self._backend.device.type == "cuda"
+        return torch.cuda.Event(external=True) if is_cuda else NotedEvent()
+
+
+class NotedEvent:
+    """Replacement of an external event on other devices: made first, and recorded later.
+
+    As on CUDA, a wait before the first record does nothing.
+    """
+
+    _event: Event | None = None
+
+    def record(self, stream: Stream) -> None:
+        self._event = stream.record_event()
+
+    def wait(self, stream: Stream) -> None:
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class OffloadTensorGroup(Group):
+    """Tensors saved between a start and its commit.
+
+    A wait for an event that was not recorded does nothing.
+
+    Source: Megatron-LM ``OffloadTensorGroup``.
+    """
+
+    # Class attributes until used: most groups need none, and a group is made during a forward.
+    _tensors: dict[object, Tensor] | None = None
+    _offload_event: Event | None = None
+    _reload_event: Event | None = None
+    duplicate_storage_tensor_count = 0
+    duplicate_storage_bytes = 0
+
+    def push_tensor(self, tag: object, tensor: Tensor) -> None:
+        """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
+        if self._tensors is None:
+            self._tensors = {}
+        self._tensors[tag] = tensor
+
+    def pop_tensor(self, tag: object) -> Tensor:
+        """Take the tensor under ``tag``, which must be there, out of the group."""
+        return (self._tensors or {}).pop(tag)
+
+    def move_to(self, state: GroupState) -> None:
+        """Close the group as offloaded or kept, and release the tensors by tag."""
+        super().move_to(state)
+        self._tensors = None
+
+    def drop(self) -> None:
+        """Forget all tensors of an open group, such as when a step is aborted."""
+        super().drop()
+        self._tensors = None
+
+    def record_offload_event(self, stream: Stream) -> None:
+        """Note that the copies to the host are done at this point of ``stream``."""
+        self._offload_event = stream.record_event()
+
+    def wait_offload_event(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the copies to the host."""
+        if self._offload_event is not None:
+            stream.wait_event(self._offload_event)
+
+    def record_reload_event(self, stream: Stream) -> None:
+        """Note that the tensors are back at this point of ``stream``."""
+        self._reload_event = stream.record_event()
+
+    def wait_reload_event(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the tensors to be back."""
+        if self._reload_event is not None:
+            stream.wait_event(self._reload_event)
+
+    def update_offload_info(self, tensor: Tensor) -> None:
+        """Count ``tensor`` among what offloading this group moves."""
+        self.counts.num_tensors += 1
+        self.counts.nbytes += tensor.nbytes
+
+    def set_duplicate_storage_info(self, tensor_count: int, duplicate_bytes: int) -> None:
+        """Note repeated copies of the same bytes, which the engine itself never makes."""
+        self.duplicate_storage_tensor_count = tensor_count
+        self.duplicate_storage_bytes = duplicate_bytes
+
+    @property
+    def total_tensor_count(self) -> int:
+        """Number of payloads that may leave."""
+        return self.counts.num_tensors
+
+    @property
+    def total_offload_bytes(self) -> int:
+        """Bytes of the payloads that may leave."""
+        return self.counts.nbytes
 
 
 class ChunkOffloadHandler(Chunk):

@@ -9,7 +9,8 @@ manager.reset()                                               # before each step
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,10 +23,9 @@ from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
-from pp_offload._megatron.chunk import ChunkOffloadHandler
-from pp_offload._megatron.graph_state import GraphState
+from pp_offload._megatron.chunk import ChunkOffloadHandler, GraphState
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload.backends import Backend, Stream
+from pp_offload.backends import Backend, Stream, check_backend
 from pp_offload.config import OffloadConfig
 
 
@@ -238,3 +238,62 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def configure(config: OffloadConfig) -> PipelineOffloadManager:
+    """Set the options of this process's manager, between steps.
+
+    Tensors marked with ``mark_not_offloadable`` stay marked, and a disabled offload stays disabled;
+    the plan, the summary and the statistics begin anew. Living saved tensors stay valid.
+
+    Args:
+        config: New options; the current ones change nothing.
+
+    Returns:
+        The manager, the same as before, as :meth:`PipelineOffloadManager.get_instance` returns it.
+
+    Raises:
+        OffloadError: A schedule is attached with other options.
+        TypeError: ``config`` is no :class:`OffloadConfig`.
+    """
+    manager = PipelineOffloadManager.get_instance()
+    manager.configure(config)
+    return manager
+
+
+@contextmanager
+def use_backend(
+    backend: Backend, *, config: OffloadConfig | None = None
+) -> Iterator[PipelineOffloadManager]:
+    """Work on ``backend`` with a fresh manager, and restore the old one afterwards.
+
+    Args:
+        backend: For instance ``SimulatedBackend("late")`` or ``CpuBackend()``.
+        config: Options of the fresh manager.
+
+    Yields:
+        The fresh manager, which :meth:`PipelineOffloadManager.get_instance` now returns, also after
+        :func:`configure`.
+
+    Raises:
+        TypeError: ``backend`` is no backend, or ``config`` no :class:`OffloadConfig`.
+    """
+    check_backend(backend)
+    manager = PipelineOffloadManager(config=config, backend=backend)
+    try:
+        with use_manager(manager):
+            yield manager
+    finally:
+        manager.retire()
+
+
+@contextmanager
+def use_manager(manager: PipelineOffloadManager) -> Iterator[None]:
+    """Work with a manager on its backend, and restore the old one afterwards. Retires neither."""
+    before = PipelineOffloadManager.OFFLOAD_MGR
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    try:
+        with manager.backend.activate():
+            yield
+    finally:
+        PipelineOffloadManager.OFFLOAD_MGR = before

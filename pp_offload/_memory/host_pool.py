@@ -37,7 +37,7 @@ from torch import Tensor
 from pp_offload._common.processes import logger_of
 from pp_offload._memory.budget import HostBudget, OverBudgetError, Reserved
 from pp_offload._memory.ranges import Ranges
-from pp_offload._memory.storages import outside_inference_mode
+from pp_offload._memory.storages import outside_inference_mode, owned_by
 from pp_offload.backends import Event
 from pp_offload.errors import NotWhileCapturingError
 
@@ -441,3 +441,35 @@ def floor_power(nbytes: int) -> int:
 def ceil_power(nbytes: int) -> int:
     """Return the least power of two that is not below ``nbytes``, which is at least 1."""
     return 1 << (nbytes - 1).bit_length()
+
+
+class Owner:
+    """Keeps host memory, counted by the budget even when the pool is gone."""
+
+    __slots__ = ("__weakref__", "host")
+
+    host: HostBytes
+
+
+def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False) -> list[Tensor]:
+    """Return host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
+
+    Args:
+        likes: Tensors on any device.
+        pool: Gives the memory. No copy may use its free memory.
+        force: Take the memory even if it exceeds the budget.
+
+    Returns:
+        Tensors with a storage each. All of the memory is taken as long as one of them lives.
+
+    Raises:
+        MemoryError: The pool has no room.
+    """
+    owner = Owner()
+    owner.host = host = pool.take([like.nbytes for like in likes], owner, force=force)
+    tensors = []
+    for view, like in zip(host.views, likes, strict=True):
+        memory = owned_by(owner, view) if view.numel() else view.clone()
+        strides = torch.empty_like(like, device="meta").stride()
+        tensors.append(memory.view(like.dtype).as_strided(like.shape, strides))
+    return tensors

@@ -9,6 +9,9 @@ that note when a forward begins and ends:
       layer 1                 free layer 0; layer 1 is loaded; prefetch 2
     end                       nothing is prefetched any more
 
+The next layers are those that ran next in the last forward: a model may skip layers, call one
+twice, or have several stacks. A wrong guess costs an unused copy.
+
 NOTE [ Interrupted forwards ]
     An interrupt skips the hook at the end of a forward. So the module that began a forward may
     begin another, and an interrupted layer ends the forward by itself. A forward inside another
@@ -38,11 +41,48 @@ from torch.utils.hooks import RemovableHandle
 from pp_offload._common.torch_private import never_compiled, tree_leaves
 from pp_offload._hooks.regions import is_in_backward, is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
-from pp_offload._slices.layer_order import LayerOrder
-from pp_offload._slices.places import Exchange, Places
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
+from pp_offload._slices.slices import Exchange, Places
 from pp_offload._slices.to_host import move, move_buffers, move_to_host
 from pp_offload.errors import OffloadError
+
+
+class LayerOrder:
+    """Layers by number; layers not in the last forward come in the ``usual`` order."""
+
+    def __init__(self, usual: Sequence[int]) -> None:
+        self.usual = list(usual)
+        self._last = self.usual
+        self._seen: list[int] = []
+        self._place = self._place_back = 0
+
+    def begin(self) -> None:
+        self._seen = []
+        self._place = 0
+
+    def end(self) -> None:
+        if self._seen and self._seen != self._last[: len(self._seen)]:
+            self._last = self._seen  # except a forward that ended early
+        self._seen = []
+
+    def arrive(self, layer: int, num: int) -> list[int]:
+        """Note that the forward reached a layer; return the ``num`` layers expected next."""
+        self._seen.append(layer)
+        if layer in self._last[self._place :]:
+            self._place = place = self._last.index(layer, self._place) + 1
+            return self._last[place : place + num]
+        place = self.usual.index(layer) + 1 if layer in self.usual else len(self.usual)
+        return self.usual[place : place + num]
+
+    def return_to(self, layer: int, num: int) -> list[int]:
+        """Note that a backward reached a layer; return the ``num`` layers expected next."""
+        places = [place for place, number in enumerate(self._last) if number == layer]
+        if not places:
+            return []
+        # A place above that of the layer before means another backward.
+        self._place_back = max((p for p in places if p < self._place_back), default=places[-1])
+        return self._last[max(0, self._place_back - num) : self._place_back][::-1]
+
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Source: transformers ``GradientCheckpointingLayer``."""

@@ -24,14 +24,12 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.processes import logger_of, warn_once
-from pp_offload._core.copy_bounds import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.geometry import as_dense
-from pp_offload._core.in_flight import ComputeStreams
+from pp_offload._core.in_flight import IN_FLIGHT_BYTES, Bound, ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._core.verify import check_same, checksum_of
 from pp_offload._memory.budget import HostBudget
-from pp_offload._memory.host_pool import HostPool
-from pp_offload._memory.host_tensors import host_tensors
+from pp_offload._memory.host_pool import HostPool, host_tensors
 from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import OffloadConfig

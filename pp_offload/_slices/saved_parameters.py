@@ -28,7 +28,7 @@ from pp_offload._hooks.regions import Chaining, is_in_backward
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.gradients import Gradients, on_device
-from pp_offload._slices.places import Exchange, Places, Slice, stamp
+from pp_offload._slices.slices import Exchange, Places, Slice, stamp
 from pp_offload.errors import OffloadError
 
 

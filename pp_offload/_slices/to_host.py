@@ -10,8 +10,8 @@ from torch.nn import Module, Parameter
 
 from pp_offload._common.torch_private import has_compatible_shallow_copy_type
 from pp_offload._slices.loss_scale import wait_for_scales
-from pp_offload._slices.places import HOST
 from pp_offload._slices.plain_copies import PlainCopies
+from pp_offload._slices.slices import HOST
 
 
 def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.sizes import GB, GIB, UNITS, parse_size
+from pp_offload._common.text import GB, GIB, UNITS, parse_size
 from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.doctor import doctor as doctor
 from pp_offload.cli.megatron import megatron_text
@@ -98,7 +98,7 @@ def sweep(given: Namespace) -> int:
     }
     report(f"{pipeline.title}\n\n{front_table(plans)}", figures, as_json=given.json)
     if given.png is not None:
-        from pp_offload.plan.plan_picture import draw_front
+        from pp_offload.plan.table import draw_front
 
         with errors_of("--png", ImportError, OSError):
             draw_front(plans, given.png, title=pipeline.title)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pp_offload._core.stopwatch import time_of
+from pp_offload._core.observers import time_of
 from pp_offload.backends import default_backend
 from pp_offload.simulate import Hardware
 

@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from pp_offload import __version__
-from pp_offload._common.sizes import MIB, size_text
+from pp_offload._common.text import MIB, size_text
 from pp_offload._memory import budget
 from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend

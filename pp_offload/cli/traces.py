@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._common.sizes import GB, size_cell
-from pp_offload._common.tables import format_table
+from pp_offload._common.text import GB, format_table, size_cell
 from pp_offload.cli.wrong import check_target, errors_of, report, wrong
 from pp_offload.errors import ConfigError
 from pp_offload.trace import Timeline, compare_with_plan, read

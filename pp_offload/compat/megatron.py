@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pp_offload import summary
 from pp_offload._common.processes import logger_of
 from pp_offload._megatron.chunk import MainChunkOffloadHandler as ChunkOffloadHandler
-from pp_offload._megatron.group import OffloadTensorGroup
+from pp_offload._megatron.chunk import OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,

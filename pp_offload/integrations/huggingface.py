@@ -1,4 +1,5 @@
-"""Offload of activations in the ``Trainer`` of Hugging Face, of which this imports nothing.
+"""Offload of activations, or of layers' parameters, in the ``Trainer`` of Hugging Face, of which
+this imports nothing.
 
     class MyTrainer(ActivationOffloadingMixin, Trainer): ...
 
@@ -6,6 +7,13 @@
 
 The trainer computes each loss inside ``compute_loss_context_manager``, where offload begins and
 ends. An evaluation computes its loss there too, without grad, and offloads nothing.
+
+    class LayerTrainer(LayerOffloadingMixin, Trainer): ...
+
+    trainer = LayerTrainer(model, args, train_dataset=data, layer_offloading=True)
+
+Layers are offloaded before the trainer moves its model to the device, so the device never holds all
+of them. Other models, such as a reference model, are left alone.
 """
 
 from __future__ import annotations
@@ -22,9 +30,11 @@ from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
 from pp_offload._common.checks import brief
+from pp_offload._slices.offloaded_layers import OffloadedLayers
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.forwards import Figures
+from pp_offload.layers import lists_of_layers, offload_layers
 
 ONLY = "hidden_states"
 """Option that offloads only the hidden states given to checkpointed layers."""
@@ -137,7 +147,7 @@ class ActivationOffloadingMixin(TrainerMixin):
         **kwargs: Any,
     ) -> None:
         wanted = activation_offloading
-        self._offloading = OfModel("activation_offloading", wanted, _made, MODES)
+        self._offloading = OfModel("activation_offloading", wanted, _make_offload, MODES)
         self._has_checked = False
         super().__init__(*args, **kwargs)
         self.activation_offload  # noqa: B018  reports an error in the options now
@@ -178,7 +188,9 @@ class ActivationOffloadingMixin(TrainerMixin):
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-def _made(model: Module, options: dict[str, Any], args: Any) -> tuple[OffloadActivations, Figures]:
+def _make_offload(
+    model: Module, options: dict[str, Any], args: Any
+) -> tuple[OffloadActivations, Figures]:
     """Make the context of a model, and figures for logs."""
     options["backend"] = options.get("backend") or default_backend(args.device)
     is_only = options.pop(ONLY, False)
@@ -200,3 +212,62 @@ def _check(offload: OffloadActivations) -> None:
         "not run inside compute_loss_context_manager(), or on other threads (DataParallel)",
         stacklevel=3,
     )
+
+
+class LayerOffloadingMixin(TrainerMixin):
+    """Mixin before a ``Trainer``, which keeps parameters of layers on the host.
+
+    Args:
+        args: Arguments of the trainer.
+        layer_offloading: Options of :func:`pp_offload.offload_layers`, except the model.
+            ``layers`` may be left out, for :func:`pp_offload.layers.lists_of_layers`, and
+            ``frozen_only`` is True unless given: the frozen base waits on the host, and trained
+            parameters stay on the device. If the ``TrainingArguments`` have a ``layer_offloading``,
+            it decides whether anything is offloaded; options, True or False here override it.
+        kwargs: Further arguments of the trainer.
+
+    Raises:
+        TypeError: An option is unknown; or a trainer is before this one among the bases of a class.
+        ValueError: The value of an option is invalid; or the choice whether anything is offloaded
+            is neither True nor False.
+
+    Source: axolotl ``LayerOffloadingMixin``.
+    """
+
+    def __init__(
+        self, *args: Any, layer_offloading: Mapping[str, Any] | bool | None = None, **kwargs: Any
+    ) -> None:
+        self._layers = OfModel("layer_offloading", layer_offloading, _make_layers)
+        super().__init__(*args, **kwargs)
+        self._offload_layers()
+
+    @property
+    def layer_offload(self) -> OffloadedLayers | None:
+        """Layers of the current model, with their figures; None if no layer is on the host."""
+        return self._layers.made
+
+    def _offload_layers(self) -> None:
+        args, model = self.args, getattr(self, "model", None)  # type: ignore[attr-defined]
+        self._layers.prepare(args, model)
+
+    def _move_model_to_device(self, model: Module, device: Any) -> None:
+        """Offload the layers, and move the rest as the trainer does."""
+        # A trainer moves its model before it has one; the first model moved is then the trainer's.
+        trained = [getattr(self, "model", None), self._layers.model, model]
+        if model is next(each for each in trained if each is not None):
+            self._layers.prepare(self.args, model)  # type: ignore[attr-defined]
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Offload the layers of a model that was not moved, and create the optimizer."""
+        self._offload_layers()
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+
+def _make_layers(model: Module, wanted: dict[str, Any], args: Any) -> OffloadedLayers:
+    """Offload the layers of a model."""
+    options = {"frozen_only": True, **wanted}
+    if not {"backend", "device"} & options.keys():
+        options["backend"] = default_backend(args.device)
+    layers = options.pop("layers", None) or lists_of_layers(model)
+    return offload_layers(model, layers, **options)

@@ -40,9 +40,9 @@ from itertools import repeat
 from operator import mul
 
 from pp_offload._common.checks import check_count
-from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._common.sizes import bytes_text, size_text
+from pp_offload._common.processes import collector_off
+from pp_offload._common.text import bytes_text, size_text
 from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.fills import (

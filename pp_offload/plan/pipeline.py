@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from pp_offload._common.checks import check_count, check_kind
-from pp_offload._common.garbage import collector_off
+from pp_offload._common.processes import collector_off
 from pp_offload._core.keys import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._memory.budget import UNLIMITED, as_another_process

@@ -17,13 +17,13 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from pp_offload._common.garbage import collector_off
+from pp_offload._common.processes import collector_off
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
-from pp_offload._megatron.current import use_manager
+from pp_offload._megatron.manager import use_manager
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
 from pp_offload.plan.tape import RankTapes, Repeated, Stretch, Tape

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from pp_offload._core.batch import Batch
 from pp_offload._core.cheap_operators import Call
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import computed
 from pp_offload._core.saved import Saved

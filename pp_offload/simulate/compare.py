@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pp_offload._common.sizes import size_cell, size_text
-from pp_offload._common.tables import format_table
+from pp_offload._common.text import format_table, size_cell, size_text
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink

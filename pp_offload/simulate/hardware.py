@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 
 from pp_offload._common.checks import brief, check_count, check_names, near
-from pp_offload._common.sizes import GB
+from pp_offload._common.text import GB
 
 MAY_BE_ZERO = (
     *("launch_s", "kernel_gap_s", "copy_latency_s"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pp_offload._common.sizes import GB
+from pp_offload._common.text import GB
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import check_number

@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from pp_offload._common.checks import check_count, check_kind
-from pp_offload._common.garbage import collector_off
-from pp_offload._megatron.current import use_manager
-from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload._common.processes import collector_off
+from pp_offload._megatron.manager import PipelineOffloadManager, use_manager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.simulate.device import VirtualBackend

@@ -6,7 +6,7 @@ with use_backend(SimulatedBackend("late")) as manager:
 
 from __future__ import annotations
 
-from pp_offload._megatron.current import use_backend
+from pp_offload._megatron.manager import use_backend
 from pp_offload.testing.simulated import SimulatedBackend
 
 __all__ = ["SimulatedBackend", "use_backend"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pp_offload._common import pictures as art
-from pp_offload._common.sizes import GIB, MIB
+from pp_offload._common.text import GIB, MIB
 from pp_offload.trace import timeline as tl
 from pp_offload.trace.figures import (
     WAITS,

@@ -19,9 +19,8 @@ from typing import Any
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.group import Counts, Group
-from pp_offload._core.observer import Lap, Moved, Observer
+from pp_offload._core.observers import Lap, Moved, Observer, direction, time_of
 from pp_offload._core.payloads import Payloads
-from pp_offload._core.stopwatch import direction, time_of
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import Event

@@ -16,7 +16,7 @@ from pp_offload import GroupStateError, PipelineOffloadManager
 from pp_offload import fine_grained_offloading_group_flush_delayed_groups as flush
 from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._core.group import Group
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from helpers.sessions import (
 )
 
 from pp_offload import OffloadConfig
-from pp_offload._core.observer import Observer, Observers
-from pp_offload._core.stopwatch import Laps
+from pp_offload._core.observers import Laps, Observer, Observers
 from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import timed_by_host
 from pp_offload.errors import VerifyError

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import GroupStateError, OffloadTensorGroup, PipelineOffloadManager
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 

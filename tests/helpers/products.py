@@ -26,7 +26,7 @@ from pp_offload import (
     PipelineOffloadManager,
     offload_modules,
 )
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.backends import Backend
 

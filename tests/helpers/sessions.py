@@ -23,7 +23,7 @@ import pp_offload.testing
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._core.mover import _MOVERS
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import Backend, default_backend
 from pp_offload.errors import TierError

@@ -15,7 +15,7 @@ from helpers.plans.small import limits, planned, with_host_memory
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
-from pp_offload._common.sizes import size_text
+from pp_offload._common.text import size_text
 from pp_offload.plan import (
     Chooser,
     InfeasibleError,

@@ -12,9 +12,8 @@ from torch.nn import Parameter
 
 from pp_offload import OffloadConfig
 from pp_offload._slices.cache import SliceCache
-from pp_offload._slices.places import Slice
 from pp_offload._slices.plain_copies import PlainCopies
-from pp_offload._slices.slices import partition
+from pp_offload._slices.slices import Slice, partition
 from pp_offload.testing import SimulatedBackend
 
 late = pytest.mark.parametrize("backend", ["late"], indirect=True)

@@ -19,7 +19,7 @@ from pp_offload import (
     summary_table,
     use_backend,
 )
-from pp_offload._common.sizes import GIB
+from pp_offload._common.text import GIB
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._groups.step_line import (
     DeviceFigures,

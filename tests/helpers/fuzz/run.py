@@ -174,7 +174,7 @@ def offload(program: Program) -> Iterator[Engine]:
 
 FINE = {
     "pp_offload._core.window.SMALL_BYTES": 64,
-    "pp_offload._core.copy_bounds.SMALL_BYTES": 64,
+    "pp_offload._core.in_flight.SMALL_BYTES": 64,
     "pp_offload._core.geometry.MAX_PADDING_BYTES": 8,
     "pp_offload._memory.host_pool.HostPool.min_slab_bytes": 1024,
 }

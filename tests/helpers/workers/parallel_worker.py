@@ -44,7 +44,7 @@ from helpers.workers.steps import (
 )
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.observer import Observer
+from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.checkpointing import (

@@ -1,12 +1,14 @@
-"""Sizes in bytes, as a user reads and types them.
+"""Sizes in bytes, as a user reads and types them, and tables of text.
 
 parse_size("2GiB")    # 2147483648
 size_text(2**31)      # "2.00 GiB"
+format_table([("rank", "step ms"), ("0", "104")])
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -69,3 +71,14 @@ def bytes_text(nbytes: int, *, is_least: bool = False) -> str:
     """Format bytes as a number, and in the words of :func:`size_text`: ``"1572864 (1.50 MiB)"``."""
     text = size_text(nbytes, is_least=is_least)
     return str(nbytes) if text.endswith(" B") else f"{nbytes} ({text})"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows; the first is the head. The first column is flush left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for first, *later in rows:
+        cells = (cell.rjust(width) for cell, width in zip(later, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *cells)).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
