@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +18,7 @@ from helpers.sessions import (
     assert_same,
     begin_microbatch,
     begin_step,
+    check,
     drawn,
     gradients,
     group,
@@ -24,6 +28,7 @@ from helpers.sessions import (
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
 from pp_offload.testing import SimulatedBackend
 from pp_offload.testing.streams import SimulatedEvent
 
@@ -269,3 +274,47 @@ def test_a_host_that_gives_no_memory_loses_nothing(
             assert_same(train(net, xs, True, ahead=2), train(net, xs, False, ahead=2))
             assert_idle(manager)
     assert len(warnings(caplog)) == 1, warnings(caplog)
+
+
+def room_for(num: int) -> Any:
+    """So many tensors more fit on the device, until others go: reloads are made by empty_like."""
+    allocate, made = torch.empty_like, list[weakref.ref[Tensor]]()
+
+    def empty_like(*args: Any, **kwargs: Any) -> Tensor:
+        if sum(ref() is not None for ref in made) >= num:
+            raise torch.OutOfMemoryError("the device is full")
+        tensor = allocate(*args, **kwargs)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    return patch.object(torch, "empty_like", empty_like)
+
+
+@kinds
+@pytest.mark.parametrize("tiers", [("host",), ("disk",)], ids=str)
+@pytest.mark.parametrize("num", [0, 1, 4])
+def test_what_does_not_fit_ahead_comes_on_demand(
+    kind: str, num: int, tiers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without room for any, the error of torch comes, and backward can go on."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = h = drawn(8, 8).requires_grad_()
+        for _ in range(4):
+            h = group(h, lambda h: torch.tanh(h.sin()).cos(), is_on)
+        y = h.sum()
+        if is_on:
+            manager = PipelineOffloadManager.get_instance()
+            settle(manager)
+            is_full = pytest.raises(torch.OutOfMemoryError, match="the device is full")
+            with room_for(num), nullcontext() if num else is_full:
+                y.backward(retain_graph=num == 0)
+        if not is_on or num == 0:
+            y.backward()
+        else:
+            statistics = manager.statistics()
+            assert statistics.bytes_reloaded == statistics.bytes_offloaded
+        return gradients(x)
+
+    options: dict[str, Any] = {"disk_dir": tmp_path} if "disk" in tiers else {}
+    check(program, kind, max_in_flight_bytes=0, tiers=tiers, **options)
