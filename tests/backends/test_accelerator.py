@@ -77,16 +77,11 @@ def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
     assert len(Meeting.inside) == 40 and all(stream is shared for stream in Meeting.inside)
 
 
-def capturing_backend(current: Current) -> tuple[AcceleratorBackend, set[object]]:
-    """A backend, and the streams that capture, of which a device tells of the current one alone."""
+def test_each_capture_has_a_number_of_its_own(current: Current) -> None:
+    """Also on the same stream, if anybody asked in between; no thread outside numbers it anew."""
     backend, capturing = backend_without_a_device(), set[object]()
-    backend._ask = lambda: current.stream in capturing
+    backend._ask = lambda: current.stream in capturing  # a device tells of the current one alone
     backend._capture, backend._capturing = 0, None
-    return backend, capturing
-
-
-def test_a_thread_outside_does_not_number_a_capture_anew(current: Current) -> None:
-    backend, capturing = capturing_backend(current)
     before = current.stream
     capturing.add(before)
     assert backend.capture_id() == 1
@@ -99,23 +94,14 @@ def test_a_thread_outside_does_not_number_a_capture_anew(current: Current) -> No
     assert current.stream is side
     current.stream = before
     assert backend.capture_id() == 2
-
-
-@pytest.mark.parametrize("is_asked_by_another", [False, True])
-def test_the_next_capture_has_another_number(current: Current, is_asked_by_another: bool) -> None:
-    """Also on the same stream, if anybody asked in between."""
-    backend, capturing = capturing_backend(current)
-    before, own = current.stream, torch.Stream(device="cpu")
-    for number in (1, 2):
-        current.stream = own
-        capturing.add(own)
-        assert backend.capture_id() == number
+    for number, is_asked_by_another in ((3, True), (4, False)):
         capturing.clear()
-        current.stream = before
         if is_asked_by_another:
             at_once([backend.capture_id])
         else:
             assert backend.capture_id() == 0
+        capturing.add(before)
+        assert backend.capture_id() == number
 
 
 GIB = 2**30

@@ -117,8 +117,7 @@ def weights_two_microbatches_late(is_on: bool) -> list[Tensor]:
     waiting = []
     for number in range(6):
         if number < 4:
-            if is_on:
-                begin_microbatch()
+            begin_microbatch(is_on)
             leaves, outputs = forward(is_on, seed=number)
             y = outputs[-1].sum()
             _, parts = stage_backward_input([y], None, [leaves[0]], iter(leaves[1:]))
@@ -175,8 +174,7 @@ def test_microbatches_in_any_order(kind: str, order: list[int]) -> None:
     def program(is_on: bool) -> list[Tensor]:
         graphs = []
         for number in range(4):
-            if is_on and number:
-                begin_microbatch()
+            begin_microbatch(is_on and number > 0)
             graphs.append(forward(is_on, seed=number))
         for number in order:
             graphs[number][1][-1].square().sum().backward()

@@ -74,8 +74,7 @@ def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
     def program(is_on: bool) -> list[Tensor]:
         results = []
         for number in range(4):
-            if is_on and number:
-                begin_microbatch()
+            begin_microbatch(is_on and number > 0)
             x = drawn(rows[number], WIDTH, seed=number).requires_grad_()
             first = group(x * 2, torch.sin, is_on)
             last = group(first * 3, torch.cos, is_on)
@@ -184,8 +183,7 @@ def test_waits_are_of_the_live_stream(kind: str, forward: list[int], backward: l
         graphs = []
         for number in range(4):
             with enter(forward[number]):
-                if is_on and number:
-                    begin_microbatch()
+                begin_microbatch(is_on and number > 0)
                 h = leaf = drawn(4, WIDTH, seed=number).requires_grad_()
                 for weight in weights:
                     h = group(h, lambda h, w=weight: torch.tanh(h @ w).sin(), is_on)

@@ -15,6 +15,8 @@ from helpers.sessions import (
     assert_idle,
     assert_same,
     begin_microbatch,
+    by_autograd_functions,
+    by_functions,
     check,
     drawn,
     gradients,
@@ -24,15 +26,10 @@ from helpers.sessions import (
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
     PipelineOffloadManager,
     attach,
-    fine_grained_offloading_group_commit,
     fine_grained_offloading_group_flush_delayed_groups,
-    fine_grained_offloading_group_start,
 )
 
 pytestmark = pytest.mark.smoke
@@ -59,7 +56,7 @@ def test_the_backward_queue_of_virtual_stages() -> None:
     with session("late") as manager:
         net, chunks, graphs = Net(("attn",)), [], []
         for stage in range(2):
-            begin_microbatch(2, stage)
+            begin_microbatch(stages=2, stage=stage)
             chunks.append(manager.cur_forward_chunk())
             graphs.append(net(drawn(ROWS, WIDTH, seed=stage).requires_grad_()))
         manager.flush()
@@ -75,21 +72,6 @@ def test_the_backward_queue_of_virtual_stages() -> None:
 
 def sines(h: Tensor) -> Tensor:
     return h.mul(2).sin().tanh()
-
-
-def by_functions(x: Tensor, compute: Callable[[Tensor], Tensor], name: str) -> Tensor:
-    x = fine_grained_offloading_group_start(x, name)
-    with off_interface.get_context(True):
-        y = compute(x)
-    return fine_grained_offloading_group_commit(y, name)
-
-
-def by_autograd_functions(x: Tensor, compute: Callable[[Tensor], Tensor], name: str) -> Tensor:
-    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
-    x = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, name)
-    with PipelineOffloadManager.get_instance():
-        y = compute(x)
-    return FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, name, None, False)
 
 
 delayed = partial(group, delay_offload=True)

@@ -6,6 +6,7 @@ The simulated device follows one thread, so these run on the host with copies in
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import ForkedError, PipelineOffloadManager
+from pp_offload.backends.cpu import CopyStream
 
 LIMIT_S = 300
 """Nothing here takes a second; behind this it hangs."""
@@ -41,8 +43,7 @@ kinds = pytest.mark.parametrize("kind", ["cpu", "threads"])
 def microbatch(net: Net, x: Tensor, is_on: bool) -> tuple[Tensor, Tensor]:
     """Input and loss."""
     net.is_on = is_on
-    if is_on:
-        begin_microbatch()
+    begin_microbatch(is_on)
     leaf = x.clone().requires_grad_()
     return leaf, net(leaf).square().mean()
 
@@ -83,8 +84,7 @@ def test_one_graph_backward_in_several_threads(kind: str) -> None:
 
     def heads(is_on: bool) -> Work:
         net.is_on = is_on
-        if is_on:
-            begin_microbatch()
+        begin_microbatch(is_on)
         leaf = inputs(1)[0].requires_grad_()
         h = net(leaf)
         ys = [(h * (n + 1)).square().sum() for n in range(NUM)]
@@ -152,3 +152,41 @@ def test_a_forward_that_failed_on_a_thread_that_lives_on_ends_no_step(kind: str)
         off_interface.reset()
         assert_same(got, backward(net, *microbatch(net, x, False)))
         assert_idle(manager)
+
+
+WAITS_S = 0.3
+"""So long the other thread may take to come in between; where it is kept out, all of it passes."""
+
+
+def test_an_event_is_behind_what_its_thread_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another engine, with a lock of its own, queues work at the same time."""
+    stream, may_run, others_ran = CopyStream("d2h"), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def submit_other() -> None:
+        stream.submit(others_ran.set)
+        others_ran.wait(WAITS_S)
+
+    def mine() -> None:
+        may_run.wait()
+        done.append("mine")
+
+    other = threading.Thread(target=submit_other)
+    queue = stream._workers.queue
+
+    def queue_late(piece: object) -> None:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(WAITS_S)
+        queue(piece)
+
+    monkeypatch.setattr(stream._workers, "queue", queue_late)
+    stream.submit(mine)
+    event = stream.record_event()
+    assert not event.query() and not done
+    may_run.set()
+    event.synchronize()
+    assert done == ["mine"]
+    other.join()
+    stream.record_event().synchronize()
+    assert others_ran.is_set()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import sessions
 from helpers.saving import Raises
 from helpers.scenarios import begin, make_inputs
 from helpers.sessions import assert_idle, assert_no_hooks, gradients, group, session
@@ -31,16 +32,12 @@ from torch.utils.checkpoint import (
 )
 
 import pp_offload
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
     OffloadActivations,
     OffloadError,
     PipelineOffloadManager,
     checkpoint_function,
     checkpoint_wrapper,
-    fine_grained_offloading_group_start,
     offload_layers,
     offload_modules,
     recompute_layers,
@@ -115,18 +112,11 @@ def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_functions(function: Function, x: Tensor) -> Tensor:
-    fine_grained_offloading_group_start(x, "part")
-    with off_interface.get_context(True):
-        y = function(x)
-    return off_interface.group_commit(y, name="part")
+    return sessions.by_functions(x, function)
 
 
-def by_markers(function: Function, x: Tensor) -> Tensor:
-    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
-    x = FineGrainedOffloadingGroupStartFunction.apply(x * 1, chunk, "part")
-    with off_interface.get_context(True):
-        y = function(x)
-    return FineGrainedOffloadingGroupCommitFunction.apply(y * 1, chunk, "part", None, False)
+def by_autograd_functions(function: Function, x: Tensor) -> Tensor:
+    return sessions.by_autograd_functions(x, function)
 
 
 def by_context(function: Function, x: Tensor) -> Tensor:
@@ -170,7 +160,7 @@ def test_a_group_inside_a_checkpoint(
 ) -> None:
     """Marked in any way; twice through one graph, and behind a look at a saved tensor."""
     run = CHECKPOINTS[way](stops)
-    marks = in_group, by_functions, by_markers, by_context, behind_hooks
+    marks = in_group, by_functions, by_autograd_functions, by_context, behind_hooks
     for mark, place in product(marks, PLACES):
         x = leaf_of(manager)
         y = run(partial(body, mark=mark, place=place), x).exp()

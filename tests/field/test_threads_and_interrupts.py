@@ -47,8 +47,7 @@ def forward(seed: int, step: int, is_on: bool = True) -> Graph:
     net = Net(seed=seed)
     net.is_on = is_on
     (leaf,) = inputs(1, step=step, rows=1 + (7 * step + 3 * seed) % 40)
-    if is_on:
-        begin_microbatch()
+    begin_microbatch(is_on)
     return net, leaf.requires_grad_(), net(leaf).square().mean()
 
 

@@ -76,8 +76,7 @@ def train(
         leaves: list[Tensor] = []
         outputs: list[Tensor] = []
         for number, net in enumerate(nets):
-            if is_on:
-                begin_microbatch(len(nets), number)
+            begin_microbatch(is_on, len(nets), number)
             leaves.append(x.detach().clone().requires_grad_())
             x = net(leaves[-1])
             if number == len(nets) - 1:

@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 import pp_offload.testing
-from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import (
+    CpuBackend,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    OffloadConfig,
+    PipelineOffloadManager,
+    fine_grained_offloading_group_start,
+    use_backend,
+)
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._core.mover import _MOVERS
 from pp_offload._core.observers import Observer
@@ -92,9 +100,10 @@ def begin_step() -> None:
     begin_microbatch()
 
 
-def begin_microbatch(stages: int = 1, stage: int = 0) -> None:
+def begin_microbatch(is_on: bool = True, stages: int = 1, stage: int = 0) -> None:
     """The forward of a microbatch begins."""
-    off_interface.init_chunk_handler(stages, stage, 1)
+    if is_on:
+        off_interface.init_chunk_handler(stages, stage, 1)
 
 
 def group(
@@ -108,6 +117,25 @@ def group(
     with off_interface(is_on, x, name) as x:
         y = compute(x)
     return off_interface.group_commit(y, name=name, **commit) if is_on else y
+
+
+def by_functions(x: Tensor, compute: Callable[[Tensor], Tensor], name: str = "part") -> Tensor:
+    """A group by the functions that mark it."""
+    x = fine_grained_offloading_group_start(x, name)
+    with off_interface.get_context(True):
+        y = compute(x)
+    return off_interface.group_commit(y, name=name)
+
+
+def by_autograd_functions(
+    x: Tensor, compute: Callable[[Tensor], Tensor], name: str = "part"
+) -> Tensor:
+    """A group by the reference's functions of autograd."""
+    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
+    x = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, name)
+    with PipelineOffloadManager.get_instance():
+        y = compute(x)
+    return FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, name, None, False)
 
 
 def check(
