@@ -24,6 +24,7 @@ from helpers.sessions import (
     group,
     session,
     settle,
+    side_stream,
     unseen,
 )
 from torch import Tensor, nn
@@ -279,6 +280,67 @@ def test_what_was_looked_at_and_changed_is_not_given_to_backward(kind: str) -> N
         seen.mul_(3)
         y.sum().backward()
         assert_same(gradients(x), [other])
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("kind", ["late", "threads"])
+def test_an_alias_that_counts_its_changes_apart_is_watched(kind: str, is_shared: bool) -> None:
+    """Also where its bytes left with the copy of another group.
+
+    The value at save is used, or an error names a group: never the changed value.
+    """
+    with session(kind) as manager:
+        begin_step()
+        x, w = drawn(2**16).requires_grad_(), drawn(2**16, seed=1).requires_grad_()
+        y = x * 2
+        apart = y.data
+        first = group(y, torch.sin, name="first") if is_shared else y
+        loss = group(y, lambda y: y.sin().detach() + apart * w, name="core") + first.detach()
+        with unseen(manager.backend), torch.no_grad():
+            apart.add_(1)
+        try:
+            got = torch.autograd.grad(loss.sum(), w)
+        except SavedTensorModifiedError as error:
+            assert "'core'" in str(error) or "'first'" in str(error)
+        else:
+            assert_same(got, [x.detach() * 2])
+
+
+def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
+    """Which cannot take the source back, and would get what the copy has made of it."""
+    with session("late") as manager:
+        begin_step()
+        backend = manager.backend
+        x = drawn(3, 4).requires_grad_()
+        main, side = backend.current_stream(), side_stream(backend)
+        with off_interface(True, x, "core"):
+            y = x * 2
+            side.wait_stream(main)
+            with backend.stream(side):
+                z = y.sin()
+            main.wait_stream(side)
+        loss = off_interface.group_commit(z, name="core").sum()
+        with unseen(backend), torch.no_grad():
+            y.add_(1)
+        side.wait_stream(main)
+        with backend.stream(side), pytest.raises(SavedTensorModifiedError, match="group 'core'"):
+            torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "eager"])
+def test_a_buffer_is_resized_for_batches_of_any_length(kind: str, is_verified: bool) -> None:
+    """Memory that was copied from may be given another size afterwards."""
+    weight, batch = drawn(8, 8).requires_grad_(), torch.empty(0)
+    with session(kind, verify=is_verified) as manager:
+        for length in (4, 6, 2, 9):
+            values = drawn(length, 8, seed=length)
+            batch.resize_(length, 8).copy_(values)
+            begin_step()
+            y = group(batch, lambda batch: (batch @ weight).tanh())
+            got = torch.autograd.grad(y.sum(), weight)
+            manager.backend.synchronize()
+            assert_same(got, torch.autograd.grad((values @ weight).tanh().sum(), weight))
 
 
 # What never moves

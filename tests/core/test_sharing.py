@@ -161,3 +161,56 @@ def test_no_copy_of_an_earlier_step_is_shared(kind: str, is_context: bool) -> No
         forward().backward()
         assert_same(gradients(x), torch.autograd.grad(compute(x), x))
         del alive
+
+
+def gap_is_written(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """The first group saves two parts of three; its copy, which is queued, reads no third."""
+    a, b, c = (x * 2).unsafe_chunk(3)
+    u = group(a, lambda a: a * c, is_on, "one")
+    b.sigmoid_()
+    return u + group(a, lambda a: a.sin() * b.cos() + c.sin(), is_on, "two")
+
+
+def unsaved_is_received(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """Between what the first group saves, a write that counts no change, as collectives do.
+
+    As many bytes as the storage has were saved, some of them twice. The second group saves all.
+    """
+    h = x * 2
+    a, b, c = h[:2], h[2:4], h[4:]
+    u = group(a, lambda a: a.sin() * c.cos() * a.view(-1).cos().view(2, 4), is_on, "one")
+    settle()
+    b.data.fill_(3.0)
+    return torch.cat([u, u, u]) + group(h, lambda h: h * h.exp(), is_on, "two")
+
+
+def filled_anew(x: Tensor, is_on: bool, settle: Callable[[], None]) -> Tensor:
+    """Who saved it first has no use for it any more; another tensor of its group is alive."""
+    buffer, total, alive = torch.empty_like(x), torch.zeros_like(x), []
+    for number in (1.0, 2.0):
+        buffer.data.fill_(number)
+        h = x.detach().requires_grad_()
+
+        def both(h: Tensor) -> Tensor:
+            alive.append((h * 2).sin())
+            return h * buffer
+
+        y = group(h, both, is_on, f"microbatch {number}")
+        settle()
+        total += torch.autograd.grad(y.sum(), h)[0]
+    return (x * total).sin()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+@pytest.mark.parametrize("program", [gap_is_written, unsaved_is_received, filled_anew])
+def test_no_copy_of_what_has_changed_is_shared(kind: str, program: Callable[..., Tensor]) -> None:
+    def run(is_on: bool, settle: Callable[[], None]) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 24).view(6, 4).requires_grad_()
+        program(x, is_on, settle).sum().backward()
+        return gradients(x)
+
+    with session(kind) as manager:
+        begin_step()
+        assert_same(run(True, lambda: settle(manager)), run(False, lambda: None))
+        settle(manager)
+        assert_idle(manager)

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
 from conftest import on_two_backends
-from helpers.sessions import assert_idle, assert_same, begin_step, drawn, gradients, group, session
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    drawn,
+    gradients,
+    group,
+    session,
+)
 from helpers.toy import batches
 from helpers.wrapped import WRAPPERS, KeepsSaved, leaves
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.functional import batch_norm
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
@@ -139,3 +151,40 @@ def test_zeros_of_forward_mode_have_no_memory_and_stay(kind: str) -> None:
         begin_step()
         assert_same(run(True), run(False))
         assert manager.statistics().bytes_offloaded > 0
+
+
+@on_two_backends
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "rows"])
+@pytest.mark.parametrize("trains", [(False, True, False), (True, False, True)])
+def test_statistics_are_those_of_the_last_training(
+    manager: PipelineOffloadManager, is_module: bool, trains: tuple[bool, ...]
+) -> None:
+    """Batch norm writes them and counts no change; autograd reads what is there at the backward.
+
+    They are buffers of a module, or rows of one tensor.
+    """
+    device = manager.backend.device
+
+    def step(is_on: bool, order: tuple[int, ...]) -> list[Tensor]:
+        norm = torch.nn.BatchNorm1d(6).to(device)
+        rows = torch.tensor([[0.0], [1.0]], device=device).expand(2, 6).clone()
+
+        def compute(x: Tensor, is_training: bool) -> Tensor:
+            if is_module:
+                return norm.train(is_training)(x).sin()  # type: ignore[no-any-return]
+            return batch_norm(x, *rows, None, None, is_training).sin()
+
+        leaves, losses = inputs(3, device), []
+        for x, is_training in zip(leaves, trains, strict=True):
+            begin_microbatch(is_on)
+            y = group(2 * x.requires_grad_(), partial(compute, is_training=is_training), is_on)
+            losses.append(y.square().mean())
+        for index in order:
+            losses[index].backward()
+        return [*(loss.detach() for loss in losses), *gradients(*leaves)]
+
+    for order in permutations(range(3)):
+        manager.reset()
+        assert_same(step(True, order), step(False, order))
+        assert_idle(manager)
+    assert manager.statistics().bytes_offloaded > 0
