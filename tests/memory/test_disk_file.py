@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -128,23 +127,6 @@ def test_no_batch_is_written_into_another(
     for write, data in live:
         assert read(file, write).equal(data)
     file.close()
-
-
-def test_a_write_that_fails_is_noted(file: DiskFile) -> None:
-    full = os.strerror(errno.ENOSPC)
-    calls = iter([999])
-
-    def write_some(fd: int, view: memoryview, offset: int) -> int:
-        for num in calls:
-            return os.pwrite(fd, view[:num], offset)
-        raise OSError(errno.ENOSPC, full)
-
-    file._pwrite = write_some
-    write = written(file, some_bytes(10_000))  # the caller still has the bytes
-    for part in (str(file.directory), "offset 0", full, "set disk_dir"):
-        assert part in str(write.failure)
-    with pytest.raises(DiskTierError, match=full):
-        read(file, write)
 
 
 def test_short_writes_and_reads_go_on_where_they_ended(file: DiskFile) -> None:

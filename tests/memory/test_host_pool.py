@@ -101,35 +101,27 @@ def test_two_owners_never_share_bytes_and_freed_bytes_are_used_again(data: st.Da
 
 # Bytes that a copy may still access
 
-
-def test_the_next_owner_waits_for_the_last_copy_of_the_same_bytes() -> None:
-    pool = small_pool()
-    owner, copy = Owner(pool, [100]), Copy()
-    assert owner.host.waits_for == ()
-    owner.host.last_use = copy
-    del owner
-    following = Owner(pool, [100])
-    assert following.host.waits_for == (copy,)
-    del following  # without a copy of its own
-    assert Owner(pool, [100]).host.waits_for == (copy,)
+uses = st.tuples(st.just(100) | st.integers(1, 3000), st.integers(0, 6), st.booleans())
+"""Bytes of an owner, how many owners live behind it, and whether it makes a copy of its own."""
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 6)), min_size=20, max_size=40))
-def test_no_byte_is_given_without_its_last_copy(program: list[tuple[int, int]]) -> None:
+@given(st.lists(uses, min_size=20, max_size=40))
+def test_no_byte_is_given_without_its_last_copy(program: list[tuple[int, int, bool]]) -> None:
     """The events, followed back through the owners that waited for them, cover each byte."""
     pool = small_pool()
     pool.min_slab_bytes = 4096  # so that the bytes of former owners are carved anew
     last: dict[int, Copy] = {}  # by address of each 64 bytes
     implied: dict[Copy, set[Copy]] = {}
     owners: deque[Owner] = deque()
-    for nbytes, num_live in program:
+    for nbytes, num_live, is_used in program:
         owner, copy = Owner(pool, [nbytes, 64]), Copy()
         seen = set().union(*({event} | implied[event] for event in owner.host.waits_for))
         blocks = [at for a, b in bytes_of(owner) for at in range(a, b, ALIGNMENT)]
         assert {last[at] for at in blocks if at in last} <= seen
-        implied[copy], owner.host.last_use = seen, copy
-        last.update(dict.fromkeys(blocks, copy))
+        if is_used:
+            implied[copy], owner.host.last_use = seen, copy
+            last.update(dict.fromkeys(blocks, copy))
         owners.append(owner)
         del owner
         while len(owners) > num_live:
