@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.products import PRODUCTS
-from helpers.ranks import WORKERS, run_ranks
+from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -74,9 +74,7 @@ ON_FOUR_RANKS = [
     ],
 )
 def test_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None:
-    for rank, results in enumerate(
-        run_ranks(world, cases, tmp_path, WORKERS / "parallel_worker.py")
-    ):
+    for rank, results in enumerate(run_ranks(world, cases, tmp_path)):
         assert list(results) == cases
         for case, facts in results.items():
             where = f"{case}, rank {rank} of {world}: {facts}"

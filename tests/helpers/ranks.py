@@ -30,7 +30,7 @@ WORKERS = Path(__file__).with_name("workers")
 
 
 def run_ranks(
-    world: int, cases: list[str], out: Path, worker: Path = WORKERS / "pipeline_worker.py"
+    world: int, cases: list[str], out: Path, worker: Path = WORKERS / "parallel_worker.py"
 ) -> list[dict[str, dict[str, Any]]]:
     """Run the worker on ``world`` ranks; what each of them found, by case."""
     # The ranks meet at a store of this process: a port that was free may be taken by the time that

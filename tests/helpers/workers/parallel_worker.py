@@ -1,18 +1,23 @@
 """One rank of models that are replicated, sharded, cut into stages, or exchange activations; for
-``test_parallel.py``.
+``test_parallel.py`` and ``test_pipelining.py``.
 
-A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE`` or ``collective``.
+A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE``, which may go on with the number of
+virtual stages and the option ``split_backward``, or ``collective``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -22,27 +27,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.checkpointed import BY_OP, WAYS
 from helpers.products import PRODUCTS, Checkpoints, Product
 from helpers.ranks import run_cases
-from helpers.sessions import begin_step, group
-from helpers.workers.exchanging_layers import Experts, Ring
-from helpers.workers.steps import (
-    NUM_MICROBATCHES,
-    WIDTH,
-    Block,
-    Stage,
-    draw,
-    gradients,
-    inputs_of,
-    is_same,
-    make_schedule,
-    stage_indices,
-)
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from helpers.sessions import begin_step, group, settle
+from helpers.workers.models import WIDTH, Block, Experts, Ring, Stage
+from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table, use_backend
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
@@ -54,11 +49,26 @@ from pp_offload.checkpointing import (
 from pp_offload.pipelining import attach
 from pp_offload.testing import SimulatedBackend
 
+NUM_MICROBATCHES = 4
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-Trained = tuple[list[Tensor], dict[str, int]]
+Trained = tuple[list[Tensor], dict[str, Any]]
 """All numbers, and facts about the offload."""
+
+
+def draw(step: int, num: int = NUM_MICROBATCHES) -> list[Tensor]:
+    """Other numbers on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(num)]
+
+
+def gradients(*modules: nn.Module) -> list[Tensor]:
+    """This rank's shards of them, which are gone then."""
+    grads = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+    for module in modules:
+        module.zero_grad()
+    return [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
 
 
 class Leaving(Observer):
@@ -236,6 +246,7 @@ def sharded_stage(mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 STAGES: dict[str, Callable[..., nn.Module]] = {
+    "plain": lambda mesh: Stage(),
     "ddp": lambda mesh: ddp(Stage(), process_group=mesh.get_group()),
     "fsdp2": sharded_stage,
     "fsdp2, bf16": partial(sharded_stage, mp_policy=BF16),
@@ -243,18 +254,42 @@ STAGES: dict[str, Callable[..., nn.Module]] = {
 }
 """With groups. Other kinds are a product's name; each stage is given that product."""
 
+WINDOW_BYTES = 768
+"""Twice what a group saves."""
 
-def stage(backend: Backend | None, kind: str, name: str) -> Trained:
-    """Three steps of a schedule; losses and this rank's gradients.
 
-    A pipeline has one rank where stages are replicated over two ranks, else two; if there are four
-    ranks, there are two pipelines.
+def make_schedule(name: str, stages: list[PipelineStage], num: int, **options: Any) -> Any:
+    """A schedule over this rank's stages; ``csv`` is one that a file gives."""
+    if name in ONE_STAGE:
+        return ONE_STAGE[name](stages[0], num, **options)
+    if name != "csv":
+        return (LOOPED | V_SHAPED)[name](stages, num, **options)
+    file = Path(sys.argv[1], f"{dist.get_rank()}.csv")
+    named = make_schedule("interleavedzerobubble", stages, num, **options)
+    named._dump_csv(str(file), format="compute_only")
+    schedule = _PipelineScheduleRuntime(stages, num, **options)
+    schedule._load_csv(str(file))
+    return schedule
+
+
+def stage(
+    backend: Backend | None, kind: str, name: str, virtual: str = "2", policy: str = "reload"
+) -> Trained:
+    """Three steps of a schedule, with an eval between plain ones; losses and this rank's gradients.
+
+    Plain stages are on all ranks. Other pipelines have one rank where stages are replicated over
+    two ranks, else two; if there are four ranks, there are two pipelines.
     """
     world, leaving = dist.get_world_size(), Leaving()
     num_ranks = 1 if kind in STAGES and world == 2 else 2
+    num_ranks = world if kind == "plain" else num_ranks
     mesh = init_device_mesh("cpu", (num_ranks, world // num_ranks), mesh_dim_names=("pp", "dp"))
-    indices = stage_indices(name, mesh["pp"].get_local_rank(), num_ranks)
-    num_stages, products = num_ranks * len(indices), []
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    indices = [rank + num_ranks * v for v in range(1 if name in ONE_STAGE else int(virtual))]
+    if name in V_SHAPED:  # the first rank has the first and the last
+        indices = [rank, 2 * num_ranks - 1 - rank]
+    num_stages, num = num_ranks * len(indices), max(NUM_MICROBATCHES, 2 * num_ranks)
+    products: list[Any] = []
 
     def make(index: int) -> nn.Module:
         torch.manual_seed(index)
@@ -269,22 +304,32 @@ def stage(backend: Backend | None, kind: str, name: str) -> Trained:
             made.forward = product.offload(made.forward)  # type: ignore[method-assign]
         return made
 
-    with use_backend(backend or CpuBackend(), config=CONFIG) as manager:
+    config = replace(CONFIG, prefetch_bytes=WINDOW_BYTES, split_backward=policy)
+    with use_backend(backend or CpuBackend(), config=config) as manager:
         manager.offloader.observers.add(leaving)
         modules = {index: make(index) for index in indices}
-        group = mesh["pp"].get_group()
-        schedule = make_schedule(name, modules, num_stages, NUM_MICROBATCHES, group=group)
+        cpu, options = torch.device("cpu"), {"loss_fn": nn.functional.mse_loss}
+        stages = [PipelineStage(m, i, num_stages, cpu, group=group) for i, m in modules.items()]
+        schedule = make_schedule(name, stages, num, **options, scale_grads=policy == "reload")
         groups = {"mlp": "layers.*.mlp"} if kind in STAGES else None
         seen: list[Tensor] = []
+        steps = []
         with attach(schedule, groups) if backend is not None and groups else nullcontext():
             for step in range(3):
-                x = torch.cat(draw(step))
-                inputs, options = inputs_of(x, x, modules, num_stages)
-                schedule.step(*inputs, **options)
-                seen += [loss.detach() for loss in options.get("losses", ())]
-                seen += gradients(*modules.values())
+                x, losses = torch.cat(draw(step, num)), list[Tensor]()
+                inputs = [x] if 0 in modules else []
+                on_the_last = {"target": x, "losses": losses} if num_stages - 1 in modules else {}
+                schedule.step(*inputs, **on_the_last)
+                seen += [*(loss.detach() for loss in losses), *gradients(*modules.values())]
+                # PyTorch's own eval of a V fails, with and without offload
+                if kind == "plain" and name not in V_SHAPED:
+                    schedule.eval(*inputs, **on_the_last)
+                    seen += losses
+                settle(manager)
+                steps.append(manager.statistics())
             manager.reset()
-        return seen, leaving.facts(manager, *products)
+        table = summary_table()
+        return seen, {**leaving.facts(manager, *products), "steps": steps, "table": table}
 
 
 # A group that saves what collectives made
@@ -326,7 +371,8 @@ def compare(case: str) -> dict[str, list[Any]]:
     facts: dict[str, list[Any]] = {}
     for backend in (CpuBackend(), SimulatedBackend("late")):
         got, others = RUNS[kind](backend, *names)
-        for name, fact in {"equal": is_same(got, expected), **others}.items():
+        is_equal = len(got) == len(expected) > 0 and all(map(torch.equal, got, expected))
+        for name, fact in {"equal": is_equal, **others}.items():
             facts.setdefault(name, []).append(fact)
     PipelineOffloadManager.reset_instance()  # before the process group goes
     return facts

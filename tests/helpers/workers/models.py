@@ -1,9 +1,4 @@
-"""Layers that exchange activations between ranks in their forward.
-
-``ring`` is context parallel: a rank has a part of each sequence, and passes keys and values on to
-the next rank. ``experts`` is expert parallel: each token goes to the rank of its expert, and comes
-back.
-"""
+"""A stage of two blocks, and layers that exchange activations between ranks in their forward."""
 
 from __future__ import annotations
 
@@ -13,9 +8,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.workers.steps import WIDTH
-
+WIDTH = 16
 HEADS = 4
+
+
+class Block(nn.Module):
+    """A residual block with a part to offload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+class Stage(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.children():
+            x = layer(x)
+        return x
 
 
 class Exchange(torch.autograd.Function):
@@ -55,6 +73,8 @@ class Pass(torch.autograd.Function):
 
 
 class Ring(nn.Module):
+    """Context parallel: a rank has a part of each sequence, and passes keys and values on."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -71,7 +91,7 @@ class Ring(nn.Module):
 
 
 class Experts(nn.Module):
-    """One expert on each rank; how many tokens it gets differs each time."""
+    """Expert parallel: each token goes to the rank of its expert, and comes back."""
 
     def __init__(self) -> None:
         super().__init__()
