@@ -23,7 +23,7 @@ from helpers.sliced import (
     together,
 )
 from helpers.toy import same_bits
-from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_models import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig

@@ -1,22 +1,18 @@
-"""Layers of GPT on ``meta``, with attention and MLP as groups, norms included.
-
-Layer norms, biases, a GELU of four widths, and no rotary embedding: it would be one more pass over
-queries and keys.
-"""
+"""Models on ``meta``, whose steps are arithmetic: layers of large products, and layers of GPT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.plans.random_pipelines import Attention
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.simulate import Modules
+from pp_offload.simulate import DEVICES, Hardware, Modules
 
-HEAD_WIDTH = 128
 KIND: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
 
 
@@ -29,38 +25,49 @@ def chain(
     return Modules(stages, example=example, **options)
 
 
-class Attention(nn.Module):
+class Layers(nn.Module):
+    """Products of which each saves its input; a group around each."""
+
+    def __init__(self, num: int, width: int) -> None:
+        super().__init__()
+        layers = [nn.Linear(width, width, bias=False, **KIND) for _ in range(num)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, *, offload: bool = True) -> Tensor:
+        for layer in self.layers:
+            with off_interface(offload, x, "layer"):
+                y = layer(x)
+            x = off_interface.group_commit(y, name="layer") if offload else y
+        return x
+
+
+WIDTH, ROWS = 4096, 8192
+
+FLOPS = 2 * ROWS * WIDTH * WIDTH
+"""Of a forward of one layer."""
+
+SAVED_BYTES = ROWS * WIDTH * 2
+
+
+def hardware(copies_to_compute: float) -> Hardware:
+    """A device on which a layer's copy takes so many times its forward."""
+    machine = DEVICES["H100"]
+    forward_s = FLOPS / (machine.matmul_flops * machine.matmul_fraction)
+    return replace(machine, link_bytes_per_s=SAVED_BYTES / (forward_s * copies_to_compute))
+
+
+# Of GPT, with norms and biases, and without a rotary embedding: it would be one more pass over
+# queries and keys
+
+
+class GptLayer(nn.Module):
+    """Two residual parts, each a group of its own name, with its norm."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, **KIND)
-        self.qkv = nn.Linear(width, 3 * width, **KIND)
-        self.out = nn.Linear(width, width, **KIND)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = (batch, length, 3, width // HEAD_WIDTH, HEAD_WIDTH)
-        q, k, v = self.qkv(self.norm(x)).view(heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width, **KIND)
-        self.up = nn.Linear(width, 4 * width, **KIND)
-        self.down = nn.Linear(4 * width, width, **KIND)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Layer(nn.Module):
-    """Two residual parts, each a group of its own name."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attn, self.mlp = Attention(width), Mlp(width)
+        self.attn = nn.Sequential(nn.LayerNorm(width), Attention(width, width // 128))
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), up, nn.GELU(), down)
 
     def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
         for name, part in (("attn", self.attn), ("mlp", self.mlp)):
@@ -70,14 +77,14 @@ class Layer(nn.Module):
         return x
 
 
-class Stage(nn.Module):
+class Stage(nn.ModuleList):
     """Layers of a rank."""
 
     def __init__(self, width: int, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        with torch.device("meta"):
+            super().__init__(GptLayer(width).bfloat16() for _ in range(num_layers))
 
     def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
-        for layer in self.layers:
+        for layer in self:
             x = layer(x, offload=offload)
         return x

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_models import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._memory.budget import as_another_process
@@ -42,7 +42,7 @@ class Training:
 
     Args:
         limit_bytes: The option ``device_limit_bytes``; ``options`` are others.
-        size: Of the model's input, after a batch of ``rows``.
+        width: Of the model's input.
         is_blocking: Whether the host waits for each operator.
         resets: Whether a program that logs peaks resets them before each step.
     """
@@ -53,7 +53,7 @@ class Training:
         *,
         device: Hardware | None = None,
         model: nn.Module | None = None,
-        size: tuple[int, ...] = (WIDTH,),
+        width: int = WIDTH,
         offload: bool = True,
         is_blocking: bool = False,
         resets: bool = False,
@@ -68,7 +68,7 @@ class Training:
         self.config = OffloadConfig(device_limit_bytes=limit_bytes, **{**defaults, **options})
         self.backend = VirtualBackend(device or hardware(1.0), is_blocking=is_blocking)
         self.model = model or Layers(NUM_LAYERS, WIDTH)
-        self.size, self.offload, self.resets = size, offload, resets
+        self.width, self.offload, self.resets = width, offload, resets
         self.rows = ROWS
         self.loss_bytes = 0
         """Of what is in no group, and not there when backward begins."""
@@ -81,7 +81,7 @@ class Training:
 
     def forward(self) -> Tensor:
         off_interface.init_chunk_handler(None, None, self.config.min_offloaded_tensor_size)
-        x = torch.empty(self.rows, *self.size, device="meta", dtype=torch.bfloat16)
+        x = torch.empty(self.rows, self.width, device="meta", dtype=torch.bfloat16)
         return self.model(x.requires_grad_(), offload=self.offload)  # type: ignore[no-any-return]
 
     def step(self, in_flight: int = 3, num: int = 4) -> int:

@@ -9,9 +9,13 @@ from unittest.mock import patch
 
 import pytest
 from helpers.plans.every_choice import choices, each_number
-from helpers.plans.ordered_parts import ordered_parts
-from helpers.plans.random_pipelines import Drawn
-from helpers.plans.small import limits, planned, with_host_memory
+from helpers.plans.random_pipelines import (
+    Drawn,
+    limits,
+    ordered_parts,
+    planned,
+    with_host_memory,
+)
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 

@@ -11,8 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.plans.ordered_parts import ordered_parts
-from helpers.plans.random_pipelines import Drawn, draw_pipeline, some_recomputed
+from helpers.plans.random_pipelines import (
+    Drawn,
+    draw_pipeline,
+    ordered_parts,
+    some_recomputed,
+)
 from helpers.virtual_models import KIND, chain
 from torch import Tensor, nn
 

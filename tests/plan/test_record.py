@@ -54,10 +54,10 @@ def of_gpt() -> Profile:
     """Of two stages on two ranks."""
     work = Modules(
         [Stage(WIDTH, NUM_LAYERS) for _ in range(2)],
-        example=torch.empty(1, LENGTH, WIDTH, **KIND),
+        example=torch.empty(LENGTH, WIDTH, **KIND),
         loss_fn=lambda y: y.float().square().mean(),
-        groups={"attn": "layers.*.attn", "mlp": "layers.*.mlp"},
-        layers="layers.*",
+        groups={"attn": "*.attn", "mlp": "*.mlp"},
+        layers="*",
     )
     order = order_of("1f1b", num_ranks=2, stages_per_rank=1, num_microbatches=2)
     return profile(record(order, work, H100, OffloadConfig(rematerialize="none")), H100)

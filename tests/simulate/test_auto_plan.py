@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.plans.small import planned
+from helpers.plans.random_pipelines import planned
 from helpers.toy import batches, make_model, run_step
-from helpers.virtual_layers import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_models import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from helpers.virtual_training import NUM_LAYERS, Training, with_limit
 from torch import Tensor, nn
 

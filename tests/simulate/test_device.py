@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.virtual_layers import FLOPS, SAVED_BYTES, hardware
-from helpers.virtual_models import Stage
+from helpers.virtual_models import FLOPS, SAVED_BYTES, Stage, hardware
 from helpers.virtual_training import NUM_LAYERS, Steady, Training
 
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
@@ -59,14 +58,14 @@ def test_layers_of_gpt_all_leave(
             None,
             device=DEVICES["H100"],
             model=Stage(width, num_layers=2),
-            size=(4096, width),
+            width=width,
             offload=offload,
             min_offloaded_tensor_size=2**20,
             max_in_flight_bytes="auto",
             prefetch_bytes="auto",
             rematerialize="none",
         )
-        training.rows = 1
+        training.rows = 4096
         with training.running():
             figures.append([training.steady() for _ in range(3)][-1])  # it learns from two
     none, ours = figures

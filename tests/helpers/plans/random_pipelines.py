@@ -7,12 +7,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import _backward
 from torch.nn import functional as F
 
 from pp_offload import OffloadConfig, recompute_layers
+from pp_offload.plan import RankTapes, predict, record
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
 from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 
@@ -20,13 +23,15 @@ from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 class Attention(nn.Module):
     """Heads of one projection, so that queries, keys and values are views."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_heads: int = 4) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).view(1, x.shape[0], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(x).view(1, x.shape[0], 3, self.num_heads, -1)
+        parts = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
@@ -189,16 +194,78 @@ def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Draw
 
 
 @contextmanager
-def some_recomputed(drawn: Drawn, seed: int) -> Iterator[int]:
-    """Meanwhile backward recomputes about half of the layers; how many."""
+def some_recomputed(drawn: Drawn, seed: int) -> Iterator[None]:
+    """Meanwhile backward recomputes about half of the layers."""
     draw = Random(seed)
     with ExitStack() as stack:
-        handles = [
-            recompute_layers(
-                stage, [name for name, _ in stage.named_children() if draw.random() < 0.5]
+        for stage in drawn.work.stages:
+            names = [name for name, _ in stage.named_children() if draw.random() < 0.5]
+            stack.enter_context(recompute_layers(stage, names))
+        yield
+
+
+@contextmanager
+def ordered_parts() -> Iterator[None]:
+    """Meanwhile the second part of a backward has the same order in each run.
+
+    PyTorch keeps parameters, and nodes of the graph that their gradients begin at, in sets: so they
+    come in the order of addresses, and two runs of the same pipeline differ by some launches.
+    """
+    unordered = _backward.get_param_groups
+
+    def ordered(inputs: Any, params: Any, reverse_edges: Any) -> Any:
+        nodes = {node: number for number, node in enumerate(reverse_edges)}
+        numbers = {param: number for number, param in enumerate(params)}
+        groups = unordered(inputs, params, reverse_edges)
+        for group in groups:
+            group["params"] = sorted(group["params"], key=numbers.__getitem__)
+            group["intermediates"] = sorted(
+                group["intermediates"], key=lambda node: nodes.get(node, -1)
             )
-            for stage in drawn.work.stages
-        ]
-        for handle in handles:
-            stack.enter_context(handle)
-        yield sum(len(handle.names) for handle in handles)
+        return sorted(groups, key=lambda group: numbers[group["params"][0]])
+
+    with patch.object(_backward, "get_param_groups", ordered):
+        yield
+
+
+# Those whose options leave to a plan what stays
+
+
+def planned(
+    seed: int,
+    *,
+    layers: str | None = None,
+    schedules: Sequence[type] | None = None,
+    rematerialize: str = "cheap",
+) -> tuple[Drawn, list[RankTapes]]:
+    """A pipeline, and its tapes; ``layers`` is a pattern of what may be recomputed."""
+    drawn = draw_pipeline(seed, schedules=schedules)
+    drawn.work.layers = layers
+    config = replace(
+        drawn.config,
+        activation_offload_fraction=1.0,
+        delta_offload_bytes_across_pp_ranks=0,
+        rematerialize=rematerialize,
+    )
+    drawn = replace(drawn, config=config)
+    return drawn, record(drawn.order, drawn.work, drawn.hardware, config)
+
+
+def with_host_memory(
+    drawn: Drawn, tapes: list[RankTapes], part: float
+) -> tuple[Drawn, list[RankTapes]]:
+    """The same with so much of what the fullest rank would take on the host."""
+    how = drawn.order, tapes, drawn.hardware
+    step = predict(*how, peers=drawn.peers, config=drawn.config)
+    most = max(rank.host_peak_bytes for rank in step.ranks)
+    config = replace(drawn.config, host_budget_bytes=int(part * most))
+    return replace(drawn, config=config), tapes
+
+
+def limits(drawn: Drawn, tapes: list[RankTapes], num: int) -> list[int]:
+    """From what is needed where all leaves to what is needed where nothing does."""
+    how = drawn.order, tapes, drawn.hardware
+    none = predict(*how, peers=drawn.peers, num_steps=1)
+    least = predict(*how, peers=drawn.peers, config=drawn.config)
+    low, high = (max(rank.peak_bytes for rank in step.ranks) for step in (least, none))
+    return [low + (high - low) * part // (num - 1) for part in range(num)]
