@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.forks import status_of
 from helpers.nets import Net, inputs
+from helpers.processes import status_of
 from helpers.sessions import (
     assert_idle,
     assert_same,

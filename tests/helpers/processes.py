@@ -14,7 +14,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -118,3 +120,26 @@ def run_each(programs: Mapping[str, str], folder: Path, prologue: str) -> dict[s
         assert (ended[name], errors) == ("0", ""), f"{name}:\n{output}{errors}"
         printed[name] = output.splitlines()
     return printed
+
+
+FORK_S = 120
+"""No work in a fork takes a tenth of it; a fork that hangs is ended by a signal."""
+
+
+def status_of(work: Callable[[], object]) -> int:
+    """How a forked process ends, which has all that was imported: 0 if ``work`` returns; a negative
+    number is a signal.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: they are idle
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(FORK_S)
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.forks import status_of
+from helpers.processes import status_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
