@@ -239,38 +239,6 @@ def test_compiled_before_or_after(kind: str, what: str, when: str) -> None:
         assert offloaded.statistics().bytes_reloaded > 0
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("is_between", [False, True])
-def test_an_interrupt_outside_of_layers_leaves_nothing_to_another_forward(
-    is_between: bool, depth: int
-) -> None:
-    """The next one looks as if it were inside of that which never ended, and weights were written
-    meanwhile in a way that leaves no trace.
-    """
-    backend = SimulatedBackend("late")
-    x = torch.randn(2, WIDTH).to(backend.device)
-    with backend.activate(), torch.no_grad():
-        model = nn.Sequential(stack(depth=depth), nn.Identity())
-        plain = moved(copy.deepcopy(model), backend.device)
-        offload_layers(model, "0.layers", backend=backend, num_resident=min(2, depth))
-        interrupted = model[0].layers[0] if is_between else model[1]
-        hook = interrupted.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(x)
-        hook.remove()
-        backend.synchronize()  # else the write and a copy that is under way are a race
-        for step in (2, 3):
-            for module in (model, plain):
-                for parameter in module.parameters():
-                    parameter.data.mul_(step)
-            assert same_bits([model[0](x)], [plain[0](x)])
-    backend.check()
-
-
 # Modules that are refused, and parameters that get other names while they wait
 
 Change = Callable[[nn.Module], nn.Module]
