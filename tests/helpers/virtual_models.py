@@ -1,4 +1,4 @@
-"""Models on ``meta``, whose steps are arithmetic: layers of large products, and layers of GPT."""
+"""Models on ``meta``, whose steps are arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.plans.random_pipelines import Attention
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.simulate import DEVICES, Hardware, Modules
 
@@ -54,37 +53,3 @@ def hardware(copies_to_compute: float) -> Hardware:
     machine = DEVICES["H100"]
     forward_s = FLOPS / (machine.matmul_flops * machine.matmul_fraction)
     return replace(machine, link_bytes_per_s=SAVED_BYTES / (forward_s * copies_to_compute))
-
-
-# Of GPT, with norms and biases, and without a rotary embedding: it would be one more pass over
-# queries and keys
-
-
-class GptLayer(nn.Module):
-    """Two residual parts, each a group of its own name, with its norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attn = nn.Sequential(nn.LayerNorm(width), Attention(width, width // 128))
-        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), up, nn.GELU(), down)
-
-    def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
-        for name, part in (("attn", self.attn), ("mlp", self.mlp)):
-            with off_interface(offload, x, name):
-                y = part(x)
-            x = x + (off_interface.group_commit(y, name=name) if offload else y)
-        return x
-
-
-class Stage(nn.ModuleList):
-    """Layers of a rank."""
-
-    def __init__(self, width: int, num_layers: int) -> None:
-        with torch.device("meta"):
-            super().__init__(GptLayer(width).bfloat16() for _ in range(num_layers))
-
-    def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
-        for layer in self:
-            x = layer(x, offload=offload)
-        return x

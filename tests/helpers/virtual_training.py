@@ -42,7 +42,6 @@ class Training:
 
     Args:
         limit_bytes: The option ``device_limit_bytes``; ``options`` are others.
-        width: Of the model's input.
         is_blocking: Whether the host waits for each operator.
         resets: Whether a program that logs peaks resets them before each step.
     """
@@ -53,7 +52,6 @@ class Training:
         *,
         device: Hardware | None = None,
         model: nn.Module | None = None,
-        width: int = WIDTH,
         offload: bool = True,
         is_blocking: bool = False,
         resets: bool = False,
@@ -68,7 +66,7 @@ class Training:
         self.config = OffloadConfig(device_limit_bytes=limit_bytes, **{**defaults, **options})
         self.backend = VirtualBackend(device or hardware(1.0), is_blocking=is_blocking)
         self.model = model or Layers(NUM_LAYERS, WIDTH)
-        self.width, self.offload, self.resets = width, offload, resets
+        self.offload, self.resets = offload, resets
         self.rows = ROWS
         self.loss_bytes = 0
         """Of what is in no group, and not there when backward begins."""
@@ -81,7 +79,7 @@ class Training:
 
     def forward(self) -> Tensor:
         off_interface.init_chunk_handler(None, None, self.config.min_offloaded_tensor_size)
-        x = torch.empty(self.rows, self.width, device="meta", dtype=torch.bfloat16)
+        x = torch.empty(self.rows, WIDTH, device="meta", dtype=torch.bfloat16)
         return self.model(x.requires_grad_(), offload=self.offload)  # type: ignore[no-any-return]
 
     def step(self, in_flight: int = 3, num: int = 4) -> int:

@@ -23,15 +23,13 @@ from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 class Attention(nn.Module):
     """Heads of one projection, so that queries, keys and values are views."""
 
-    def __init__(self, width: int, num_heads: int = 4) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).view(1, x.shape[0], 3, self.num_heads, -1)
-        parts = heads.permute(2, 0, 3, 1, 4)
+        parts = self.qkv(x).view(1, x.shape[0], 3, 4, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
 

@@ -254,7 +254,7 @@ STAGES: dict[str, Callable[..., nn.Module]] = {
 }
 """With groups. Other kinds are a product's name; each stage is given that product."""
 
-WINDOW_BYTES = 768
+WINDOW_BYTES = 1536
 """Twice what a group saves."""
 
 
