@@ -253,18 +253,22 @@ class Chunk:
             ]
         )
 
+    def shape(self, key: ChunkKey) -> ChunkShape:
+        """Return the groups as numbers, as chunk ``key`` of the step."""
+        names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
+        return ChunkShape(key, tuple(names), tuple(sizes))
+
     def record(self, key: ChunkKey) -> ChunkRecord:
         """Return the record of the chunk as chunk ``key`` of the step."""
-        names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
-        shape = ChunkShape(key, tuple(names), tuple(sizes))
-        record = ChunkRecord(shape, {}, Counter(), Counter())
+        group_bytes: dict[str, list[GroupBytes]] = {}
+        num_tensors, num_open = Counter[str](), Counter[str]()
         for group in self.groups:
-            more = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
-            before = record.group_bytes.get(group.name, GroupBytes())
-            record.group_bytes[group.name] = groups_sum((before, more))
-            record.num_tensors[group.name] += group.counts.num_tensors
-            record.num_open[group.name] += group.state is GroupState.OPEN
-        return record
+            nbytes = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
+            group_bytes.setdefault(group.name, []).append(nbytes)
+            num_tensors[group.name] += group.counts.num_tensors
+            num_open[group.name] += group.state is GroupState.OPEN
+        sums = {name: groups_sum(each) for name, each in group_bytes.items()}
+        return ChunkRecord(self.shape(key), sums, num_tensors, num_open)
 
     def reset(self) -> None:
         """Forget all groups. Tensors that autograd still holds stay valid."""

@@ -203,7 +203,12 @@ class StepRecord:
 
     def shapes(self) -> tuple[ChunkShape, ...]:
         """Return the chunks as numbers, in backward order."""
-        return tuple([record.shape for record in _records(self._backward)])
+        return tuple(
+            [
+                each.shape(key) if isinstance(each, Chunk) else each.shape
+                for key, each in self._backward.items()
+            ]
+        )
 
     def records(self) -> list[ChunkRecord]:
         """Return records of all chunks, also of chunks without backward."""
