@@ -253,11 +253,6 @@ class Chunk:
             ]
         )
 
-    def shape(self, key: ChunkKey) -> ChunkShape:
-        """Return the groups as numbers, as chunk ``key`` of the step."""
-        names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
-        return ChunkShape(key, tuple(names), tuple(sizes))
-
     def record(self, key: ChunkKey) -> ChunkRecord:
         """Return the record of the chunk as chunk ``key`` of the step."""
         group_bytes: dict[str, list[GroupBytes]] = {}
@@ -268,7 +263,7 @@ class Chunk:
             num_tensors[group.name] += group.counts.num_tensors
             num_open[group.name] += group.state is GroupState.OPEN
         sums = {name: groups_sum(each) for name, each in group_bytes.items()}
-        return ChunkRecord(self.shape(key), sums, num_tensors, num_open)
+        return ChunkRecord(ChunkShape.of(key, self.groups), sums, num_tensors, num_open)
 
     def reset(self) -> None:
         """Forget all groups. Tensors that autograd still holds stay valid."""

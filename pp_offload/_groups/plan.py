@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
-from pp_offload._core.group import Counts
+from pp_offload._core.group import Counts, Group
 from pp_offload._core.keys import ChunkKey, GroupKey, Place
 from pp_offload.config import OffloadConfig
 
@@ -30,6 +30,11 @@ class ChunkShape(NamedTuple):
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     """Bytes that offloading each group moves."""
+
+    @classmethod
+    def of(cls, key: ChunkKey, groups: Sequence[Group]) -> ChunkShape:
+        names, sizes = [g.name for g in groups], [g.counts.nbytes for g in groups]
+        return cls(key, tuple(names), tuple(sizes))
 
     def by_key(self) -> Iterator[tuple[GroupKey, str, int]]:
         for position, (name, nbytes) in enumerate(zip(self.names, self.sizes, strict=True)):

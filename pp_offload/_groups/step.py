@@ -205,7 +205,7 @@ class StepRecord:
         """Return the chunks as numbers, in backward order."""
         return tuple(
             [
-                each.shape(key) if isinstance(each, Chunk) else each.shape
+                ChunkShape.of(key, each.groups) if isinstance(each, Chunk) else each.shape
                 for key, each in self._backward.items()
             ]
         )
