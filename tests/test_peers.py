@@ -7,102 +7,73 @@ them. Where one is installed, what is written is compared with it.
 from __future__ import annotations
 
 import enum
-import importlib
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-import torch
 from helpers.toy import batches, make_model, run_step, same_bits
 
-from pp_offload import (
-    ActivationCheckpointedModelConfig,
-    ActivationCheckpointing,
-    FullACParams,
-    get_lora_act_offloading_ctx_manager,
-)
-
-REQUIRED = inspect.Parameter.empty
-
-SIZES = {"min_offload_size": 1024, "max_fwd_stash_size": 5}
-STREAMS = {"use_pin_memory": True, "use_streams": True}
+from pp_offload import ActivationCheckpointedModelConfig, ActivationCheckpointing, FullACParams
 
 TRL = "trl.models.activation_offloading"
 TORCHTUNE = "torchtune.training"
 FAIRSCALE = "fairscale.experimental.nn.offload"
 MODALITIES = "modalities.training.activation_checkpointing.activation_checkpointing"
 
-TAKEN: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (TRL, "OffloadActivations"): {**STREAMS, **SIZES},
-    (TRL, "OffloadActivations.update_model_params"): {"self": REQUIRED, "model": REQUIRED},
-    (TRL, "NoOpManager"): {},
-    (TRL, "get_act_offloading_ctx_manager"): {
-        "model": REQUIRED,
-        **STREAMS,
-        **SIZES,
-        "warn_if_no_head": True,
-    },
-    (TORCHTUNE, "OffloadActivations"): {**STREAMS, **SIZES},
-    (TORCHTUNE, "NoOpManager"): {},
-    (TORCHTUNE, "get_act_offloading_ctx_manager"): {
-        "model": REQUIRED,
-        "enable_activation_offloading": REQUIRED,
-    },
-    (FAIRSCALE, "OffloadModel"): {
-        "model": REQUIRED,
-        "device": REQUIRED,
-        "offload_device": torch.device("cpu"),
-        "num_slices": 3,
-        "checkpoint_activation": False,
-        "num_microbatches": 1,
-    },
-    (MODALITIES, "ActivationCheckpointing.apply_activation_checkpointing_"): {
-        "ac_variant": REQUIRED,
-        "layers_fqn": REQUIRED,
-        "model": REQUIRED,
-        "ac_fun_params": REQUIRED,
-    },
-    (MODALITIES, "apply_activation_checkpointing_fsdp1_inplace"): {
-        "model": REQUIRED,
-        "activation_checkpointing_modules": REQUIRED,
-    },
+CONTEXT = "use_pin_memory=True, use_streams=True, min_offload_size=1024, max_fwd_stash_size=5"
+TAKEN = {
+    (TRL, "OffloadActivations"): CONTEXT,
+    (TRL, "OffloadActivations.update_model_params"): "self, model",
+    (TRL, "NoOpManager"): "",
+    (TRL, "get_act_offloading_ctx_manager"): f"model, {CONTEXT}, warn_if_no_head=True",
+    (TORCHTUNE, "OffloadActivations"): CONTEXT,
+    (TORCHTUNE, "NoOpManager"): "",
+    (TORCHTUNE, "get_act_offloading_ctx_manager"): "model, enable_activation_offloading",
+    (FAIRSCALE, "OffloadModel"): (
+        "model, device, offload_device=device(type='cpu'), num_slices=3, "
+        "checkpoint_activation=False, num_microbatches=1"
+    ),
+    (MODALITIES, "ActivationCheckpointing.apply_activation_checkpointing_"): (
+        "ac_variant, layers_fqn, model, ac_fun_params"
+    ),
+    (MODALITIES, "apply_activation_checkpointing_fsdp1_inplace"): (
+        "model, activation_checkpointing_modules"
+    ),
 }
 """Parameters and their defaults, by library and name."""
 
 IDS = [f"{module.partition('.')[0]} {name}" for module, name in TAKEN]
 
 
-def find(owner: Any, name: str) -> Callable[..., Any]:
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    return owner
+def read(text: str) -> dict[str, str]:
+    """Defaults by parameter; empty where there is none."""
+    parts = [each.partition("=") for each in text.split(", ") if each]
+    return {name: default for name, _, default in parts}
+
+
+def parameters(package: str, name: str) -> dict[str, str]:
+    """Of a function, as :func:`read` gives them."""
+    function = resolve_name(f"{package}:{name}")
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters}
 
 
 @pytest.mark.parametrize(("module", "name"), TAKEN, ids=IDS)
 def test_what_is_written_here_is_what_they_take(module: str, name: str) -> None:
-    theirs = find(pytest.importorskip(module, exc_type=ImportError), name)
-    parameters = inspect.signature(theirs).parameters
-    assert {p.name: p.default for p in parameters.values()} == TAKEN[module, name]
-
-
-def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Of ours, with the options that one of them hands on."""
-    options = dict(inspect.signature(function).parameters)
-    if options.pop("options", None):
-        options = {**parameters(get_lora_act_offloading_ctx_manager), **options}
-    return options
+    pytest.importorskip(module, exc_type=ImportError)
+    assert parameters(module, name) == read(TAKEN[module, name])
 
 
 @pytest.mark.parametrize(("module", "name"), TAKEN, ids=IDS)
 def test_what_they_take_is_taken_here_with_the_same_default(module: str, name: str) -> None:
-    package = "pp_offload.checkpointing" if module == MODALITIES else "pp_offload"
-    ours = parameters(find(importlib.import_module(package), name))
-    taken = TAKEN[module, name]
+    ours = parameters("pp_offload.checkpointing" if module == MODALITIES else "pp_offload", name)
+    if "options" in ours:  # which are handed on
+        ours |= parameters("pp_offload", "get_lora_act_offloading_ctx_manager")
+    taken = read(TAKEN[module, name])
     assert taken.keys() <= ours.keys()
-    defaults = {option: value for option, value in taken.items() if value is not REQUIRED}
-    assert {option: ours[option].default for option in defaults} == defaults
+    assert all(default in ("", ours[option]) for option, default in taken.items())
 
 
 Written = enum.Enum("Written", {"FULL": "full_activation_checkpointing"})
