@@ -11,6 +11,7 @@ enters the context is watched, for only the main thread of a program runs handle
 from __future__ import annotations
 
 import dis
+import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,11 +60,8 @@ def leaves_a_with(frame: FrameType) -> bool:
 
 
 def pops_hooks(frame: FrameType) -> bool:
-    """Whether it begins the ``finally`` that pops hooks. No signal is handled before that call."""
-    if frame.f_code.co_name not in ("saving", "all_packs"):
-        return False
-    names = [i.argval for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti]
-    return "deque" in names[:3]
+    """Whether its line pops hooks in one call in C. No signal is handled before that call."""
+    return "maxlen=0" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 @contextmanager

@@ -8,8 +8,6 @@ an optimizer would change parameters that no forward uses any more, and nothing 
 
 from __future__ import annotations
 
-import linecache
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.injected import ROOT, Injected, Point, files, interrupt_at, points_in
+from helpers.injected import Injected, chosen, files, interrupt_at, points_in
 from helpers.scenarios import begin
 from helpers.sessions import assert_no_hooks, group, make_backend, session
 from helpers.sliced import WIDTH, Inside, as_layers, as_slices, run_again
@@ -105,7 +103,7 @@ ON_THE_HOST: dict[str, Callable[[nn.Sequential, Backend], Any]] = {
 
 CASES = [
     *((way, "cpu", bool(number % 2), 1) for number, way in enumerate(RUNS)),
-    *((way, kind, kind == "late", 8) for way in ON_THE_HOST for kind in ("cpu", "late")),
+    *((way, kind, kind == "late", 4) for way in ON_THE_HOST for kind in ("cpu", "late")),
     *(
         pytest.param(way, kind, kind == "late", 1, marks=pytest.mark.exhaustive)
         for way in ON_THE_HOST
@@ -149,22 +147,6 @@ FILES = files(
 )
 
 
-def may_be_interrupted(point: Point) -> bool:
-    """Not where a ``finally`` begins with a call in C: no signal is handled before that."""
-    return "deque(" not in linecache.getline(str(ROOT / point.file), point.line)
-
-
-def places(run: Callable[[], object]) -> list[Point]:
-    """Where a signal handler might raise: each line, the first and second time it is reached."""
-    visits: Counter[tuple[str, int]] = Counter()
-    points = []
-    for point in filter(may_be_interrupted, points_in(FILES, run)):
-        visits[point.file, point.line] += 1
-        if visits[point.file, point.line] <= 2:
-            points.append(point)
-    return points
-
-
 @pytest.mark.parametrize(("way", "kind", "has_others", "every"), CASES)
 def test_an_interrupt_at_each_line(way: str, kind: str, has_others: bool, every: int) -> None:
     backend = make_backend(kind)
@@ -188,7 +170,7 @@ def test_an_interrupt_at_each_line(way: str, kind: str, has_others: bool, every:
         wrong = []
         with theirs:
             before, own = all_packs(), exchanged(model)
-            points = places(forward)[::every]
+            points = chosen(points_in(FILES, forward), every=every)
             for point in points:
                 try:
                     with interrupt_at(point.number, FILES):
