@@ -28,43 +28,30 @@ INPUT_BYTES = ROWS * WIDTH * 4
 WEIGHT_BYTES = WIDTH * WIDTH
 
 
-class First(ModuleType):
-    """Version 1.x marks what belongs to a weight, ``main_grad`` among it."""
+class Library(ModuleType):
+    """Its own offload has a switch; while that is on, it flags what belongs to a weight."""
 
-    CPUOffloadEnabled = False
-
-    def is_on(self) -> bool:
-        return self.CPUOffloadEnabled
-
-    def mark(self, weight_copy: Tensor) -> None:
-        weight_copy.weight_offloading = True  # type: ignore[attr-defined]
-
-
-class Second(ModuleType):
-    """As of version 2.10: ``is_cpu_offload_enabled`` and ``mark_not_offload``."""
-
-    OFFLOAD_SYNCHRONIZER: object = None
+    def __init__(self, switch: str, off: object, flag: str) -> None:
+        super().__init__("transformer_engine.pytorch.cpu_offload")
+        self.switch, self.flag = switch, flag
+        setattr(self, switch, off)
 
     def is_on(self) -> bool:
-        return self.OFFLOAD_SYNCHRONIZER is not None
-
-    def mark(self, weight_copy: Tensor) -> None:
-        weight_copy._TE_do_not_offload = True  # type: ignore[attr-defined]
+        return bool(getattr(self, self.switch))
 
 
-class Unmarked(ModuleType):
-    """A library that marks nothing."""
+LIBRARIES = {
+    "version 1.x": ("CPUOffloadEnabled", False, "weight_offloading"),
+    "as of version 2.10": ("OFFLOAD_SYNCHRONIZER", None, "_TE_do_not_offload"),
+    "unknown": ("another_switch", False, "another_flag"),
+}
 
-    def is_on(self) -> bool:
-        return False
 
-
-@pytest.fixture(params=[First, Second, Unmarked])
+@pytest.fixture(params=LIBRARIES)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    name = "transformer_engine.pytorch.cpu_offload"
-    module = request.param(name)
+    module = Library(*LIBRARIES[request.param])
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     yield module
     assert not module.is_on(), "the switch is as it was"
 
@@ -75,7 +62,7 @@ class Quantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, copy: Tensor, library: Any) -> Tensor:
         if library.is_on():
-            library.mark(copy)
+            setattr(copy, library.flag, True)
         ctx.save_for_backward(x, copy)
         return x @ copy.float()
 
@@ -139,7 +126,7 @@ def test_a_copy_of_a_weight_stays(name: str, library: Any, manager: Any, backend
     assert same_bits(grads, expected)
     first = LAYERS * MICROBATCHES * INPUT_BYTES
     later = first if name == "context" else first - INPUT_BYTES  # the last group stays
-    if not hasattr(library, "mark"):  # the second microbatch shows that it is no activation
+    if library.flag == "another_flag":  # the second microbatch shows that it is no activation
         first += LAYERS * WEIGHT_BYTES * (MICROBATCHES if name == "context" else 1)
     assert steps == [first, later, later]
 
@@ -150,12 +137,12 @@ def test_the_switch_is_restored_after_an_exception(
 ) -> None:
     offload = PRODUCTS["context"](backend).forward()
     with suppress(RuntimeError), offload, offload:
-        assert library.is_on() or not hasattr(library, "mark")
+        assert library.is_on() is (library.flag != "another_flag")
         raise RuntimeError
     assert not library.is_on()
-    if hasattr(library, "OFFLOAD_SYNCHRONIZER"):
-        library.OFFLOAD_SYNCHRONIZER = theirs = object()
-        with offload:
-            pass
-        assert library.OFFLOAD_SYNCHRONIZER is theirs
-        library.OFFLOAD_SYNCHRONIZER = None
+    off, theirs = getattr(library, library.switch), object()
+    setattr(library, library.switch, theirs)
+    with offload:
+        pass
+    assert getattr(library, library.switch) is theirs
+    setattr(library, library.switch, off)
