@@ -1,23 +1,47 @@
-"""Calls as Megatron-LM's main writes them: bit for bit without offload, with bytes moved."""
+"""Calls as Megatron-LM's main writes them: bit for bit without offload, with bytes moved.
+
+Of steps and their captures; and what main has beside the calls of a layer.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.captures import manager_of
-from helpers.sessions import assert_idle
-from helpers.toy import same_bits
-from main_layer import GROUPS, assert_steps_equal, batches, begin, in_group, models, step
+from helpers.sessions import assert_idle, session
+from helpers.toy import make_model, same_bits
+from helpers.wrapped import KeepsSaved
+from main_layer import GROUPS, batches, begin, in_group, models, step
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from pp_offload import OffloadError, PipelineOffloadManager
+from pp_offload import (
+    CpuBackend,
+    OffloadError,
+    fine_grained_offloading_backward_record,
+    fine_grained_offloading_forward_record,
+)
+from pp_offload import PipelineOffloadManager as IntroducedManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.compat.megatron import PipelineOffloadManager, print_offload_summary_table
 from pp_offload.testing.copies import unwatched
 
 
+@pytest.mark.parametrize("is_replaying", [False, True])
 @pytest.mark.parametrize("most", [None, 0, 1])
-def test_steps(manager: PipelineOffloadManager, most: int | None) -> None:
+def test_steps(manager: IntroducedManager, most: int | None, is_replaying: bool) -> None:
+    """Behind the first, replays with delayed groups."""
     on, off = models(manager, max_inflight_offloads=most)
-    assert_steps_equal(on, off, manager.backend.device)
+    for seed in range(4):
+        inputs = batches(manager.backend.device, seed=seed)
+        assert same_bits(step(on, inputs), step(off, inputs)), seed
+        if is_replaying:
+            on.delay()
     assert manager.offload_summary_bytes.keys() <= set(GROUPS)
     assert manager.offload_summary_total_bytes > 0
     if most is not None:  # else sources that are still there may be taken back
@@ -25,21 +49,10 @@ def test_steps(manager: PipelineOffloadManager, most: int | None) -> None:
     assert_idle(manager)
 
 
-def test_replays_with_delayed_groups(manager: PipelineOffloadManager) -> None:
-    on, off = models(manager)
-    device = manager.backend.device
-    assert same_bits(step(on, batches(device)), step(off, batches(device)))
-    on.delay()
-    before = manager.statistics().bytes_offloaded
-    assert_steps_equal(on, off, device)
-    assert manager.statistics().bytes_offloaded > before
-    assert_idle(manager)
-
-
 @pytest.mark.parametrize("in_replay", [False, True])
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_commits_are_delayed_in_a_replay(
-    manager: PipelineOffloadManager, in_replay: bool, is_given_up: bool
+    manager: IntroducedManager, in_replay: bool, is_given_up: bool
 ) -> None:
     """Else bytes leave with the commit. A replay ends where its step is given up."""
     begin()
@@ -106,3 +119,194 @@ def test_what_is_discarded_before_its_copy_is_an_error(is_filled_again: bool) ->
         with pytest.raises(OffloadError, match="'qkv_linear'.*its storage emptied"):
             y.sum().backward()
         del others
+
+
+# Captures
+
+
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+@pytest.mark.parametrize("most", [0, 1])
+def test_captures(order: str, most: int) -> None:
+    """Of a step, where nothing can be asked whether it is over: main counts offloads in flight."""
+    with manager_of(order) as (manager, device):
+        on, off = models(manager, max_inflight_offloads=most)
+        inputs = batches(device.device, 2)
+        expected = step(off, inputs)
+        assert same_bits(step(on, inputs), expected), "host memory is made"
+        before = manager.statistics()
+        for _ in range(2):
+            with device.capture():
+                got = step(on, inputs)
+                off_interface.forward_record()
+            assert same_bits(got, expected)
+        after = manager.statistics()
+        assert after.bytes_offloaded > before.bytes_offloaded
+        assert after.bytes_reloaded > before.bytes_reloaded
+
+
+def test_the_event_is_recorded_where_the_copies_are_joined() -> None:
+    """Whoever waits for it goes on behind the captured forward, or the captured backward."""
+    with manager_of("late") as (_, device):
+        event = off_interface.cuda_graph_event()
+        assert event is off_interface.cuda_graph_event()
+        stream = off_interface.cuda_graph_stream()
+        assert stream is device.current_stream()
+        begin()
+        leaf = torch.ones(9, requires_grad=True)
+        y = in_group(leaf * 1, torch.sin)
+        assert device.pending > 0
+        off_interface.forward_record()
+        assert device.pending == 0
+        event.wait(stream)
+        y.sum().backward()
+        with device.capture():
+            begin(0)
+            y = in_group(off_interface.backward_record(leaf) * 1, torch.sin)
+            off_interface.forward_record()
+        with device.capture():
+            y.sum().backward()
+            event.wait(stream)
+
+
+def forward_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Loss and gradients, eagerly."""
+    leaf = x.clone().requires_grad_()
+    loss = model(leaf).square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, [leaf, *model.parameters()])]
+
+
+@pytest.mark.gpu
+def test_a_launch_on_a_gpu_with_other_inputs() -> None:
+    """Of a captured forward and a captured backward, as they were introduced."""
+    with session("cuda") as manager:
+        device = str(manager.backend.device)
+        on = make_model(width=64, device=device)
+        off = make_model(width=64, groups=(), device=device)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                manager.reset()
+                manager.init_model_chunk_offload_handler(None, None, 1)
+                forward_backward(on, torch.randn(8, 64, device=device))
+        torch.cuda.synchronize()
+        manager.reset()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        static = torch.zeros(8, 64, device=device, requires_grad=True)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward):
+            x = fine_grained_offloading_backward_record(static, torch.cuda.Event())
+            loss = on(x).square().mean()
+            fine_grained_offloading_forward_record(torch.cuda.Event())
+        with torch.cuda.graph(backward, pool=forward.pool()):
+            gradients = torch.autograd.grad(loss, [static, *on.parameters()])
+        assert manager.statistics().bytes_reloaded > 0
+        for step in range(3):
+            torch.manual_seed(step)
+            inputs = torch.randn(8, 64, device=device)
+            with torch.no_grad():
+                static.copy_(inputs)
+            forward.replay()
+            backward.replay()
+            assert same_bits([loss.detach(), *gradients], forward_backward(off, inputs)), step
+
+
+# What main has beside the calls of a layer
+
+
+@pytest.fixture
+def face() -> Iterator[PipelineOffloadManager]:
+    """The manager as main sees it, with a chunk begun, for tensors of any size."""
+    with session(CpuBackend()):
+        begin()
+        yield PipelineOffloadManager.get_instance()
+
+
+# Flags on tensors
+
+
+class Quantized(TwoTensor):
+    """A pair that tells its parts as quantized tensors of Transformer Engine do."""
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        return None, self.b
+
+
+def ones() -> Tensor:
+    return torch.ones(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "stays"),
+    [(None, False), ("_TE_do_not_offload", True), ("_do_not_offload", True), ("_unknown", False)],
+)
+@pytest.mark.parametrize("flagged", ["tensor", "whole", "part"])
+def test_what_is_flagged_stays(
+    face: PipelineOffloadManager, flagged: str, flag: str | None, stays: bool
+) -> None:
+    """A tensor, one that is made of tensors, or one of these."""
+    saved: Any = ones() if flagged == "tensor" else Quantized(ones(), ones())
+    if flag is not None:
+        setattr(saved.b if flagged == "part" else saved, flag, True)
+    x = torch.ones(3, requires_grad=True)
+    in_group(x, lambda y: KeepsSaved.apply(y, saved)).sum().backward()
+    assert same_bits([getattr(KeepsSaved.seen.pop(), "a", ones())], [ones()])
+    assert (face.statistics().bytes_offloaded == 0) is stays
+
+
+def test_what_is_flagged_is_not_released(face: PipelineOffloadManager) -> None:
+    x = torch.ones(9, requires_grad=True) * 1
+    x._do_not_offload = True  # type: ignore[attr-defined]
+    in_group(x, lambda inside: (inside * 2).exp(), forced_released_tensors=[x])
+    face.statistics()
+    assert x.untyped_storage().nbytes() == 36
+
+
+def test_marking_none_does_nothing(face: PipelineOffloadManager) -> None:
+    off_interface.mark_not_offload(None)
+    marked = torch.ones(9)
+    off_interface.mark_not_offload(marked)
+    assert not face.cur_forward_chunk().tensor_need_offloading_checker(marked[3:])
+    assert not hasattr(marked, "_do_not_offload")
+
+
+# Groups by name
+
+
+def test_groups_are_committed_by_name(face: PipelineOffloadManager) -> None:
+    chunk = face.cur_forward_chunk()
+    outer, inner = (chunk.on_group_start_forward(name) for name in ("outer", "inner"))
+    assert chunk.offload_groups == [outer, inner]
+    assert chunk.find_group_with_name(chunk.offload_groups, "inner") is inner
+    assert chunk.find_group_with_name(chunk.offload_groups, "outer", 1) is None
+    assert chunk.should_bulk_offload(outer)
+    chunk.bulk_offload("outer", None)
+    assert [group.name for group in chunk.open_groups] == ["inner"]
+    chunk.bulk_offload_group(inner)
+    assert not chunk.open_groups
+    chunk.on_group_start_forward("last")
+    chunk.on_group_commit_forward("last", [])
+
+
+def test_a_hook_that_waits_keeps_no_tensor_alive(face: PipelineOffloadManager) -> None:
+    called: list[Any] = []
+    dropped, held = torch.ones(9), torch.ones(9)
+    gone = weakref.ref(dropped)
+    face.push_offload_groups(lambda _, tensors: called.append(tensors), "act", [dropped, held])
+    IntroducedManager.get_instance().push_offload_groups(called.append, [dropped, held])
+    del dropped
+    assert gone() is None
+    off_interface.flush_delayed_groups()
+    assert [[tensor is held for tensor in tensors] for tensors in called] == [[True], [True]]
+
+
+# The table
+
+
+def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_offload_summary_table({"mlp": 2**20}, {"mlp": (3, 2**19)}, dist.group.WORLD)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "rank 0, mlp: 3 copies of what was copied before, 512.00 KiB"
+    print_offload_summary_table({"mlp": 2**20})
+    assert "copied before" not in capsys.readouterr().out
