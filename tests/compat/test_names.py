@@ -15,11 +15,7 @@ import pp_offload
 from pp_offload import CpuBackend, fine_grained_activation_offload, use_backend
 from pp_offload.compat import megatron
 
-MODULES = {
-    pp_offload: REFERENCE,
-    fine_grained_activation_offload: REFERENCE,
-    megatron: MAIN,
-}
+MODULES = {pp_offload: REFERENCE, fine_grained_activation_offload: REFERENCE, megatron: MAIN}
 FORMS = [(pp_offload, REFERENCE), (megatron, MAIN)]
 
 
