@@ -55,9 +55,9 @@ def open_chunk(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
 
 
 def refused(
-    manager: PipelineOffloadManager, call: Callable[[], object], kind: Any, *parts: str
+    manager: PipelineOffloadManager, call: Callable[[], object], kind: Any, message: str
 ) -> None:
-    """``call`` raises ``kind`` with all ``parts`` in its message, and the manager is as it was."""
+    """``call`` raises ``kind`` with this message, and the manager is as it was."""
 
     def state() -> tuple[object, ...]:
         is_enabled, delayed = manager.offloader.engine.is_enabled, len(manager.offloader.delayed)
@@ -65,12 +65,8 @@ def refused(
         return chunk, manager.config, is_enabled, delayed, current, manager.num_attached
 
     before = state()
-    with pytest.raises(kind) as error:
+    with pytest.raises(kind, match=message):
         call()
-    message = str(error.value)
-    missing = [part for part in parts if not re.search(part, message)]
-    assert not missing, f"{missing} not in: {message}"
-    assert "unexpected keyword" not in message
     assert state() == before
     assert_no_hooks()
 
@@ -145,11 +141,22 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 """Values that cannot be right, which are a ValueError."""
 
 
+WITHOUT_A_CHUNK: list[tuple[Callable[[], object], str]] = [
+    (call, r"'mlp' .*without a chunk.*init_chunk_handler\(.*attach")
+    for call in (
+        lambda: fine_grained_offloading_group_start(ones(), "mlp"),
+        lambda: off_interface(True, ones(), "mlp").__enter__(),
+        lambda: off_interface.group_commit(ones(), "mlp"),
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "call", "message"),
     [
         *((TypeError, call, message) for call, message in ABSENT),
         *((ValueError, call, message) for call, message in WRONG),
+        *((GroupStateError, call, message) for call, message in WITHOUT_A_CHUNK),
     ],
 )
 def test_a_bad_call_says_what_was_expected(
@@ -205,7 +212,7 @@ def test_options_that_are_no_config(
 def test_a_count_that_is_none(manager: PipelineOffloadManager, message: str) -> None:
     for value in (2.0, "1", True, [], -1):
         words = message.format(r"the list \[\]" if value == [] else re.escape(repr(value)))
-        refused(manager, partial(COUNTS[message], value), ValueError, words, "expected")
+        refused(manager, partial(COUNTS[message], value), ValueError, words)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -248,14 +255,3 @@ def test_forced_release_of_what_is_no_list_of_tensors(
     assert [group.name for group in chunk.open_groups] == ["mlp"]
     off_interface.group_commit(y, "mlp", []).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-
-
-def test_a_group_without_a_chunk(manager: PipelineOffloadManager) -> None:
-    x = ones()
-    parts = "'mlp'", "without a chunk", r"init_chunk_handler\(", "attach"
-    for call in (
-        partial(fine_grained_offloading_group_start, x, "mlp"),
-        off_interface(True, x, "mlp").__enter__,
-        partial(off_interface.group_commit, x, "mlp"),
-    ):
-        refused(manager, call, GroupStateError, *parts)
