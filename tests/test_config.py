@@ -95,6 +95,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"disk_dir": "/scratch"}, "disk_dir is '/scratch'.*add \"disk\""),
     ({"verify": "yes"}, "verify is 'yes', expected True or False"),
+    ({"verify": "x" * 99}, r"verify is 'x{99}\.\.\., expected"),
+    ({"verify": [*range(40)]}, "verify is a list, expected"),
     ({"split_backward": "drop"}, "split_backward is 'drop', expected 'reload' or 'keep'"),
     ({"rematerialize": True}, "rematerialize is True, expected 'cheap' or 'none'"),
     ({"prefetch_bytes": "8GiB"}, "'8GiB', expected an integer.*'auto'; bytes of a file"),
@@ -137,8 +139,7 @@ def test_dicts_and_variables_of_plain_values_and_back(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "read",
-    [OffloadConfig.from_dict, lambda options: OffloadConfig.from_env(in_env(options))],
+    "read", [OffloadConfig.from_dict, lambda options: OffloadConfig.from_env(in_env(options))]
 )
 def test_all_that_is_wrong_is_in_one_error(read: Callable[[Any], OffloadConfig]) -> None:
     options = {
@@ -197,11 +198,7 @@ def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: 
         lambda config: OffloadActivations(config=config),
         lambda config: checkpoint_function(offload_inputs=True, config=config),
         lambda config: OffloadModel(
-            nn.Sequential(nn.Tanh()),
-            "cpu",
-            num_slices=1,
-            checkpoint_activation=True,
-            config=config,
+            nn.Sequential(nn.Tanh()), "cpu", num_slices=1, checkpoint_activation=True, config=config
         ),
         configure,
     ],

@@ -1,13 +1,15 @@
-"""Telling: the table, its print, and the debug message."""
+"""Telling: the table, its print, the debug message, and what messages say of tensors."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.toy import batches, make_model, run_step
+from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
@@ -18,6 +20,7 @@ from pp_offload import (
     summary_table,
     use_backend,
 )
+from pp_offload._common.checks import described
 from pp_offload._groups.plan import GroupBytes
 from pp_offload.backends import CpuBackend
 from pp_offload.compat import megatron
@@ -121,3 +124,16 @@ def test_a_reset_takes_part_in_no_collective(
         assert manager.offload_summary_total_bytes > 0
         face = megatron.PipelineOffloadManager.get_instance()
         face.post_warmup_callback(process_group=dist.group.WORLD)
+
+
+class Mute(Tensor):
+    """Refuses every question."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("no")
+
+
+def test_any_tensor_can_be_described() -> None:
+    assert described(torch.ones(2, 3)) == "a tensor of shape (2, 3), dtype torch.float32"
+    assert described(torch.ones(2).as_subclass(Mute)) == "a Mute"
