@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,14 +16,7 @@ import torch
 from conftest import make_backend
 from helpers.checkpointed import ORDERS, make, results
 from helpers.sessions import assert_idle, assert_no_hooks
-from helpers.sliced import (
-    Call,
-    Order,
-    first_in_first_out,
-    last_in_first_out,
-    one_by_one,
-    together,
-)
+from helpers.sliced import Call, Order, first_in_first_out, last_in_first_out, one_by_one, together
 from helpers.toy import same_bits
 from helpers.virtual_models import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor, nn
@@ -119,21 +114,15 @@ def test_options(active: Backend, use_streams: bool, use_pin_memory: bool, size:
     assert use_streams or offload.statistics().bytes_in_flight == 0
 
 
-class Decoder(nn.Module):
+def decoder() -> nn.Sequential:
     """A body and an output head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.lm_head = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.body(x))
+    head, body = (nn.Sequential(nn.Linear(8, 8), act) for act in (nn.Sigmoid(), nn.Tanh()))
+    return nn.Sequential(OrderedDict(body=body, lm_head=head))
 
 
 @pytest.mark.parametrize("head", [None, "body"])
 def test_the_head_is_left_out(head: str | None) -> None:
-    model = Decoder()
+    model = decoder()
     offload = get_lora_act_offloading_ctx_manager(
         model, min_offload_size=1, max_fwd_stash_size=1, head=head
     )
@@ -144,17 +133,14 @@ def test_the_head_is_left_out(head: str | None) -> None:
     assert_no_hooks()
 
 
-def test_without_a_head_there_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="no output head found in Linear"):
-        get_lora_act_offloading_ctx_manager(nn.Linear(2, 2))
-    get_lora_act_offloading_ctx_manager(nn.Linear(2, 2), warn_if_no_head=False)
+def test_a_context_for_a_model_has_the_options_of_trl_and_torchtune() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_lora_act_offloading_ctx_manager(nn.Linear(2, 2), warn_if_no_head=False)
     with pytest.raises(ValueError, match=r"head is 'tail', but the model has no module"):
-        get_lora_act_offloading_ctx_manager(Decoder(), head="tail")
-
-
-def test_it_can_be_switched_off_and_has_the_names_of_trl_and_torchtune() -> None:
-    assert isinstance(get_act_offloading_ctx_manager(Decoder(), False), NoOpManager)
-    offload = get_act_offloading_ctx_manager(Decoder(), use_streams=False, max_fwd_stash_size=2)
+        get_lora_act_offloading_ctx_manager(decoder(), head="tail")
+    assert isinstance(get_act_offloading_ctx_manager(decoder(), False), NoOpManager)
+    offload = get_act_offloading_ctx_manager(decoder(), use_streams=False, max_fwd_stash_size=2)
     assert isinstance(offload, OffloadActivations)
     names = ("use_pin_memory", "use_streams", "min_tensor_size_bytes", "max_fwd_stash_size")
     assert [getattr(offload, name) for name in names] == [True, False, 1024, 2]
