@@ -1,5 +1,5 @@
 """Each example: offload changes memory and no bit, which figures and output say; wrong flags are
-explained.
+explained. And benchmarks run and write every figure they promise, which are not judged here.
 
 All but the ranks of train_gpt.py run in this process: another would import for some seconds.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.examples import run_example, run_here, train
+from helpers.examples import ROOT, run_example, run_here, train
 
 from pp_offload.plan import OffloadPlan
 from pp_offload.trace import read
@@ -31,9 +31,9 @@ Run = Callable[..., tuple[Any, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs an example with flags; its figures and its output."""
+    """Runs a script with flags; its figures and its output."""
 
-    def run(script: str, *flags: str, out: str = "--json") -> tuple[Any, str]:
+    def run(script: str | Path, *flags: str, out: str = "--json") -> tuple[Any, str]:
         path = tmp_path / "figures.json"
         assert not run_here(script, *" ".join(flags).split(), out, str(path))
         return json.loads(path.read_text()), capfd.readouterr().out
@@ -241,3 +241,71 @@ def test_wrong_flags_are_explained(script: str, capsys: pytest.CaptureFixture[st
 def test_it_runs_as_a_script(script: str, flags: str) -> None:
     output = run_example(script, *flags.split()).stdout
     assert EQUAL in output or len(rows_of(output)) == 2
+
+
+# Benchmarks
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.mark.quick("disk_tier.py")
+@pytest.mark.parametrize(
+    ("name", "positive"),
+    [
+        ("hook_overhead.py", "ratio_to_floor ratio_to_floor_lagging"),
+        ("host_memory.py", "footprint_ratio"),
+        ("steps.py", "reset_ms_per_10000_groups"),
+        ("disk_tier.py", "throughput_ratio cached_ratio checksum_mib_per_s"),
+    ],
+)
+def test_a_benchmark_writes_its_figures(name: str, positive: str, run: Run) -> None:
+    figures, _ = run(BENCHMARKS / name, "--quick")
+    assert all(figures[key] for key in positive.split())
+
+
+@pytest.mark.slow
+def test_frontier_writes_its_figures(run: Run) -> None:
+    """All groups stay where there is room; recompute and ``save_on_cpu`` take longer."""
+    figures, _ = run(BENCHMARKS / "frontier.py", "--quick gpt4096")
+    rows = {row["way"]: row for row in figures["gpt4096"]}
+    none, all_stay = rows["none"], rows["limit 1"]
+    recompute, on_cpu = rows["recompute 2"], rows["save_on_cpu 2"]
+    assert none["ratio"] == 1 <= all_stay["ratio"] < recompute["ratio"] < on_cpu["ratio"]
+    assert recompute["peak_gib"] < all_stay["peak_gib"] <= none["peak_gib"]
+    assert all_stay["copied_gib"] == 0 < all_stay["again_gib"]
+    if "megatron 2" in rows:
+        assert rows["waiting 2"]["peak_gib"] < none["peak_gib"] < rows["megatron 2"]["peak_gib"]
+        assert rows["waiting 2"]["step_ms"] > rows["megatron 2"]["step_ms"] > none["step_ms"]
+
+
+@pytest.mark.slow
+def test_what_a_gpu_is_asked_is_asked_of_a_cpu(tmp_path: Path) -> None:
+    """All but the tests that need one."""
+    flags = ["--out", str(tmp_path), "--device", "cpu", "--cases", "tiny"]
+    run_example(ROOT / "tools/on_gpu.py", *flags, "--parts", "doctor", "tiny", "peers")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    ways = [row["way"] for row in rows if "way" in row]
+    assert {"default", "limit-0.7", "ours-copied", "recompute", "save_on_cpu"} <= set(ways)
+    assert all(row["same"] and row["ms"] > 0 for row in rows if "same" in row)
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert all(outcome.startswith("ended") for outcome in outcomes.values())
+
+
+@pytest.mark.slow
+def test_rematerialize_writes_its_figures(run: Run) -> None:
+    pytest.importorskip("transformers")
+    figures, _ = run(BENCHMARKS / "rematerialize.py", "--quick")
+    for row in figures["models"]:
+        assert row["none_equal"] and row["cheap_equal"]
+        assert 0 < row["cheap_bytes"] < row["none_bytes"] and row["again_bytes"] > 0
+    ours = [row for row in figures["virtual"] if row["way"] == "ours, cheap"]
+    assert len(ours) == 1 and all(row["bytes"] < 0.7 and row["compute"] > 1 for row in ours)
+
+
+def test_a_virtual_h100_is_as_the_real_one_was(run: Run) -> None:
+    """A step of GPT without offload, and where its layers are recomputed."""
+    rows, _ = run(BENCHMARKS / "h100.py", "--quick")
+    assert [row["way"] for row in rows] == ["none", "recompute"]
+    for row in rows:
+        assert row["here_peak_gib"] == pytest.approx(row["peak_gib"], rel=1e-3)
+        assert row["here_ratio"] == pytest.approx(row["ratio"], rel=0.03)
