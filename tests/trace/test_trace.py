@@ -73,8 +73,7 @@ def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("make", "tiers"),
-    [(CpuBackend, ("host", "disk")), (AwayBackend, ("disk",))],
+    ("make", "tiers"), [(CpuBackend, ("host", "disk")), (AwayBackend, ("disk",))]
 )
 def test_disk_work(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """With and without buffers that bytes pass through, each track one after the other."""
