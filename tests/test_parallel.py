@@ -1,4 +1,5 @@
-"""Every product in models that are replicated, sharded or cut into stages, on ranks: same bits.
+"""Every schedule, and every product in models that are replicated, sharded or cut into stages, on
+ranks: same bits.
 
 In DDP, FSDP1 and FSDP2: a context around the forward, groups by name, markers and checkpoints; of
 sharded models no byte of a gathered parameter leaves. In DDP alone: parameters on the host. Stages
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import BEFORE_2_13
 from helpers.products import PRODUCTS
 from helpers.ranks import run_ranks
 from torch import nn
@@ -20,6 +22,37 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from pp_offload import OffloadError, OffloadModel
+
+LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
+SCHEDULES = [
+    *(("gpipe", 1), ("1f1b", 1)),
+    *((name, virtual) for name in LOOPED for virtual in (1, 2, 3)),
+    *([] if BEFORE_2_13 else [("zbv", 2), ("dualpipev", 2)]),  # which is torch's, over gloo
+    ("csv", 2),
+]
+"""Each with how many stages a rank has."""
+
+
+@pytest.mark.field("F22")
+@pytest.mark.smoke
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
+    """Groups come ahead of their use from the first step on, and nothing is left."""
+    cases = [
+        f"stage/plain/{name}/{virtual}/{('reload', 'keep')[(number + world // 2) % 2]}"
+        for number, (name, virtual) in enumerate(SCHEDULES)
+    ]
+    for rank, results in enumerate(run_ranks(world, cases, tmp_path)):
+        assert list(results) == cases
+        for case, facts in results.items():
+            where = f"{case}, rank {rank} of {world}"
+            assert facts["equal"] == [True, True] and min(facts["offloaded"]) > 0, where
+            assert all("mlp" in table for table in facts["table"]), where
+            for steps in facts["steps"]:
+                assert not any(step.host_bytes_in_use or step.live_tensors for step in steps), where
+                assert steps[2].on_demand_reloads == steps[1].on_demand_reloads, where
+
 
 SOME = [
     # Each wrapper once at least, and most products

@@ -29,7 +29,7 @@ SMOKE = (
     "tests/common/test_torch_private.py",
     "tests/core/test_products.py",
     "tests/core/test_schedules.py",
-    "tests/test_pipelining.py",
+    "tests/test_parallel.py",
 )
 """Files of the suite. Others may need at import what an old torch has not."""
 

@@ -1,5 +1,5 @@
 """One rank of models that are replicated, sharded, cut into stages, or exchange activations; for
-``test_parallel.py`` and ``test_pipelining.py``.
+``test_parallel.py``.
 
 A case is ``replica/WRAPPER/PRODUCT``, ``stage/KIND/SCHEDULE``, which may go on with the number of
 virtual stages and the option ``split_backward``, or ``collective``.
