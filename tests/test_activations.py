@@ -146,29 +146,6 @@ def test_a_context_for_a_model_has_the_options_of_trl_and_torchtune() -> None:
     assert [getattr(offload, name) for name in names] == [True, False, 1024, 2]
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_statistics_of_batch_norm_stay(active: Backend, is_given: bool) -> None:
-    """They change without a trace: two forwards in training in flight, then one in evaluation."""
-    plain, model = (make(active.device, None, active)[0] for _ in range(2))
-    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=active)
-    if is_given:
-        offload.keep_module(model)
-
-    def run(network: nn.Module, context: OffloadActivations | None) -> list[Tensor]:
-        def order(call: Call, leaves: list[Tensor]) -> list[Tensor]:
-            losses = []
-            for x, is_training in zip(leaves, (True, True, False), strict=True):
-                network.train(is_training)
-                losses.append(call(x).square().mean())
-            for loss in reversed(losses):
-                loss.backward()
-            return losses
-
-        return results(network, order, 0, active.device, context=context)
-
-    assert same_bits(run(model, offload), run(plain, None))
-
-
 def without_backward(call: Call, leaves: list[Tensor]) -> list[Tensor]:
     return [call(leaves[0])]
 
