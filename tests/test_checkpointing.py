@@ -23,7 +23,6 @@ from helpers.sliced import Order, twice
 from helpers.toy import make_model, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pp_offload import OffloadConfig, checkpoint, checkpoint_wrapper
 from pp_offload._checkpoint.recompute import Recompute
@@ -302,20 +301,6 @@ def test_offload_of_nothing_is_warned_of_once(variant: Any, options: Any, messag
 OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_call_written_for_pytorch(use_reentrant: bool) -> None:
-    def run(call: Callable[..., Any]) -> list[Tensor]:
-        torch.manual_seed(1)
-        layer, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.randn(3, 8)
-        x.requires_grad_()
-        options = {"use_reentrant": use_reentrant, "preserve_rng_state": True}
-        y = call(layer, x, **options)
-        y.square().sum().backward()
-        return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
-
-    assert same_bits(run(checkpoint), run(torch_checkpoint))
-
-
 def test_equal_options_share_one_engine() -> None:
     run = checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
     assert run is checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
@@ -323,6 +308,8 @@ def test_equal_options_share_one_engine() -> None:
     assert run is not checkpoint_function(
         offload_inputs=True, config=OffloadConfig(prefetch_bytes=7), backend=CpuBackend()
     )
+    of_pytorch = {"use_reentrant": False, "preserve_rng_state": True, "early_stop": True}
+    assert checkpoint_function(**of_pytorch) is checkpoint_function()
     assert checkpoint_function().stash is None
 
 
