@@ -19,7 +19,7 @@ import torch
 from conftest import on_two_backends
 from helpers.injected import Injected, chosen, files, interrupt_at, points_in
 from helpers.scenarios import begin
-from helpers.sessions import assert_no_hooks, group, make_backend, session
+from helpers.sessions import assert_no_hooks, by_functions, group, make_backend, session
 from helpers.sliced import WIDTH, Inside, as_layers, as_slices, run_again
 from helpers.toy import same_bits
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from pp_offload import (
     PipelineOffloadManager,
     offload_modules,
 )
-from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._activations.context import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
@@ -58,35 +57,21 @@ class Layer(nn.Module):
         return x + self.run(self.part, x.sin()).exp().tanh()
 
 
-def plainly(part: nn.Module, x: Tensor) -> Tensor:
-    return part(x)
-
-
-def in_interface(part: nn.Module, x: Tensor) -> Tensor:
-    return group(x, lambda x: group(x, part, name="inner").sin(), name="outer")
-
-
-def in_manager(part: nn.Module, x: Tensor) -> Tensor:
-    x = group_start(x, "g")
-    with off_interface.get_context(True):
-        y = part(x)
-    return off_interface.group_commit(y, name="g")
-
-
 def in_context(offload: OffloadActivations, part: nn.Module, x: Tensor) -> Tensor:
     with offload:
         return part(x)
 
 
-def of_context() -> OffloadActivations:
-    return OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=CpuBackend())
-
-
 RUNS: dict[str, Callable[[], Run]] = {
-    "interface": lambda: in_interface,
-    "manager": lambda: in_manager,
-    "modules": lambda: plainly,
-    "activations": lambda: partial(in_context, of_context()),
+    "interface": lambda: (
+        lambda part, x: group(x, lambda x: group(x, part, name="inner").sin(), name="outer")
+    ),
+    "manager": lambda: lambda part, x: by_functions(x, part),
+    "modules": lambda: nn.Module.__call__,
+    "activations": lambda: partial(
+        in_context,
+        OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=CpuBackend()),
+    ),
     "checkpoint": lambda: Recompute(
         FullACParams(offload_inputs=True, min_offload_size=1), CpuBackend()
     ),
