@@ -69,26 +69,19 @@ def test_a_checkpoint_in_a_checkpoint_offloads_nothing_of_its_own(active: Backen
     assert same_bits([x.grad], [z.grad])
 
 
-@pytest.mark.parametrize("is_inner", [False, True])
-def test_compiled_models_work(is_inner: bool) -> None:
+def test_layers_of_a_compiled_model() -> None:
     gradients = []
     for is_on in (False, True):
         torch._dynamo.reset()
         model = make_model(groups=())
-        if is_inner:
-            for layer in model:
-                layer.compile(backend="aot_eager")
         if is_on:
-            way = FullACParams(offload_inputs=True, min_offload_size=1)
-            recompute = apply_(FULL, "", model, way)
-        compiled = model if is_inner else torch.compile(model, backend="aot_eager")
+            recompute = apply_(FULL, "", model, OFFLOAD)
         x = torch.ones(5, 8, requires_grad=True)
-        compiled(x).square().sum().backward()
+        torch.compile(model, backend="aot_eager")(x).square().sum().backward()
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
     assert same_bits(*gradients)
     assert recompute.counts.recomputed_calls == 3
-    assert recompute.stash is not None and recompute.stash.statistics().bytes_offloaded > 0
-    assert not is_inner or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert recompute.stash.statistics().bytes_offloaded > 0
 
 
 @dataclass(slots=True)
@@ -184,21 +177,10 @@ def test_an_operator_that_raised_in_the_forward_raises_again(where: str) -> None
     assert same_bits(*results)
 
 
-class Listed(nn.Linear):
-    """Writes into a list of tensors, as a fused operator does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        with torch.no_grad():
-            torch._foreach_add_([y, torch.ones_like(y)], 1)
-        return y.sin()
-
-
 WRITES: dict[str, Callable[[], nn.Module]] = {
     "GRU": partial(nn.GRU, 4, 4),
     "LSTMCell": partial(nn.LSTMCell, 4, 4),
     "ReLU": lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
-    "list": partial(Listed, 4, 4),
 }
 
 
