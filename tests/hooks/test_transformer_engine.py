@@ -7,6 +7,7 @@ two generations of offload use, and compute on the CPU.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from types import ModuleType
@@ -84,23 +85,18 @@ class Linear(nn.Module):
         return Quantized.apply(x, self.weight, self.workspaces[0], self.library)
 
 
-class Net(nn.Module):
-    def __init__(self, library: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": Linear(library)}) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer["mlp"](x)
-        return x
+def make_net(library: Any) -> nn.Module:
+    """With the names that products ask for."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(OrderedDict(mlp=Linear(library))) for _ in range(LAYERS)]
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*layers)))
 
 
 def train(library: Any, product: Any) -> tuple[list[Tensor], list[int]]:
     """Gradients, and the bytes that each step offloads."""
     device = product.backend.device
     with device:
-        net = Net(library)
+        net = make_net(library)
     net = product.inside(net)
     product.outside(net)
     moved = [0]
