@@ -153,7 +153,8 @@ def test_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(budget) == pytest.approx(HostBudget().limit_bytes / GIB, rel=0.2)
 
 
-def test_cgroups_of_both_versions(tmp_path: Path) -> None:
+def test_cgroups_of_both_versions_and_what_cannot_be_found(tmp_path: Path) -> None:
+    """As on a system without /proc/meminfo, and a directory that is gone."""
     files = {
         "proc/self/cgroup": "0::/job\n4:cpu:/other\n5:memory,hugetlb:/job\n",
         "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
@@ -164,17 +165,13 @@ def test_cgroups_of_both_versions(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    facts = doctor.facts_of(tmp_path, root=tmp_path)["host memory"]["cgroups"]
-    of_each = "version 2: 3.00 GiB used of 8.00 GiB", "version 1: 1.00 GiB used of 2.00 GiB"
-    assert facts == "; ".join(of_each)
-
-
-def test_what_cannot_be_found_says_why(tmp_path: Path) -> None:
-    """As on a system without /proc and /sys, and a directory that is gone."""
     facts = doctor.facts_of(tmp_path / "gone", root=tmp_path)
+    of_each = "version 2: 3.00 GiB used of 8.00 GiB", "version 1: 1.00 GiB used of 2.00 GiB"
+    assert facts["host memory"]["cgroups"] == "; ".join(of_each)
     assert facts["host memory"]["there is"].startswith("not known: FileNotFoundError")
-    assert facts["host memory"]["cgroups"] == "no limit"
     assert facts["disk"]["free"].startswith("not known: FileNotFoundError")
+    of_none = doctor.facts_of(tmp_path, root=tmp_path / "gone")
+    assert of_none["host memory"]["cgroups"] == "no limit"
 
 
 def test_what_was_measured_is_hardware_of_other_commands(tmp_path: Path) -> None:
