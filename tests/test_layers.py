@@ -162,11 +162,6 @@ def test_only_the_function_whose_name_says_so_prints() -> None:
         assert list(calls(tree)).count("print") == allowed, name
 
 
-def class_of(module: str, name: str) -> ast.ClassDef:
-    classes = (node for node in TREES[module].body if isinstance(node, ast.ClassDef))
-    return next(node for node in classes if node.name == name)
-
-
 def public_methods(node: ast.ClassDef) -> set[str]:
     """Properties among them."""
     names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
@@ -184,7 +179,8 @@ def attributes(node: ast.ClassDef) -> set[str]:
 def test_a_class_of_the_core_has_one_job() -> None:
     """What only users of the reference call is in a subclass, above."""
     for module, name in ONE_JOB:
-        node = class_of(module, name)
+        classes = (node for node in TREES[module].body if isinstance(node, ast.ClassDef))
+        node = next(node for node in classes if node.name == name)
         assert len(attributes(node)) <= 12, f"{name}: {sorted(attributes(node))}"
         assert len(public_methods(node)) <= 15, f"{name}: {sorted(public_methods(node))}"
 

@@ -70,10 +70,6 @@ def test_attributes_and_operators_are_there() -> None:
     assert not [name for name in OPERATORS if not hasattr(torch.ops.aten, name)]
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
-
-
 def defined() -> Iterator[str]:
     """Names that the package gives: of functions, classes, variables, attributes and slots."""
     for node in (node for tree in TREES.values() for node in ast.walk(tree)):
@@ -110,7 +106,8 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     allowed = LISTED | {*OPERATORS} | NOT_IN_ALL | OF_OTHERS | {*defined()}
     for file, tree in TREES.items():
         for name, of in names_used(tree):
-            if file == HERE or not is_private(name) or re.match(r"pp_offload(\.|$)", of):
+            is_private = name.startswith("_") and not name.endswith("__")
+            if file == HERE or not is_private or re.match(r"pp_offload(\.|$)", of):
                 continue
             if of.startswith("torch.") and not of.startswith("torch.ops"):
                 raise AssertionError(f"{file} uses {of}: import it in {HERE}")
