@@ -24,7 +24,6 @@ from pp_offload import (
     OffloadError,
     OffloadModel,
     checkpoint_function,
-    configure,
 )
 from pp_offload._common.text import bytes_text, parse_size, size_text
 from pp_offload.config import COUNTS
@@ -200,7 +199,6 @@ def test_a_size_is_written_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: 
         lambda config: OffloadModel(
             nn.Sequential(nn.Tanh()), "cpu", num_slices=1, checkpoint_activation=True, config=config
         ),
-        configure,
     ],
 )
 def test_each_product_is_given_its_options(
