@@ -174,8 +174,8 @@ def test_a_parameter_changed_before_backward_is_an_error(
 def test_a_step_that_fails_leaves_nothing_to_the_next(
     active: Backend, offload: Offload, where: str, error: type[BaseException]
 ) -> None:
-    """Outside of layers nobody hears of it, and the next forward seems to be inside of that one;
-    weights were written meanwhile in a way that leaves no trace.
+    """Outside of layers nobody hears of it, and a forward of the list seems to be inside of that
+    one; weights were written meanwhile in a way that leaves no trace.
     """
 
     def fail(*_: object) -> None:
@@ -206,7 +206,7 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(
         del failure
         x = input_for(active)
         with torch.no_grad():
-            assert torch.equal(model(x), plain(x))
+            assert torch.equal(whole(x), plain(x))
         model.zero_grad()
         plain.zero_grad()
         assert same_training(plain, model, active, steps=1)
