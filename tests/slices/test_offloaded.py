@@ -165,19 +165,12 @@ def test_a_parameter_changed_before_backward_is_an_error(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "error"),
-    [
-        *(("in a layer", KeyError), ("in a layer", KeyboardInterrupt), ("backward", KeyError)),
-        ("behind the first layer", KeyboardInterrupt),
-    ],
+    [("forward", KeyError), ("forward", KeyboardInterrupt), ("backward", KeyError)],
 )
 @each_way
 def test_a_step_that_fails_leaves_nothing_to_the_next(
     active: Backend, offload: Offload, where: str, error: type[BaseException]
 ) -> None:
-    """Outside of layers nobody hears of it, and a forward of the list seems to be inside of that
-    one; weights were written meanwhile in a way that leaves no trace.
-    """
-
     def fail(*_: object) -> None:
         raise error
 
@@ -188,24 +181,18 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(
     fails = nn.Identity()
     layers = nn.Sequential(*mlp(3), nn.Sequential(Square(), fails), *mlp(3))
     plain, model, figures = plain_and_offloaded(layers, offload, active)
-    place = layers[0] if where == "behind the first layer" else fails
     for _ in range(2):
-        hook = place.register_forward_hook(fail_in_backward if where == "backward" else fail)
+        hook = fails.register_forward_hook(fail if where == "forward" else fail_in_backward)
         with pytest.raises(error) as failure:  # it has the frames, and what they hold
             model(input_for(active)).sum().backward()
         hook.remove()
         assert_no_hooks()
         autograd_lets_go()
-        if place is fails:
-            assert figures.parameter_bytes_on_device == 0
-        else:
-            active.synchronize()  # else the write and a copy that is under way are a race
-        for parameter in (*model.parameters(), *plain.parameters()):
-            parameter.data.mul_(1.1)
+        assert figures.parameter_bytes_on_device == 0
+        with torch.no_grad():  # no copy is under way that would be disturbed
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(1.1)
         del failure
-        x = input_for(active)
-        with torch.no_grad():
-            assert torch.equal((layers if offload is as_layers else model)(x), plain(x))
         model.zero_grad()
         plain.zero_grad()
         assert same_training(plain, model, active, steps=1)

@@ -239,6 +239,30 @@ def test_compiled_before_or_after(kind: str, what: str, when: str) -> None:
         assert offloaded.statistics().bytes_reloaded > 0
 
 
+def test_a_forward_inside_behind_an_interrupt_outside_of_layers() -> None:
+    """It looks as if the other had not ended, and weights were written in a way that leaves no
+    trace.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    backend = SimulatedBackend("late")
+    with backend.activate(), torch.no_grad():
+        x = input_for(backend)
+        plain, model = (nn.Sequential(stack()) for _ in range(2))
+        offload_layers(model, "0.layers", backend=backend)
+        hook = model[0].layers[0].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        hook.remove()
+        backend.synchronize()  # else the write and a copy that is under way are a race
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.data.mul_(2)
+        assert same_bits([model[0](x)], [plain[0](x)])
+    backend.check()
+
+
 # Modules that are refused, and parameters that get other names while they wait
 
 Change = Callable[[nn.Module], nn.Module]
