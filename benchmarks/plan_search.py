@@ -36,8 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from command import parser_for, write_figures
-from helpers.plans.every_choice import Choice, choices, each_number
-from helpers.plans.random_pipelines import limits, planned
+from helpers.random_pipelines import Choice, choices, each_number, limits, planned
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose

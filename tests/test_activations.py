@@ -18,7 +18,7 @@ from helpers.checkpointed import ORDERS, make, results
 from helpers.sessions import assert_idle, assert_no_hooks
 from helpers.sliced import Call, Order, first_in_first_out, last_in_first_out, one_by_one, together
 from helpers.toy import same_bits
-from helpers.virtual_models import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from helpers.virtual_training import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from helpers.virtual_models import KIND, chain
+from helpers.virtual_training import KIND, chain
 from pp_offload.simulate import Modules
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.plans.every_choice import choices, each_number
-from helpers.plans.random_pipelines import (
+from helpers.random_pipelines import (
     Drawn,
+    choices,
+    each_number,
     limits,
     ordered_parts,
     planned,

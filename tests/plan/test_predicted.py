@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.plans.random_pipelines import (
+from helpers.random_pipelines import (
     Drawn,
     draw_pipeline,
     ordered_parts,
     some_recomputed,
 )
-from helpers.virtual_models import KIND, chain
+from helpers.virtual_training import KIND, chain
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig

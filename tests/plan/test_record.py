@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.virtual_models import KIND, chain
+from helpers.virtual_training import KIND, chain
 from torch import Tensor, nn
 
 from pp_offload import OffloadConfig

@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.plans.random_pipelines import planned
+from helpers.random_pipelines import planned
 from helpers.toy import batches, make_model, run_step
-from helpers.virtual_models import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
-from helpers.virtual_training import NUM_LAYERS, Training, with_limit
+from helpers.virtual_training import (
+    NUM_LAYERS,
+    ROWS,
+    SAVED_BYTES,
+    WIDTH,
+    Layers,
+    Training,
+    hardware,
+    with_limit,
+)
 from torch import Tensor, nn
 
 from pp_offload import CpuBackend, OffloadConfig, use_backend

@@ -9,8 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.virtual_models import FLOPS, SAVED_BYTES, WIDTH, Layers, hardware
-from helpers.virtual_training import Training
+from helpers.virtual_training import FLOPS, SAVED_BYTES, WIDTH, Layers, Training, hardware
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.virtual_models import FLOPS, SAVED_BYTES, hardware
-from helpers.virtual_training import NUM_LAYERS, Steady, Training
+from helpers.virtual_training import FLOPS, NUM_LAYERS, SAVED_BYTES, Steady, Training, hardware
 from on_card import CASES, GIB, Layer
 from torch import Tensor, nn
 

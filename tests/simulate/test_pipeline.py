@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.virtual_models import Layers
+from helpers.virtual_training import Layers
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.toy import batches, make_model, run_step
-from helpers.virtual_models import SAVED_BYTES
-from helpers.virtual_training import Training, with_limit
+from helpers.virtual_training import SAVED_BYTES, Training, with_limit
 
 from pp_offload import (
     CpuBackend,

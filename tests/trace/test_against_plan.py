@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.traces import check_file
-from helpers.virtual_models import KIND, chain
+from helpers.virtual_training import KIND, chain
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 

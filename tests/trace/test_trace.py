@@ -18,8 +18,7 @@ from helpers.nets import Net
 from helpers.threaded import settled
 from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
-from helpers.virtual_models import FLOPS, SAVED_BYTES, WIDTH, Layers, hardware
-from helpers.virtual_training import Training
+from helpers.virtual_training import FLOPS, SAVED_BYTES, WIDTH, Layers, Training, hardware
 from torch.profiler import ProfilerActivity, profile
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

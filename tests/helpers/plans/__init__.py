@@ -1,1 +1,0 @@
-"""Random pipelines, and what their plans are compared with."""
