@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -35,32 +36,28 @@ def at_once(
         work: A thread for each.
         barrier: Where they meet later; broken by an error, so that no other waits for it.
     """
-    results: list[Any] = [None] * len(work)
-    errors: list[BaseException] = []
-    start = Lockstep(len(work))
+    start, pool = Lockstep(len(work)), ThreadPoolExecutor(len(work))
 
-    def run(number: int) -> None:
+    def run(piece: Callable[[], Any]) -> Any:
         try:
             start.wait()
-            results[number] = work[number]()
+            result = piece()
             assert_no_hooks()
-        except BaseException as error:
-            errors.append(error)
+            return result
+        except BaseException:
             if barrier is not None:
                 barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(work))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + HANG_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    hanging = [thread for thread in threads if thread.is_alive()]
-    assert not hanging, f"{len(hanging)} of {len(threads)} threads hang"
+    futures = [pool.submit(run, piece) for piece in work]
+    _, hanging = wait(futures, HANG_S)
+    assert not hanging, f"{len(hanging)} of {len(futures)} threads hang"
+    pool.shutdown()
+    errors = [error for future in futures if (error := future.exception()) is not None]
     own = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     for error in own or errors:
         raise error
-    return results
+    return [future.result() for future in futures]
 
 
 def manager_of(kind: str, directory: Path) -> AbstractContextManager[PipelineOffloadManager]:
