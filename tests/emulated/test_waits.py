@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,19 +68,6 @@ class Chunk(ChunkOffloadHandler):
         """Whether a tensor comes back from the host with these bytes."""
         self.settle()
         return self.tensor_pop(tag).cpu().equal(expected)
-
-
-def tier_options(tier: str, folder: Path) -> dict[str, Any]:
-    if tier == "host":
-        return {}
-    return {"tiers": ("disk",), "disk_dir": folder, "max_in_flight_bytes": 2**30}
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def use_of_memory() -> Tensor:
@@ -183,12 +168,10 @@ def test_a_reload_waits_for_the_offload(emulated: ModuleType) -> None:
     assert result.cpu().equal(given)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_reload_waits_for_compute(emulated: ModuleType, tier: str, tmp_path: Path) -> None:
+def test_a_reload_waits_for_compute(emulated: ModuleType) -> None:
     """A kernel still reads another tensor in the memory that it is given."""
-    chunk, given, others = Chunk(**tier_options(tier, tmp_path)), some(N), some(N)
+    chunk, given, others = Chunk(), some(N), some(N)
     (tag,) = chunk.away(others)
-    wait_until(lambda: tier == "host" or chunk.offloader.statistics().host_bytes_in_use == 0)
     gc.collect()
     emulated.empty_cache()
     x = given.to("emulated")
@@ -268,33 +251,3 @@ def test_what_came_for_another_stream_is_not_used_here(emulated: ModuleType, how
         with side:
             use_of_memory()
     assert result.cpu().equal(given * 2)
-
-
-# The disk
-
-
-def test_a_thread_writes_what_has_arrived(emulated: ModuleType, tmp_path: Path) -> None:
-    chunk, given = Chunk(**tier_options("disk", tmp_path)), some(N)
-    x = given.to("emulated")
-    with late(emulated, chunk.d2h):
-        (tag,) = chunk.save(x)
-        time.sleep(WAIT_S)
-    wait_until(lambda: chunk.offloader.statistics().host_bytes_in_use == 0)
-    assert chunk.brings(tag, given)
-
-
-def test_memory_that_a_reload_reads_is_written_behind_it(
-    emulated: ModuleType, tmp_path: Path
-) -> None:
-    """It was read from the disk ahead; the next group passes through the same host memory."""
-    chunk, given = Chunk(**tier_options("disk", tmp_path)), some(N)
-    (tag,), x = chunk.away(given), some(N).to("emulated")
-    wait_until(lambda: chunk.offloader.statistics().host_bytes_in_use == 0)
-    with late(emulated, chunk.h2d, chunk.d2h):
-        chunk.bulk_reload_group()
-        wait_until(lambda: chunk.offloader.statistics().disk_bytes_read == given.nbytes)
-        time.sleep(WAIT_S)
-        chunk.offloader.statistics()
-        tags = chunk.save(x)
-    assert chunk.brings(tag, given)
-    del tags
