@@ -19,17 +19,6 @@ from pp_offload._memory.budget import (
 KIB = 1024
 
 
-def system(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-MEMINFO = "MemTotal:  9000 kB\nMemAvailable:    5000 kB\n"
-
-
 @pytest.mark.parametrize(
     ("limit", "used", "stat", "expected"),
     [
@@ -50,13 +39,16 @@ def test_cgroups(
     names = names if version == 1 else ("memory.max", "memory.current")
     folder = f"sys/fs/cgroup/{'memory/' if version == 1 else ''}{group}"
     files = {
-        "proc/meminfo": MEMINFO,
+        "proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    5000 kB\n",
         "proc/self/cgroup": f"5:devices:/x\n{'4:memory' if version == 1 else '0:'}:/slurm/job\n",
         f"{folder}/{names[0]}": limit,
         f"{folder}/{names[1]}": used,
         f"{folder}/memory.stat": stat.format("total_" if version == 1 else ""),
     }
-    assert available_bytes(system(tmp_path, files)) == expected
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == expected
 
 
 def test_without_proc_it_is_the_physical_memory(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import logging
 import os
 import stat
 import threading
-import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,40 +76,6 @@ def test_the_file_has_no_name_and_is_its_owners_alone(tmp_path: Path) -> None:
     assert status.st_nlink == 0
 
 
-class Copy:
-    """An event of a test."""
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.has_ended = threading.Event()
-        self.failure = failure
-
-    def query(self) -> bool:
-        return self.has_ended.is_set()
-
-    def synchronize(self) -> None:
-        self.has_ended.wait()
-        if self.failure is not None:
-            raise self.failure
-
-
-def test_the_threads_wait_for_earlier_copies(file: DiskFile) -> None:
-    data, copy = torch.zeros(10, dtype=torch.uint8), Copy()
-    write = file.write([data], after=[copy])
-    time.sleep(0.02)
-    assert not write.query() and write.failure is None
-    data.fill_(9)
-    copy.has_ended.set()
-    other, late = torch.zeros(10, dtype=torch.uint8), Copy()
-    failed = Copy(RuntimeError("an earlier use failed"))
-    failed.has_ended.set()
-    event = file.read_into(write, [other], after=[failed, late])
-    time.sleep(0.02)
-    assert not event.query()
-    late.has_ended.set()
-    event.synchronize()
-    assert other.eq(9).all()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=30))
 def test_no_batch_is_written_into_another(
@@ -165,11 +131,18 @@ def test_a_directory_in_memory_is_warned_of(
 
 
 def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) -> None:
+    """The read before them runs behind an earlier use of its memory, though that has failed."""
     file = DiskFile(tmp_path, num_threads=1)
-    write, copy = written(file, some_bytes(10)), Copy()
-    read_before = file.read_into(write, [torch.zeros(10, dtype=torch.uint8)], [copy])
+    write, gate = written(file, some_bytes(10)), threading.Event()
+
+    def fail_late() -> None:
+        gate.wait()
+        raise RuntimeError("an earlier use failed")
+
+    earlier = [Mock(synchronize=fail_late)]
+    read_before = file.read_into(write, [torch.zeros(10, dtype=torch.uint8)], earlier)
     queued = file.write([some_bytes(10)])
-    threading.Timer(0.02, copy.has_ended.set).start()
+    threading.Timer(0.02, gate.set).start()
     file.close()
     file.close()
     read_before.synchronize()
