@@ -27,7 +27,6 @@ Function = Callable[[Tensor], Tensor]
 # Groups. Nothing is compiled while a simulated device watches every operation.
 
 real = pytest.mark.parametrize("backend", ["cpu threads", *ACCELERATORS], indirect=True)
-on_cpu = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +150,7 @@ class NotCut(nn.Module):
 
 
 @pytest.mark.field("F27")
-@on_cpu
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 @pytest.mark.parametrize("scope", [group, in_context, in_activations, as_checkpoint])
 def test_hooks_are_not_compiled_where_the_compiler_leaves_a_forward(
     manager: PipelineOffloadManager, scope: Callable[..., Tensor]

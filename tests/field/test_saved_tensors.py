@@ -50,10 +50,6 @@ def test_in_the_context_each_microbatch_in_flight_is_on_the_host(
 # F50: what PyTorch promises of hooks
 
 
-class Token:
-    """Something to refer to weakly."""
-
-
 @pytest.mark.field("F50")
 @on_two_backends
 def test_saved_tensors_are_read_outside_backward(manager: PipelineOffloadManager) -> None:
@@ -74,8 +70,7 @@ def test_saved_tensors_are_read_outside_backward(manager: PipelineOffloadManager
     saved = y.grad_fn._saved_result
     assert saved is not y and saved.grad_fn is y.grad_fn
     assert same_bits([saved.detach()], [y.detach()])
-    token = Token()
-    y.grad_fn.metadata["token"] = token  # lives as long as the node
+    y.grad_fn.metadata["token"] = token = torch.zeros(1)  # lives as long as the node
     alive = weakref.ref(token)
     gc.disable()
     try:

@@ -95,13 +95,6 @@ def test_where_copies_cost_time_it_is_a_warning() -> None:
     assert step_line(few_waits)[0] == logging.INFO
 
 
-@with_limit(200)
-def test_where_all_stays_nothing_costs_time(training: Training, line: Line) -> None:
-    training.run(9, num=4)
-    assert line().levelno == logging.INFO
-    assert "0.00 are on the host, and 0.00 are computed again" in line().getMessage()
-
-
 @pytest.mark.parametrize("training", [{"limit_bytes": None, "resets": True}], indirect=True)
 def test_without_a_limit_the_peak_is_that_of_a_step(training: Training, line: Line) -> None:
     """It was what the device had reported since the user's own reset, just before the next step."""
