@@ -25,6 +25,7 @@ from helpers.sessions import (
     session,
     settle,
 )
+from helpers.toy import batches, make_model, run_step
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -140,6 +141,32 @@ def test_the_steady_state_neither_waits_nor_allocates(order: str, cap: int) -> N
                 assert_same(train(net, inputs(4), True, ahead=2), expected, f"step {step}")
         off_interface.reset()
         assert_idle(manager)
+
+
+# Below a limit of the device
+
+
+@pytest.mark.parametrize("kind", ["late", "random"])
+@pytest.mark.parametrize("limit_bytes", [0, 27000, 2**30])
+def test_below_any_limit_bits_are_those_without(kind: str, limit_bytes: int) -> None:
+    """In steps that differ in how many microbatches there are, and how long these are."""
+    bounds = {"max_in_flight_bytes": 200, "prefetch_bytes": 200}
+    steps = [(2, 2, 5)] * 4 + [(3, 3, 5), (2, 2, 9), (2, 1, 3)] + [(3, 3, 9)] * 3
+    sent = []
+    with session(kind, device_limit_bytes=limit_bytes, **bounds) as manager:
+        for number, (num, in_flight, length) in enumerate(steps):
+            xs = batches(num, step=number, length=length)
+            expected = run_step(make_model(groups=()), xs, in_flight=in_flight, offload=False)
+            before = manager.statistics().bytes_offloaded
+            assert_same(run_step(make_model(), xs, in_flight=in_flight), expected)
+            sent.append(manager.statistics().bytes_offloaded - before)
+        manager.backend.check()
+    if limit_bytes == 0:
+        assert all(sent)
+    elif limit_bytes == 2**30:
+        assert sent[0] > 0 and sent[3] == 0 and sent[4] > 0 and sent[-1] == 0
+    else:
+        assert 0 < sent[-1] < sent[-2], "some stay, and some leave"
 
 
 # Exact accounts

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import ForkedError, PipelineOffloadManager
+from pp_offload._common.workers import Piece, Workers
 from pp_offload.backends.cpu import CopyStream
 
 LIMIT_S = 300
@@ -161,32 +162,20 @@ WAITS_S = 0.3
 def test_an_event_is_behind_what_its_thread_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another engine, with a lock of its own, queues work at the same time."""
     stream, may_run, others_ran = CopyStream("d2h"), threading.Event(), threading.Event()
-    done: list[str] = []
+    other, queue = threading.Thread(target=stream.submit, args=(others_ran.set,)), Workers.queue
 
-    def submit_other() -> None:
-        stream.submit(others_ran.set)
-        others_ran.wait(WAITS_S)
-
-    def mine() -> None:
-        may_run.wait()
-        done.append("mine")
-
-    other = threading.Thread(target=submit_other)
-    queue = stream._workers.queue
-
-    def queue_late(piece: object) -> None:
+    def queue_late(workers: Workers, piece: Piece) -> None:
         if threading.current_thread() is not other:
             other.start()
-            other.join(WAITS_S)
-        queue(piece)
+            others_ran.wait(WAITS_S)
+        queue(workers, piece)
 
-    monkeypatch.setattr(stream._workers, "queue", queue_late)
-    stream.submit(mine)
+    monkeypatch.setattr(Workers, "queue", queue_late)
+    stream.submit(may_run.wait)
     event = stream.record_event()
-    assert not event.query() and not done
+    assert not event.query()
     may_run.set()
     event.synchronize()
-    assert done == ["mine"]
     other.join()
     stream.record_event().synchronize()
     assert others_ran.is_set()

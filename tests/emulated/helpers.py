@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +28,14 @@ def compute() -> torch.Stream:
 
 
 @contextmanager
-def late(emulated: ModuleType, stream: torch.Stream, *others: torch.Stream) -> Iterator[Any]:
+def late(emulated: ModuleType, stream: torch.Stream, *others: torch.Stream) -> Iterator[None]:
     """A gate that holds ``stream`` back until ``others`` have done all that they can without it.
 
     Where a wait is missing, the others are through before the gate opens, and the bytes are wrong.
     """
     emulated.synchronize()
-    with emulated.hold(stream) as gate:
-        yield gate
+    with emulated.hold(stream):
+        yield
         end = time.monotonic() + WAIT_S
         while not all(other.query() for other in others) and time.monotonic() < end:
             time.sleep(0.001)

@@ -10,10 +10,10 @@ import torch
 from conftest import make_backend, on_two_backends
 from helpers.nets import Net, inputs, train
 from helpers.sessions import assert_same, begin_microbatch, begin_step, group, session
-from helpers.toy import batches, make_model
+from helpers.toy import batches, make_model, run_step
 from torch import Tensor, nn
 
-from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload import OffloadActivations, PipelineOffloadManager, release_host_memory
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import cpu
 
@@ -34,6 +34,31 @@ def test_what_a_dropped_graph_saved_may_change_and_is_not_moved(
     got = torch.autograd.grad(group(x * 1, compute).sum(), [x, weight])
     assert manager.statistics().bytes_offloaded == 160, "h alone, for the weight's gradient"
     assert_same(got, torch.autograd.grad(compute(x * 1).sum(), [x, weight]))
+
+
+@on_two_backends
+def test_host_memory_is_returned_and_the_next_step_is_right(
+    manager: PipelineOffloadManager,
+) -> None:
+    """And a living graph keeps what it needs."""
+    device = manager.backend.device
+    xs = [x.to(device) for x in batches(2)]
+    expected = run_step(make_model(groups=(), device=str(device)), xs, offload=False)
+    assert release_host_memory() == 0
+    before = reserved_bytes()
+    for _ in range(2):
+        assert_same(run_step(make_model(device=str(device)), xs), expected)
+        manager.reset()
+        held = reserved_bytes() - before
+        assert held > 0
+        assert release_host_memory() == held
+        assert manager.statistics().host_bytes_reserved == 0
+    begin_step()
+    x = xs[0].requires_grad_()
+    y = group(x * 2, torch.sin).sum()
+    assert release_host_memory() == 0, "a graph is alive"
+    got = torch.autograd.grad(y, x)
+    assert_same(got, torch.autograd.grad((x * 2).sin().sum(), x))
 
 
 @pytest.mark.parametrize("how", ["reset_instance", "use_backend"])
