@@ -1,11 +1,14 @@
-"""Where a wait is left out, the emulated device gives other bytes, as a device may."""
+"""How the emulated device is loaded; where a wait is left out it gives other bytes."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from helpers.processes import run
 
 from emulated.helpers import compute, late, some
 
@@ -57,3 +60,14 @@ def test_freed_memory_is_used_again_in_the_order_of_its_stream(
         del x
         torch.zeros(N, device="emulated")
     assert result.cpu().equal(given) is (keeps != "nothing")
+
+
+def test_it_is_loaded_before_the_first_backward(tmp_path: Path) -> None:
+    """At which autograd starts its threads of devices, once in a process."""
+    code = (
+        "import emulated, torch; torch.ones(1, requires_grad=True).sum().backward(); "
+        "emulated.load()"
+    )
+    done = run([sys.executable, "-c", code], tmp_path, cwd=Path(__file__).parents[1])
+    assert done.returncode == 1
+    assert "load it first, or in a process of its own" in done.stderr, done.stderr
