@@ -30,11 +30,7 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import (
-    PipelineOffloadManager,
-    fine_grained_offloading_group_commit,
-    fine_grained_offloading_group_start,
-)
+from pp_offload import PipelineOffloadManager
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
 
@@ -232,56 +228,6 @@ def test_memory_of_the_stream_that_the_manager_was_made_on_waits_for_its_copy(ki
                 y = group(x.requires_grad_(), torch.sin)
             del x, y
             overwrite_free_memory(rows)
-        assert_idle(manager)
-
-
-@simulated
-@pytest.mark.parametrize("starts_aside", [False, True])
-def test_memory_of_the_stream_that_saves_and_commits_waits_for_its_copy(
-    kind: str, starts_aside: bool
-) -> None:
-    """Above the bound, wherever the group and its microbatch have started."""
-    x = drawn(64, WIDTH).requires_grad_()
-    with session(kind, max_in_flight_bytes=0) as manager:
-        main, side = manager.backend.current_stream(), side_stream(manager.backend)
-        with manager.backend.stream(side if starts_aside else main):
-            begin_step()
-            fine_grained_offloading_group_start(x, "part")
-        side.wait_stream(main)
-        with manager.backend.stream(side):
-            with manager:
-                y = (x * 2).exp()
-            y = fine_grained_offloading_group_commit(y, "part").sum()
-            overwrite_free_memory(64)
-            (got,) = torch.autograd.grad(y, x)
-        main.wait_stream(side)
-        del y
-        assert_same([got], torch.autograd.grad((x * 2).exp().sum(), x))
-        assert_idle(manager)
-
-
-@simulated
-@pytest.mark.parametrize("saves_aside", [False, True])
-def test_a_source_goes_back_to_its_own_stream(kind: str, saves_aside: bool) -> None:
-    """Above the bound, once that has waited for its copy; no other stream takes it back."""
-    x = drawn(9, WIDTH).requires_grad_()
-    with session(kind, max_in_flight_bytes=x.nbytes) as manager:
-        main, side = manager.backend.current_stream(), side_stream(manager.backend)
-        first, other = (side, main) if saves_aside else (main, side)
-        begin_step()
-        side.wait_stream(main)
-        with manager.backend.stream(first):
-            y = group(x * 2, torch.sin).sum()
-        other.wait_stream(first)
-        if not saves_aside:
-            with manager.backend.stream(other):
-                (got,) = torch.autograd.grad(y, x)
-        z = group(x * 3, torch.sin)
-        main.wait_stream(side)
-        if saves_aside:
-            (got,) = torch.autograd.grad(y, x)
-        del y, z
-        assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
         assert_idle(manager)
 
 

@@ -26,6 +26,7 @@ from pp_offload import (
     FineGrainedOffloadingGroupStartFunction,
     OffloadConfig,
     PipelineOffloadManager,
+    fine_grained_offloading_group_commit,
     fine_grained_offloading_group_start,
     use_backend,
 )
@@ -124,7 +125,7 @@ def by_functions(x: Tensor, compute: Callable[[Tensor], Tensor], name: str = "pa
     x = fine_grained_offloading_group_start(x, name)
     with off_interface.get_context(True):
         y = compute(x)
-    return off_interface.group_commit(y, name=name)
+    return fine_grained_offloading_group_commit(y, name)
 
 
 def by_autograd_functions(
