@@ -5,11 +5,13 @@ calls one by one.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import on_two_backends
+from helpers.processes import HANG_S
 from helpers.scenarios import begin
 from helpers.sessions import assert_idle, gradients, group
 from helpers.toy import batches, make_model, run_step, same_bits
@@ -25,6 +27,7 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import fine_grained_offloading_group_flush_delayed_groups as flush
+from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._core.group import Group
 from pp_offload._core.observers import Observer
 
@@ -181,6 +184,22 @@ def test_a_delayed_commit_that_raises_ends_the_step_all_the_same(
         manager.reset()
     assert manager.cur_forward_chunk() is None
     manager.reset()
+
+
+def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
+    manager: PipelineOffloadManager,
+) -> None:
+    """On another thread, while the delayed groups are committed."""
+
+    def forward() -> None:
+        begin()
+        group_start(torch.ones(3, device=manager.backend.device), "g")
+
+    with ThreadPoolExecutor(1) as worker:
+        manager.push_offload_groups(lambda _: worker.submit(forward).result(HANG_S), None)
+        with pytest.raises(GroupStateError, match="waits for its backward"):
+            manager.reset()
+        assert manager.step.num_chunks == 1
 
 
 # Older calls one by one: a chunk driven by hand, and single tensors
