@@ -70,9 +70,8 @@ def trained(model: nn.Module, rows: int = 64) -> dict[str, Any]:
     }
 
 
-def run(page: str, number: int = 0, names: dict[str, Any] | None = None, **more: Any) -> Any:
+def run(page: str, number: int = 0, /, **names: Any) -> Any:
     """Run a block of a page; the names behind it."""
-    names = {**(names or {}), **more}
     exec(blocks(page)[number], names)
     return SimpleNamespace(**names)
 
@@ -110,7 +109,7 @@ def test_the_loop_without_a_schedule_runs(
     on_cpu: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = trained(Model(2), 1024)
-    run("pipelining", names=names, data=[names["data"]] * 2)
+    run("pipelining", **{**names, "data": [names["data"]] * 2})
     assert on_cpu.statistics().bytes_offloaded > 0
     assert "mlp" in capsys.readouterr().out
 
@@ -121,7 +120,7 @@ def test_the_markers_run(on_cpu: PipelineOffloadManager) -> None:
     x = torch.randn(2048, 1024, requires_grad=True)
     off_interface.reset()
     off_interface.init_chunk_handler(None, None, 1024 * 1024)
-    names = run("pipelining", 1, {"self": layer, "x": x})
+    names = run("pipelining", 1, self=layer, x=x)
     assert on_cpu.statistics().bytes_offloaded > 0
     names.y.sum().backward()
     assert x.grad is not None
@@ -130,13 +129,13 @@ def test_the_markers_run(on_cpu: PipelineOffloadManager) -> None:
 def test_training_on_one_device_runs() -> None:
     names = trained(Model())
     names["model"].head = nn.Linear(1024, 1024)
-    statistics = run("activations", names=names).offload.statistics()
+    statistics = run("activations", **names).offload.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
 
 
 def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Of layers, of one call, and of one module."""
-    statistics = run("checkpointing", names=trained(Model())).recompute.stash.statistics()
+    statistics = run("checkpointing", **trained(Model())).recompute.stash.statistics()
     assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
     x = torch.randn(64, 1024, requires_grad=True)
@@ -158,10 +157,10 @@ def a_trainer(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_the_trainers_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = run("activations", 1, a_trainer(tmp_path)).trainer
+    trainer = run("activations", 1, **a_trainer(tmp_path)).trainer
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert "OffloadStatistics(" in capsys.readouterr().out
-    trainer = run("offload-layers", 1, a_trainer(tmp_path, lora={})).trainer
+    trainer = run("offload-layers", 1, **a_trainer(tmp_path, lora={})).trainer
     assert trainer.layer_offload.statistics().bytes_reloaded > 0
     assert "OffloadStatistics(" in capsys.readouterr().out
 
@@ -171,7 +170,7 @@ def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     batch = {name: tensor.unsqueeze(0) for name, tensor in names["data"][0].items()}
     whole = sum(parameter.nbytes for parameter in names["model"].model.layers.parameters())
     names |= {"data": [batch, batch], "device": torch.device("cpu")}
-    offloaded = run("offload-layers", names=names).offloaded
+    offloaded = run("offload-layers", **names).offloaded
     assert offloaded.peak_parameter_bytes_on_device == whole
     assert offloaded.statistics().bytes_offloaded == 2 * whole
     assert "bytes reloaded" in capsys.readouterr().out
@@ -179,7 +178,7 @@ def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
     names = {**trained(Model()), "device": torch.device("cpu"), "layers": Model(4).layers}
-    model = run("offload-model", names=names).model
+    model = run("offload-model", **names).model
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 < model.peak_parameter_bytes_on_device < whole
     assert model.statistics().bytes_offloaded == 2 * whole
@@ -279,11 +278,11 @@ def test_a_virtual_pipeline_does_what_was_planned_in_python(
     for rank in names.step.ranks:
         assert 8 * saved < rank.bytes_offloaded <= 16 * saved
         assert 0 < rank.peak_bytes < DEVICES["H100"].memory_bytes
-    predicted = run("simulate", 1, vars(names))
+    predicted = run("simulate", 1, **vars(names))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["1.0", "0.5", "0.25"]
     assert float(lines[0][1]) == pytest.approx(names.step.seconds, rel=1e-9)
-    run("planning", 3, vars(predicted))
+    run("planning", 3, **vars(predicted))
     *others, planned, measured, least = capsys.readouterr().out.splitlines()
     assert "linear     0-3   15  64.0" in "\n".join(others)
     assert planned.split("[")[1] == measured.split("[")[1]
