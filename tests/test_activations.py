@@ -146,10 +146,6 @@ def test_a_context_for_a_model_has_the_options_of_trl_and_torchtune() -> None:
     assert [getattr(offload, name) for name in names] == [True, False, 1024, 2]
 
 
-def without_backward(call: Call, leaves: list[Tensor]) -> list[Tensor]:
-    return [call(leaves[0])]
-
-
 @pytest.mark.parametrize("order", [one_by_one, first_in_first_out])
 def test_after_two_steps_the_log_says_once_what_a_step_takes(
     activations: OffloadActivations, order: Order, caplog: pytest.LogCaptureFixture
@@ -161,7 +157,7 @@ def test_after_two_steps_the_log_says_once_what_a_step_takes(
     times = []
     with caplog.at_level("INFO"):
         for number in range(6):
-            for each in (order, without_backward):
+            for each in (order, lambda call, leaves: [call(leaves[0])]):
                 results(model, each, number, backend.device, context=activations, num=2)
             backend.synchronize()
             times.append(activations.statistics().step_ms)

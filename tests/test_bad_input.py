@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.scenarios import begin
 from helpers.sessions import assert_no_hooks
 from torch import Tensor, nn
 
@@ -45,13 +46,6 @@ pytestmark = pytest.mark.parametrize("backend", ["late"], indirect=True)
 
 def ones() -> Tensor:
     return torch.ones(4, requires_grad=True)
-
-
-def open_chunk(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
-    off_interface.init_chunk_handler(None, None, 1)
-    chunk = manager.cur_forward_chunk()
-    assert chunk is not None
-    return chunk
 
 
 def refused(
@@ -227,7 +221,9 @@ def test_a_flag_that_is_none(manager: PipelineOffloadManager, name: str) -> None
 
 @pytest.mark.parametrize("wrong", ["", None, 3, b"mlp", ["mlp"]], ids=repr)
 def test_a_group_with_a_name_that_is_none(manager: PipelineOffloadManager, wrong: Any) -> None:
-    chunk, x = open_chunk(manager), ones()
+    begin()
+    chunk: Any = manager.cur_forward_chunk()
+    x = ones()
     kind = ValueError if wrong == "" else TypeError
     refused(manager, lambda: off_interface(True, x, wrong).__enter__(), kind, "a str")
     assert chunk.is_empty_chunk()
@@ -243,7 +239,9 @@ def test_a_group_with_a_name_that_is_none(manager: PipelineOffloadManager, wrong
 def test_forced_release_of_what_is_no_list_of_tensors(
     manager: PipelineOffloadManager, delay: bool
 ) -> None:
-    chunk, x = open_chunk(manager), ones()
+    begin()
+    chunk: Any = manager.cur_forward_chunk()
+    x = ones()
     with off_interface(True, x, "mlp") as inside:
         y = inside.exp()
     for wrong, words in [

@@ -25,11 +25,6 @@ def step(model: nn.Module, manager: PipelineOffloadManager, *, chunk: bool = Tru
     return run_step(model, inputs, offload=chunk)
 
 
-def net_on(manager: PipelineOffloadManager) -> nn.Sequential:
-    """Three layers without markers, each with parts ``mix``, ``up`` and ``down``."""
-    return moved(make_model(groups=()), manager.backend.device)
-
-
 GROUPS = {"mlp": "*.up", "core_attn": "*.mix"}
 
 
@@ -70,7 +65,7 @@ def test_removing_the_handle_frees_a_copy_too(
     manager: PipelineOffloadManager, copied: Any, nbytes: int
 ) -> None:
     """A copy has the groups until then, and sends no parameter; what was pickled has none."""
-    net = net_on(manager)
+    net = moved(make_model(groups=()), manager.backend.device)
     expected, num = step(net, manager, chunk=False), num_hooks(net)
     handle = offload_modules(net, GROUPS)
     twin = copied(net)
