@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.checkpointed import results
+from helpers.nets import WIDTH, Block
 from helpers.sessions import assert_no_hooks
 from helpers.sliced import first_in_first_out
 from helpers.toy import same_bits
@@ -24,26 +25,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from pp_offload import OffloadConfig, OffloadHiddenStates, checkpoint_wrapper
 from pp_offload.backends import Backend, CpuBackend
 
-LAYERS, ROWS, WIDTH = 4, 6, 8
+LAYERS, ROWS = 4, 6
 HIDDEN_BYTES = ROWS * WIDTH * 4
-
-
-class Layer(nn.Module):
-    """A layer as those of Hugging Face: its forward asks for a checkpoint if it is to have one."""
-
-    gradient_checkpointing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def compute(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x + nn.functional.dropout(self.down(torch.sigmoid(self.up(x * mask))), 0.2)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self.compute, x, mask)
-        return self.compute(x, mask)
 
 
 class Model(nn.Module):
@@ -52,7 +35,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(dropout=0.2) for _ in range(LAYERS))
 
     def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
         x = self.embed(x).sin()
@@ -105,10 +88,10 @@ def test_so_many_bytes_and_no_bit_changes(active: Backend, how: str, use_reentra
     assert statistics.live_tensors == statistics.host_bytes_in_use == 0
 
 
-class ByKeyword(Layer):
+class ByKeyword(Block):
     """A layer whose hidden states a checkpoint keeps itself, where no hook sees them."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return self._gradient_checkpointing_func(partial(self.compute, x=x, mask=mask))
 
 

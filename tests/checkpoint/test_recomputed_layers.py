@@ -39,7 +39,12 @@ def test_same_bits_and_no_groups_inside(
     inputs = [x.to(device) for x in batches(4)]
     plain = make_model(NUM_LAYERS, groups=()).to(device)
     expected = run_step(plain, inputs, in_flight=in_flight, offload=False)
+    before = list(model)
+    recompute_layers(model, names).remove()
     with recompute_layers(model, names) as handle:
+        assert handle.names == tuple(names)
+        assert all(is_recomputed(model, name) for name in names)
+        assert not is_recomputed(model, "nowhere")
         for _ in range(3):  # a step without a plan, and two by one
             tensors = run_step(model, inputs, in_flight=in_flight)
             assert same_bits(tensors, expected)
@@ -49,6 +54,8 @@ def test_same_bits_and_no_groups_inside(
         assert counts.forward_calls == counts.recomputed_calls == 3 * 4 * len(names)
         if len(whole) == NUM_LAYERS:
             assert manager.statistics().bytes_offloaded == 0, "what is saved inside is dropped"
+    handle.remove()
+    assert list(model) == before and not any(is_recomputed(model, name) for name in names)
     manager.reset()
     assert_idle(manager)
 
@@ -83,18 +90,6 @@ def test_dropout_and_a_module_group(manager: PipelineOffloadManager, early_stop:
             assert groups_of(manager) == ["in", "around"]
     assert same_bits(gradients(), expected)
     assert_no_hooks()
-
-
-def test_removed_and_applied_again(manager: PipelineOffloadManager, model: nn.Sequential) -> None:
-    before = list(model)
-    handle = recompute_layers(model, ["1", "2.up"])
-    assert handle.names == ("1", "2.up")
-    assert is_recomputed(model, "1") and is_recomputed(model, "2.up")
-    assert not any(is_recomputed(model, name) for name in ("0", "2", "2.down", "nowhere"))
-    handle.remove()
-    handle.remove()
-    assert list(model) == before and not is_recomputed(model, "1")
-    recompute_layers(model, ["1"]).remove()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import ROWS, WIDTH
+from helpers.nets import ROWS, WIDTH, Block
 from helpers.sessions import (
     assert_idle,
     assert_same,
@@ -35,24 +35,6 @@ from pp_offload import (
 pytestmark = pytest.mark.smoke
 
 LAYERS = 4
-
-
-class Block(nn.Module):
-    """A layer that asks for a checkpoint as those of Hugging Face do."""
-
-    gradient_checkpointing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.sigmoid(self.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self.compute, x)
-        return self.compute(x)
 
 
 def make_model() -> nn.Sequential:

@@ -34,6 +34,25 @@ class Net(nn.Module):
         return x
 
 
+class Block(nn.Module):
+    """A layer that asks for a checkpoint, if it is to have one, as those of Hugging Face do."""
+
+    gradient_checkpointing = False
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def compute(self, x: Tensor, mask: Tensor | float = 1.0) -> Tensor:
+        return x + self.dropout(self.down(torch.sigmoid(self.up(x * mask))))
+
+    def forward(self, x: Tensor, *mask: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.compute, x, *mask)
+        return self.compute(x, *mask)
+
+
 def inputs(num: int, *, step: int = 0, rows: int = ROWS) -> list[Tensor]:
     """Of one step."""
     return [drawn(rows, WIDTH, seed=1000 * step + n) for n in range(num)]
