@@ -29,28 +29,22 @@ from pp_offload.checkpointing import (
 FULL, EVERY_FEW, BY_OP = ActivationCheckpointingVariants
 MM, ADDMM, MAX = "ops.aten.mm.default", "ops.aten.addmm.default", "ops.aten.max.dim"
 
+OFFLOADED = {"offload_inputs": True, "min_offload_size": 1}
 WAYS: dict[str, tuple[ActivationCheckpointingVariants, Any]] = {
     "full": (FULL, FullACParams()),
-    "full, offload": (FULL, FullACParams(offload_inputs=True, min_offload_size=1)),
+    "full, offload": (FULL, FullACParams(**OFFLOADED)),
     "reentrant": (FULL, FullACParams(use_reentrant=True)),
-    "reentrant, offload": (
-        FULL,
-        FullACParams(use_reentrant=True, offload_inputs=True, min_offload_size=1),
-    ),
+    "reentrant, offload": (FULL, FullACParams(use_reentrant=True, **OFFLOADED)),
     "full, disk, unchecked": (
         FULL,
         FullACParams(
-            offload_inputs=True,
-            min_offload_size=1,
             config=OffloadConfig(tiers=("disk",)),
             determinism_check="none",
             early_stop=False,
+            **OFFLOADED,
         ),
     ),
-    "every second layer, offload": (
-        EVERY_FEW,
-        SelectiveLayerACParams(ac_freq=2, offload_inputs=True, min_offload_size=1),
-    ),
+    "every second layer, offload": (EVERY_FEW, SelectiveLayerACParams(ac_freq=2, **OFFLOADED)),
     "products saved": (BY_OP, {"save_ops_keys": [MM, ADDMM]}),
     "products offloaded": (BY_OP, {"offload_ops_keys": [MM, ADDMM], "min_offload_size": 1}),
     "all, offload": (
@@ -59,8 +53,7 @@ WAYS: dict[str, tuple[ActivationCheckpointingVariants, Any]] = {
             "save_ops_keys": [MAX],
             "offload_ops_keys": [MM, ADDMM],
             "recompute_every": {ADDMM: 2},
-            "offload_inputs": True,
-            "min_offload_size": 1,
+            **OFFLOADED,
         },
     ),
 }

@@ -129,21 +129,11 @@ def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets:
         assert 0 < training.sent_by_a_step() < 0.9 * first
 
 
-# A loop that evaluates, loads a checkpoint and changes its batch
+# A loop that changes its batch
 
 
 NUM_SETTLING, NUM_CHANGED = 6, 4
 """Steps at first, and after a change. In the last two of those the time must be the best."""
-
-
-def evaluate_and_load(training: Training) -> None:
-    """A batch four times as long, without grad; then all weights are there twice for a moment."""
-    rows, training.rows = training.rows, 4 * training.rows
-    with torch.no_grad():
-        training.forward()
-    training.rows = rows
-    state = {name: torch.empty_like(p) for name, p in training.model.state_dict().items()}
-    training.model.load_state_dict(state)
 
 
 def loop() -> Training:
@@ -178,7 +168,6 @@ def test_steps_are_below_the_limit_and_the_best_two_steps_after_a_change(sizes: 
     with training.running():
         seconds(training, NUM_SETTLING, ROWS)
         for rows, least_s in zip(sizes, best, strict=True):
-            evaluate_and_load(training)
             assert max(seconds(training, NUM_CHANGED, rows)[2:]) < least_s * (1 + 1e-6)
 
 
