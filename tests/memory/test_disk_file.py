@@ -102,11 +102,14 @@ def test_short_writes_and_reads_go_on_where_they_ended(file: DiskFile) -> None:
     assert read(file, written(file, *payloads)).equal(torch.cat(payloads))
 
 
-def test_a_truncated_file_is_an_error(file: DiskFile) -> None:
+def test_what_is_not_whole_in_the_file_is_not_read(file: DiskFile) -> None:
     write = written(file, some_bytes(10_000))
     os.ftruncate(descriptor(file), 5000)
     with pytest.raises(DiskTierError, match="the file ends at 5000"):
         read(file, write)
+    file._pwrite = Mock(return_value=0)
+    with pytest.raises(DiskTierError, match="the file ends at .*set disk_dir"):
+        read(file, written(file, some_bytes(10)))
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
