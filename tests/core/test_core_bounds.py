@@ -37,7 +37,6 @@ PART = ROWS * WIDTH * 4
 """Bytes of one activation."""
 
 kinds = pytest.mark.parametrize("kind", ["late", "threads"])
-simulated = pytest.mark.parametrize("kind", ["late", "random:1"])
 
 
 def saves_one(h: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ def chain(
 # In flight
 
 
-@simulated
+@pytest.mark.parametrize("kind", ["late", "random:1"])
 @pytest.mark.parametrize("cap", [0, PART, 3 * PART])
 def test_bytes_in_flight_are_capped_from_the_first_step_on(kind: str, cap: int) -> None:
     """The group that was offloaded last may be above the cap, unless that is 0."""

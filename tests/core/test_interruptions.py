@@ -28,16 +28,9 @@ from pp_offload import (
     offload_modules,
 )
 
-kinds = pytest.mark.parametrize("kind", ["late", "threads"])
-
 
 class Boom(Exception):
     """What goes wrong."""
-
-
-kinds_and_errors = pytest.mark.parametrize(
-    ("kind", "error"), [("late", KeyboardInterrupt), ("threads", Boom)]
-)
 
 
 def at_the_start(x: Tensor, error: type[BaseException]) -> None:
@@ -122,7 +115,7 @@ FAILURES = [
 
 
 @pytest.mark.field("F18")
-@kinds_and_errors
+@pytest.mark.parametrize(("kind", "error"), [("late", KeyboardInterrupt), ("threads", Boom)])
 @pytest.mark.parametrize("fails", FAILURES)
 def test_the_step_behind_an_aborted_one_is_right(
     kind: str,
