@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.captures import manager_of
+from helpers.scenarios import manager_of
 from helpers.sessions import assert_idle, session
 from helpers.toy import make_model, same_bits
 from helpers.wrapped import KeepsSaved

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.captures import Event, manager_of, step
 from helpers.nets import Net, inputs
-from helpers.scenarios import begin
+from helpers.scenarios import Event, begin, manager_of, step
 from helpers.sessions import assert_no_hooks, group
 from helpers.toy import same_bits
 

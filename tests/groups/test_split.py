@@ -1,4 +1,4 @@
-"""Backward in two parts: the second is foreseen, and what both use is reloaded, or kept."""
+"""What is foreseen of backward: the second of its two parts, and which chunks run next."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.keys import ChunkKey, WeightPassKey
+from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 
 MICROBATCHES = 6
@@ -139,3 +141,39 @@ def test_what_was_foreseen_wrongly_is_still_right(kind: str, policy: str) -> Non
             manager.reset()
             gc.collect()
             assert_idle(manager)
+
+
+# Which chunks certainly run backward next
+
+
+def push(queue: Any, *keys: tuple[int, int]) -> None:
+    """Chunks by stage and microbatch."""
+    for key in keys:
+        queue.push(SimpleNamespace(key=ChunkKey(*key)))
+
+
+def certain(queue: ChunkQueue) -> list[tuple[Any, ...]]:
+    return [tuple(chunk.key) for chunk in queue.certain()]  # type: ignore[arg-type]
+
+
+def test_without_an_order_only_chunks_of_the_last_stage_are_certain() -> None:
+    queue = ChunkQueue()
+    queue.vp_size = 2
+    push(queue, (0, 0), (0, 1))
+    assert certain(queue) == []
+    push(queue, (1, 0), (1, 1))
+    assert certain(queue) == [(1, 0), (1, 1)]
+    queue.set_order([ChunkKey(0, 1)])
+    assert certain(queue) == [(0, 1), (1, 0), (1, 1), (0, 0)]
+
+
+def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
+    queue = ChunkQueue()
+    queue.set_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_scheduled=True)
+    push(queue, (0, 0))
+    assert certain(queue) == []
+    queue.skip(ChunkKey(1, 0))
+    assert certain(queue) == [(0, 0)]
+    queue.clear()  # in the next step it may come
+    push(queue, (0, 0))
+    assert certain(queue) == []

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from helpers.captures import manager_of, step
 from helpers.nets import Net
+from helpers.scenarios import manager_of, step
 from helpers.threaded import settled
 from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
