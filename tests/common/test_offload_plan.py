@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.nets import Net, inputs, train
+from helpers.sessions import session
 from helpers.toy import batches, make_model, run_step
 
 from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload._groups.plan_options import PlanCheck, options_of
 
 GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
 RANK = RankPlan((GROUPS,), (("layers.1", "layers.3"), ()), 9, 8, 0.5, 0.3, 0.1, 7, 0.2)
@@ -69,3 +73,80 @@ def test_bounds_of_a_plan_hold_where_no_option_says_otherwise() -> None:
         for _ in range(3):
             run_step(make_model(), batches(1))
             assert manager.bounds.now == (77, 300)
+
+
+# Options that a plan was made with: what is kept of them, and who is told of others
+
+MADE_FOR = {"num_microbatches": 8, "schedule": "Schedule1F1B"}
+
+
+def plan_of(*, host_peak_bytes: int = 0, **options: Any) -> OffloadPlan:
+    """Made with these options."""
+    made_with = options_of(OffloadConfig(**options), **MADE_FOR)
+    rank = RankPlan((), host_peak_bytes=host_peak_bytes)
+    return OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
+    """What a run by the plan with these options logs, though it asks twice."""
+    names = ("smallest_numel", "num_ranks", *MADE_FOR)
+    about = {name: run.pop(name) for name in names if name in run}
+    check = PlanCheck()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check.check(OffloadConfig(plan=plan, **run), 0, **about)
+    return caplog.messages
+
+
+def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"tiers": ("disk",), "max_in_flight_bytes": 2**20}
+    plan = plan_of(min_offloaded_tensor_size=1, host_peak_bytes=2**20, **options)
+    schedule = {"num_microbatches": 4, "schedule": "ScheduleGPipe"}
+    (line,) = lines_of(caplog, plan, prefetch_bytes=7, host_budget_bytes=2**20 - 1, **schedule)
+    assert line.startswith("pp_offload: pipeline rank 0: ")
+    for part in (
+        "tiers ['disk'], here ['host']",
+        "max_in_flight_bytes 1048576, here 'auto'",
+        "prefetch_bytes 'auto', here 7",
+        "min_offloaded_tensor_size 1, here 1048576",
+        "host_budget_bytes None, here 1048575",
+        "num_microbatches 8, here 4",
+        "schedule 'Schedule1F1B', here 'ScheduleGPipe'",
+        "give this run the same, or plan again",
+    ):
+        assert part in line
+    assert "split_backward" not in line
+
+
+@pytest.mark.parametrize(
+    ("planned", "run"),
+    [
+        ({}, {}),
+        ({"tiers": ("disk",), "prefetch_bytes": 3}, {"tiers": ("disk",), "prefetch_bytes": 3}),
+        ({}, {"num_ranks": 1}),
+        ({}, {"num_microbatches": 8, "schedule": "Schedule1F1B", "verify": True}),
+        ({"min_offloaded_tensor_size": 1}, {"smallest_numel": 1}),
+        ({"host_peak_bytes": 2**20}, {"host_budget_bytes": 2**20}),
+    ],
+)
+def test_what_does_what_was_planned_is_not_told_of(
+    planned: Any, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lines_of(caplog, plan_of(**planned), **run) == []
+
+
+def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The groups have other bytes for that reason, and the warning of these says so, too."""
+    rank = RankPlan(((PlannedGroup("mlp", 1, True),),))
+    made_with = MADE_FOR | {"min_offloaded_tensor_size": 16}
+    caplog.set_level(logging.WARNING)
+    with session("cpu", plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)) as manager:
+        for _ in range(3):  # from which a manager learns
+            train(Net(), inputs(2), True)
+        manager.reset()
+    options, groups = caplog.messages
+    assert "min_offloaded_tensor_size 16, here 1" in options
+    assert "groups of a microbatch do not match the plan of OffloadConfig" in groups
+    assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups
