@@ -6,7 +6,6 @@ import gc
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -39,13 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def manager_of(
-    directory: Path, backend: AcceleratorBackend | None = None, **options: Any
-) -> AbstractContextManager[PipelineOffloadManager]:
-    folder = directory if "tiers" in options else None
-    return session(backend or AcceleratorBackend(), disk_dir=folder, **options)
-
-
 def steps_are_equal(num: int = 3, growth: int = 1) -> bool:
     """Steps of changing length, four microbatches in flight, against the same without offload."""
     on = make_model(width=WIDTH, device="emulated")
@@ -61,10 +53,10 @@ def steps_are_equal(num: int = 3, growth: int = 1) -> bool:
 @pytest.mark.parametrize("delays", DELAYS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_steps_with_and_without_offload_have_the_same_bits(
-    emulated: ModuleType, options: str, delays: str, tmp_path: Path
+    emulated: ModuleType, options: str, delays: str
 ) -> None:
     emulated.set_delays(**DELAYS[delays])
-    with manager_of(tmp_path, **OPTIONS[options]) as manager:
+    with session(AcceleratorBackend(), **OPTIONS[options]) as manager:
         assert steps_are_equal()
         statistics = manager.statistics()
         assert statistics.bytes_offloaded > 0 and statistics.bytes_reloaded > 0
@@ -78,11 +70,11 @@ def test_steps_with_and_without_offload_have_the_same_bits(
 @pytest.mark.parametrize("options", ["host", "disk"])
 @pytest.mark.parametrize("stream", ["d2h", "h2d"])
 def test_compute_on_a_copy_stream_has_the_same_bits(
-    emulated: ModuleType, stream: str, options: str, tmp_path: Path
+    emulated: ModuleType, stream: str, options: str
 ) -> None:
     emulated.set_delays(**DELAYS["late copies"])
     backend = AcceleratorBackend()
-    with manager_of(tmp_path, backend, **OPTIONS[options]):
+    with session(backend, **OPTIONS[options]):
         before = compute()
         torch.accelerator.set_stream(getattr(backend, stream))
         try:
@@ -96,11 +88,11 @@ def test_compute_on_a_copy_stream_has_the_same_bits(
 
 @pytest.mark.parametrize("delays", DELAYS)
 def test_bounds_are_chosen_and_bits_are_the_same(
-    emulated: ModuleType, delays: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emulated: ModuleType, delays: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
     emulated.set_delays(**DELAYS[delays])
-    with manager_of(tmp_path, device_limit_bytes=None) as manager:
+    with session(AcceleratorBackend(), device_limit_bytes=None) as manager:
         assert manager.statistics().stalled_ms is None
         mover = manager.offloader.engine.mover
         bounds = [mover.in_flight.bound.nbytes]
@@ -117,10 +109,10 @@ def test_bounds_are_chosen_and_bits_are_the_same(
         assert_idle(manager)
 
 
-def test_by_default_what_has_room_stays(emulated: ModuleType, tmp_path: Path) -> None:
+def test_by_default_what_has_room_stays(emulated: ModuleType) -> None:
     """Nobody has to say that there is enough."""
     sent = [0]
-    with manager_of(tmp_path) as manager:
+    with session(AcceleratorBackend()) as manager:
         for _ in range(5):
             assert steps_are_equal(1)
             sent.append(manager.statistics().bytes_offloaded)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sessions import settle
 from torch import Tensor
 
 from emulated.helpers import compute, late, some
@@ -55,17 +56,12 @@ class Chunk(ChunkOffloadHandler):
     def away(self, *given: Tensor) -> list[Any]:
         """Tags of tensors whose bytes are in host memory alone."""
         tags = self.save(*[tensor.to("emulated") for tensor in given])
-        self.settle()
+        settle(self.offloader)
         return tags
-
-    def settle(self) -> None:
-        """All copies have run, and the engine knows."""
-        self.offloader.backend.synchronize()
-        self.offloader.statistics()
 
     def brings(self, tag: Any, expected: Tensor) -> bool:
         """Whether a tensor comes back from the host with these bytes."""
-        self.settle()
+        settle(self.offloader)
         return self.tensor_pop(tag).cpu().equal(expected)
 
 
@@ -230,7 +226,7 @@ def test_what_came_for_another_stream_is_not_used_here(emulated: ModuleType, how
     x, side = given.to("emulated"), chunk.side()
     tags = chunk.save(*[x] * (2 if how == "with a use left" else 1))
     del x
-    chunk.settle()
+    settle(chunk.offloader)
     with side:
         first = None
         if how == "ahead":

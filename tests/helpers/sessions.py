@@ -236,7 +236,7 @@ def unseen(backend: Any) -> AbstractContextManager[object]:
     return no_dispatch() if backend.name.startswith("simulated") else nullcontext()
 
 
-def settle(manager: PipelineOffloadManager) -> None:
+def settle(manager: PipelineOffloadManager | Offloader) -> None:
     """All copies have run, and the engine knows."""
     for _ in range(2):
         manager.backend.synchronize()

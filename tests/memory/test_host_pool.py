@@ -39,10 +39,6 @@ class Owner:
     def __init__(self, pool: HostPool, sizes: list[int]) -> None:
         self.host = pool.take(sizes, self)
 
-    @property
-    def views(self) -> list[Tensor]:
-        return self.host.views
-
 
 class Copy:
     """The event of a copy that ends when a test says so."""
@@ -71,15 +67,15 @@ def small_pool(limit_bytes: int = LIMIT) -> HostPool:
 
 
 def bytes_of(owner: Owner) -> list[tuple[int, int]]:
-    return [(view.data_ptr(), view.data_ptr() + view.numel()) for view in owner.views]
+    return [(view.data_ptr(), view.data_ptr() + view.numel()) for view in owner.host.views]
 
 
 def test_the_same_sizes_get_the_same_views_again() -> None:
     pool = small_pool()
     owner = Owner(pool, [100, 200])
-    views = owner.views
+    views = owner.host.views
     del owner
-    assert all(a is b for a, b in zip(Owner(pool, [100, 200]).views, views, strict=True))
+    assert all(a is b for a, b in zip(Owner(pool, [100, 200]).host.views, views, strict=True))
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,13 +159,13 @@ def test_trim_keeps_slabs_with_bytes_in_use_and_tells_the_allocator() -> None:
     trimmed = []
     pool = HostPool(plain, HostBudget(LIMIT), trim=lambda: trimmed.append(pool.reserved_bytes))
     owner, dropped = Owner(pool, [2 * MIB]), Owner(pool, [4 * MIB])
-    owner.views[0].fill_(7)
+    owner.host.views[0].fill_(7)
     del dropped
     pool.trim()
     assert pool.reserved_bytes == 2 * MIB
     assert trimmed == [2 * MIB]
-    assert Owner(pool, [4 * MIB]).views[0].fill_(8).eq(8).all()
-    assert owner.views[0].eq(7).all()
+    assert Owner(pool, [4 * MIB]).host.views[0].fill_(8).eq(8).all()
+    assert owner.host.views[0].eq(7).all()
 
 
 def test_a_refusal_names_the_budget_and_the_option_and_changes_nothing() -> None:
