@@ -80,6 +80,9 @@ def test_the_printed_table_is_that_of_the_bytes_given(
     assert rows_of(capsys.readouterr().out)["0"] == ["2.00", "2.00"]
     print_offload_summary_table({})
     assert rows_of(capsys.readouterr().out)["sum"] == ["0.00"]
+    megatron.print_offload_summary_table({"mlp": MIB}, {"mlp": (3, MIB // 2)}, dist.group.WORLD)
+    (*_, line) = capsys.readouterr().out.splitlines()
+    assert line == "rank 0, mlp: 3 copies of what was copied before, 512.00 KiB"
 
 
 def test_debug_speaks_on_its_rank_through_logging(

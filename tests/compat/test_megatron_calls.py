@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.scenarios import manager_of
 from helpers.sessions import assert_idle, session
 from helpers.toy import make_model, same_bits
@@ -28,7 +27,7 @@ from pp_offload import (
 )
 from pp_offload import PipelineOffloadManager as IntroducedManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.compat.megatron import PipelineOffloadManager, print_offload_summary_table
+from pp_offload.compat.megatron import PipelineOffloadManager
 from pp_offload.testing.copies import unwatched
 
 
@@ -297,16 +296,3 @@ def test_a_hook_that_waits_keeps_no_tensor_alive(face: PipelineOffloadManager) -
     assert gone() is None
     off_interface.flush_delayed_groups()
     assert [[tensor is held for tensor in tensors] for tensors in called] == [[True], [True]]
-
-
-# The table
-
-
-def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
-    one_rank: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_offload_summary_table({"mlp": 2**20}, {"mlp": (3, 2**19)}, dist.group.WORLD)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "rank 0, mlp: 3 copies of what was copied before, 512.00 KiB"
-    print_offload_summary_table({"mlp": 2**20})
-    assert "copied before" not in capsys.readouterr().out
