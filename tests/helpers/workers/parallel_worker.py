@@ -121,8 +121,8 @@ class Wrapper(NamedTuple):
     num_in_flight: int = 1
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -238,11 +238,7 @@ def sharded_stage(mesh: DeviceMesh, **options: Any) -> nn.Module:
     for layer in stage.layers:
         layer.mlp.append(Untold(WIDTH, WIDTH, bias=False))
         fully_shard(layer.mlp, mesh=mesh, **options)
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(stage, mesh=mesh, **options)
-    for module in stage.modules():
-        module.register_forward_pre_hook(Leaving.note)
-    return stage
+    return sharded(stage, mesh, **options)
 
 
 STAGES: dict[str, Callable[..., nn.Module]] = {
@@ -294,7 +290,10 @@ def stage(
     def make(index: int) -> nn.Module:
         torch.manual_seed(index)
         if kind in STAGES:
-            return STAGES[kind](mesh["dp"])
+            made = STAGES[kind](mesh["dp"])
+            for module in made.modules():
+                module.register_forward_pre_hook(Leaving.note)
+            return made
         if backend is None:
             return Stage()
         product = PRODUCTS[kind](backend)
