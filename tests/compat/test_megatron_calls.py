@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.saving import KeepsSaved
 from helpers.scenarios import manager_of
 from helpers.sessions import assert_idle, session
 from helpers.toy import make_model, same_bits
-from helpers.wrapped import KeepsSaved
 from main_layer import GROUPS, batches, begin, in_group, models, step
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor

@@ -45,6 +45,22 @@ class Keeps(torch.autograd.Function):
         return gradient * 2, None, None
 
 
+class KeepsSaved(torch.autograd.Function):
+    """x times two; backward shows the tensor that was saved along."""
+
+    seen: list[Tensor] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        KeepsSaved.seen.append(ctx.saved_tensors[0])
+        return gradient * 2, None
+
+
 class ReadsTwice(torch.autograd.Function):
     """x * cos(x); its backward asks for its saved tensors twice."""
 
