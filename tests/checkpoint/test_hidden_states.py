@@ -56,13 +56,12 @@ def by_wrapper(model: Model, *, use_reentrant: bool, **options: Any) -> None:
         model.layers.register_module(name, CheckpointWrapper(layer, way))
 
 
-HOW: dict[str, Callable[..., None]] = {"flag": by_flag, "wrapper": by_wrapper}
-
-
-def make(device: torch.device, how: str = "flag", *, use_reentrant: bool = False) -> Model:
+def make(
+    device: torch.device, ask: Callable[..., None] = by_flag, *, use_reentrant: bool = False
+) -> Model:
     torch.manual_seed(3)
     model = Model()
-    HOW[how](model, use_reentrant=use_reentrant)
+    ask(model, use_reentrant=use_reentrant)
     return model.to(device)
 
 
@@ -72,10 +71,10 @@ def step(model: Model, device: torch.device, context: Any = None, num: int = 2) 
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("ask", [by_flag, by_wrapper])
 @on_two_backends
-def test_so_many_bytes_and_no_bit_changes(active: Backend, how: str, use_reentrant: bool) -> None:
-    plain, model = (make(active.device, how, use_reentrant=use_reentrant) for _ in range(2))
+def test_so_many_bytes_and_no_bit_changes(active: Backend, ask: Any, use_reentrant: bool) -> None:
+    plain, model = (make(active.device, ask, use_reentrant=use_reentrant) for _ in range(2))
     config = OffloadConfig(device_limit_bytes=None)
     offload = OffloadHiddenStates(model, min_offload_size=1, config=config, backend=active)
     for _ in range(3):
