@@ -109,7 +109,7 @@ def test_the_loop_without_a_schedule_runs(
     on_cpu: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = trained(Model(2), 1024)
-    run("pipelining", **{**names, "data": [names["data"]] * 2})
+    run("pipelining", **names | {"data": [names["data"]] * 2})
     assert on_cpu.statistics().bytes_offloaded > 0
     assert "mlp" in capsys.readouterr().out
 

@@ -86,14 +86,11 @@ ON_THE_HOST: dict[str, Callable[[nn.Sequential, Backend], Any]] = {
 }
 """Where parameters wait."""
 
+HOST_CASES = [(way, kind, kind == "late") for way in ON_THE_HOST for kind in ("cpu", "late")]
 CASES = [
     *((way, "cpu", bool(number % 2), 1) for number, way in enumerate(RUNS)),
-    *((way, kind, kind == "late", 4) for way in ON_THE_HOST for kind in ("cpu", "late")),
-    *(
-        pytest.param(way, kind, kind == "late", 1, marks=pytest.mark.exhaustive)
-        for way in ON_THE_HOST
-        for kind in ("cpu", "late")
-    ),
+    *((*case, 4) for case in HOST_CASES),
+    *(pytest.param(*case, 1, marks=pytest.mark.exhaustive) for case in HOST_CASES),
 ]
 """Ways, their device, whether somebody else has hooks around, and of so many lines one is hit."""
 
