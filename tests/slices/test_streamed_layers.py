@@ -14,10 +14,12 @@ from helpers.sessions import assert_no_hooks
 from helpers.sliced import (
     WIDTH,
     Offload,
+    Offloaded,
     Stack,
     as_layers,
     both_ways,
     input_for,
+    plain_and_offloaded,
     same_training,
     state,
 )
@@ -26,7 +28,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from pp_offload import (
-    OffloadedLayers,
     OffloadError,
     offload_layers,
 )
@@ -47,12 +48,8 @@ def stack(depth: int = DEPTH, order: list[int] | None = None) -> Stack:
     return Stack((nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)), order)
 
 
-def plain_and_streamed(
-    backend: Backend, model: Stack, **options: Any
-) -> tuple[nn.Module, Stack, OffloadedLayers]:
-    plain = copy.deepcopy(model)
-    handle = offload_layers(model, "layers", backend=backend, **options)
-    return moved(plain, backend.device), model, handle
+def in_stack(model: nn.Module, backend: Backend, **options: Any) -> Offloaded:
+    return model, offload_layers(model, "layers", backend=backend, **options)
 
 
 ORDERS = {
@@ -66,7 +63,9 @@ ORDERS = {
 @pytest.mark.parametrize("num_resident", [1, 2, 99])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_layers_in_any_order(active: Backend, order: list[int] | None, num_resident: int) -> None:
-    plain, model, handle = plain_and_streamed(active, stack(order=order), num_resident=num_resident)
+    plain, model, handle = plain_and_offloaded(
+        stack(order=order), in_stack, active, num_resident=num_resident
+    )
     assert same_training(plain, model, active)
     assert handle.parameter_bytes_on_device == 0
     assert handle.peak_parameter_bytes_on_device <= num_resident * ONE
@@ -143,7 +142,7 @@ def test_a_weight_that_something_else_has_stays_on_the_device(active: Backend) -
     """Outside of its layer nobody would bring it."""
     model = stack()
     model.head.weight = model.layers[0].weight
-    plain, model, handle = plain_and_streamed(active, model)
+    plain, model, handle = plain_and_offloaded(model, in_stack, active)
     assert model.head.weight is model.layers[0].weight
     assert model.head.weight.device == active.device
     assert same_training(plain, model, active)
@@ -153,7 +152,7 @@ def test_a_weight_that_something_else_has_stays_on_the_device(active: Backend) -
 @on_two_backends
 def test_a_model_that_is_moved_keeps_its_layers_on_the_host(active: Backend) -> None:
     """A trainer moves it to the device when it prepares it."""
-    plain, model, handle = plain_and_streamed(active, stack())
+    plain, model, handle = plain_and_offloaded(stack(), in_stack, active)
     before = [layer.weight.data_ptr() for layer in model.layers]
     model.to(active.device)
     assert [layer.weight.data_ptr() for layer in model.layers] == before
