@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.checkpointed import BY_OP, WAYS
 from helpers.products import PRODUCTS, Checkpoints, Product
 from helpers.ranks import run_cases
-from helpers.sessions import begin_step, group, settle
+from helpers.sessions import begin_step, group
 from helpers.workers.models import WIDTH, Block, Experts, Ring, Stage
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table, use_backend
 from pp_offload._core.group import Group, GroupState
@@ -324,7 +324,7 @@ def stage(
                 if kind == "plain" and name not in V_SHAPED:
                     schedule.eval(*inputs, **on_the_last)
                     seen += losses
-                settle(manager)
+                manager.backend.synchronize()
                 steps.append(manager.statistics())
             manager.reset()
         table = summary_table()
