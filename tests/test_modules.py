@@ -83,6 +83,13 @@ def test_removing_the_handle_frees_a_copy_too(
     assert num_hooks(twin) == num, "hooks that came with the copy are off it, too"
 
 
+def test_buffers_of_a_copy_stay(manager: PipelineOffloadManager) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(8, affine=False)).eval()
+    offload_modules(net, {"norm": "0"})
+    step(copy.deepcopy(net).to(manager.backend.device), manager)
+    assert manager.statistics().bytes_offloaded == 5 * 8 * 4, "the input"
+
+
 # Wrappers: names are those of named_modules or of a state dict
 
 UPS = "*.up"
