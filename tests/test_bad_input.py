@@ -90,6 +90,7 @@ ABSENT: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: use_backend(CpuBackend).__enter__(), r"write CpuBackend\(\)"),
     (lambda: pipelining.attach(None), "schedule is None, .*expected.*pipelining"),
+    (lambda: pipelining.attach(Net), "schedule is the class Net, expected one of its objects"),
     (lambda: pipelining.attach(Net()), "schedule is a Net, which has no stages; expected"),
     (lambda: offload_modules(None, {"mlp": "*"}), "model is None, expected an nn.Module"),
     (lambda: offload_modules(Net(), ["a"]), 'groups is the list.*expected a mapping.*"mlp": "lay'),

@@ -220,6 +220,7 @@ BAD = [
     (FULL, "", SelectiveLayerACParams(ac_freq=1), "expected FullACParams"),
     (EVERY_FEW, "", params(), "without ac_freq; expected SelectiveLayerACParams"),
     (BY_OP, "", params(save_ops_keys=[]), "save_ops_keys is empty; expected .*mm.default"),
+    (BY_OP, "", {"save_ops_keys": OP}, f"save_ops_keys is '{OP}'; expected a list of names"),
     (BY_OP, "", params(save_ops_keys=["mm"]), "unknown operator 'mm'; .*max.default"),
     *(
         (BY_OP, "", {"save_ops_keys": [OP], **options}, message)

@@ -100,6 +100,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"rematerialize": True}, "rematerialize is True, expected 'cheap' or 'none'"),
     ({"prefetch_bytes": "8GiB"}, "'8GiB', expected an integer.*'auto'; bytes of a file"),
     ({"device_limit_bytes": "7 GiBs"}, "device_limit_bytes is '7 GiBs', expected"),
+    ({"plan": 5}, "plan is 5, expected an OffloadPlan, its file's path, or None"),
     ({"xyz": 1}, "no option xyz; expected some of min_offloaded_tensor_size, "),
     ({"disk_directory": 1}, r"no option disk_directory \(did you mean disk_dir\?\); expected"),
     (
