@@ -149,6 +149,14 @@ def records_operators() -> bool:
     return _is_tracing()
 
 
+def has_modes_of_others() -> bool:
+    """Whether a dispatch mode is active that is not this package's: operators may give others'
+    results in it.
+    """
+    kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]
+    return any([not kind.__module__.startswith("pp_offload.") for kind in kinds])
+
+
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 

@@ -65,11 +65,16 @@ class Eps(NamedTuple):
         if self.forget is None or saved.is_meta:
             return
         is_same = (computed.view(torch.uint8) == saved.view(torch.uint8)).all()
-        if saved.device.type != "cpu":
-            assert_async(is_same, EPS_HAS_CHANGED)
-        elif not is_same:
-            self.forget()
-            raise OffloadError(EPS_HAS_CHANGED)
+        require(is_same, EPS_HAS_CHANGED, self.forget)
+
+
+def require(is_same: Tensor, message: str, forget: Callable[[], None]) -> None:
+    """Raise an OffloadError unless ``is_same``, and ``forget`` what was proved; a GPU asserts."""
+    if is_same.device.type != "cpu":
+        assert_async(is_same, message)
+    elif not is_same:
+        forget()
+        raise OffloadError(message)
 
 
 EPS_HAS_CHANGED = (
@@ -230,6 +235,13 @@ OPERATORS = {
     if (node := NODES.get(f"{name}Backward0")) is not None
 }
 """Operators by type of node; only nodes that torch makes for its own operators."""
+
+
+def identity_of(node: Any) -> object:
+    """Return an object for this node alone, as long as it lives. Numbers of nodes repeat on other
+    threads, and Python objects of nodes come and go.
+    """
+    return node.metadata.setdefault("pp_offload", object())
 
 
 class Made:

@@ -15,6 +15,11 @@ NOTE [ Never another bit ]
     the same operators, dtypes, strides and flags are alike: with other sizes or numbers, the same
     kernels run as in the forward. A tensor that was ever changed in place has no recipe.
 
+    A program may change a tensor in place where autograd does not see it, such as in ``no_grad``.
+    Saved tensors count such changes. If a tensor on the way was not saved, a sum of the result's
+    words is compared at each use. In dispatch modes of others operators may give other results: no
+    recipe is chosen in them, and none runs in them.
+
     A tensor of zeros proves little. So the output must also lie in memory as the tensor does. The
     ``eps`` of a norm, which a node does not save, is tried, and belongs to the weight of that
     norm; it is proved once a sixteenth less and a sixteenth more would have given other bits.
@@ -27,9 +32,10 @@ NOTE [ Parameters ]
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +44,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pp_offload._common.torch_private import NODES, disable_current_modes
+from pp_offload._common.torch_private import NODES, disable_current_modes, has_modes_of_others
 from pp_offload._core.cheap_operators import (
     CHEAP,
     EPS,
@@ -49,6 +55,8 @@ from pp_offload._core.cheap_operators import (
     Guess,
     Made,
     Number,
+    identity_of,
+    require,
     viewed,
 )
 from pp_offload._core.eligibility import Eligibility
@@ -64,9 +72,9 @@ MOST_TRIALS = 30
 _TORCH_NODES = frozenset(NODES.values())
 
 
-def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
+def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
     """Return what made a tensor that an operator saves: the node, if it may run again; the index
-    of the output; and the node's number. None for nodes that are not torch's own, for what they
+    of the output; and the node's identity. None for nodes that are not torch's own, for what they
     save of themselves, and for a tensor that was changed in place.
 
     A node that saves its own output must not be held by that output, or neither is freed. So a
@@ -80,21 +88,28 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, int] | None:
         return None
     index, operator = tensor.output_nr, OPERATORS.get(kind)
     if operator is None:
-        return None, index, node._sequence_nr()
+        return None, index, identity_of(node)
     if index and not operator.is_view:
         return None  # statistics, or a mask, which the node saves
-    return Made(node, tensor) if operator.saves_output else node, index, node._sequence_nr()
+    return Made(node, tensor) if operator.saves_output else node, index, identity_of(node)
 
 
 class Recipe:
     """Computes the bytes of a storage, for all saved tensors that are views of it."""
 
-    __slots__ = ("_checksum", "_label", "_mover", "_uses", "_uses_left", "given", "term")
+    __slots__ = ("_checksum", "_label", "_mover", "_uses", "_uses_left", "given", "sums", "term")
 
     def __init__(
-        self, term: Call, mover: Any, uses: int, label: str, checksum: int | None = None
+        self,
+        term: Call,
+        mover: Any,
+        uses: int,
+        label: str,
+        checksum: int | None = None,
+        sums: Sums | None = None,
     ) -> None:
         self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
+        self.sums = sums
         self._uses = self._uses_left = uses
         self.given: tuple[Any, int, Any] | None = None
         """Last tensor (weak reference after the last use), its version then, and its stream."""
@@ -116,6 +131,8 @@ class Recipe:
         if tensor is None:
             tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
             self._uses_left = self._uses
+            if self.sums is not None:
+                self.sums.check(tensor)
             if self._checksum is not None:
                 came = f"a tensor of group '{self._label}' was computed again"
                 check_same(_whole(tensor), self._checksum, came)
@@ -123,6 +140,39 @@ class Recipe:
         held: Any = tensor if self._uses_left > 0 else weakref.ref(tensor)
         self.given = held, tensor._version, live
         return tensor
+
+
+class Sums(NamedTuple):
+    """Sums of the words of a tensor, whose recipe passes tensors that were not saved. On a meta
+    device there are none, so that the time of reading the tensor twice is not counted there.
+    """
+
+    sums: Tensor
+    forget: Callable[[], None]
+    """Refuses recipes of the same kind from now on."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, forget: Callable[[], None]) -> Sums:
+        """Add up the words of a storage, in up to 1,024 parts: a moved part counts, too."""
+        flat = _whole(tensor)
+        words = flat if flat.numel() % 8 else flat.view(torch.int64)
+        return cls(words.view(math.gcd(words.numel(), 1024), -1).sum(-1), forget)
+
+    def check(self, computed: Tensor) -> None:
+        """Compare the tensor computed again, on a GPU without the host.
+
+        Raises:
+            OffloadError: They differ, and the host can tell.
+        """
+        is_same = (Sums.of(computed, self.forget).sums == self.sums).all()
+        require(is_same, UNSEEN_CHANGE, self.forget)
+
+
+UNSEEN_CHANGE = (
+    "a tensor cannot be computed again: since an earlier step, something that it was made of was "
+    "changed in place where autograd does not see it, as within no_grad or by detach(); use an "
+    "operation that is not in place there, or OffloadConfig(rematerialize='none')"
+)
 
 
 class Chosen(NamedTuple):
@@ -176,13 +226,16 @@ class Recipes:
             return None
         if mover.backend.is_capturing or group.streams != [mover.current_stream()]:
             return None  # a recipe is tried on the live stream
+        if has_modes_of_others():
+            return None  # a recipe would run without them
         search = Search(self, group, saved)
         recipes, of_parameters = [], []
-        for term, members, storage, has_parameter in search.take_out():
-            checksum = None
+        for term, members, storage, has_parameter, refuse in search.take_out():
+            tensor, checksum = members[0].here, None
             if mover.verifier is not None:
-                checksum = checksum_of(_whole(members[0].here))
-            recipe = Recipe(term, mover, len(members), group.name, checksum)
+                checksum = checksum_of(_whole(tensor))
+            sums = None if refuse is None or tensor.is_meta else Sums.of(tensor, refuse)
+            recipe = Recipe(term, mover, len(members), group.name, checksum, sums)
             recipes.append((recipe, members, storage))
             if has_parameter:
                 of_parameters.append(recipe)
@@ -212,6 +265,7 @@ class Recipes:
             proof = proofs[kind] = proof + 1 if eps is UNKNOWN else eps
         if proof is _REFUSED or type(proof) is int:
             return UNKNOWN
+        walk.refuse = partial(proofs.__setitem__, kind, _REFUSED)
         return _with_eps(term, Eps(proof, proofs.clear)) if guesses else term
 
     def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
@@ -312,10 +366,13 @@ def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
 
 def _run(term: Call, value_of: Callable[[Any], Tensor], device: str) -> Tensor:
     """Return the term's value as in the forward, whatever modes are on around a backward."""
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False), torch.no_grad():
-            return computed(term, value_of)  # type: ignore[no-any-return]
-    with torch.no_grad():
+    with ExitStack() as modes:
+        modes.enter_context(torch.no_grad())
+        if device != "meta":
+            if has_modes_of_others():
+                modes.enter_context(disable_current_modes())
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
         return computed(term, value_of)  # type: ignore[no-any-return]
 
 

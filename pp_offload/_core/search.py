@@ -6,6 +6,7 @@ search.take_out()  # removes what recipes give from the dictionary, and adds the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from pp_offload._core.cheap_operators import (
     Guess,
     Number,
     call_of,
+    identity_of,
     operator_of,
 )
 from pp_offload._core.eligibility import may_be_statistics
@@ -58,13 +60,15 @@ class Computable(NamedTuple):
     members: list[Saved]  # views of the storage
     storage: UntypedStorage
     has_parameter: bool  # whether a parameter is needed
+    refuse: Callable[[], None] | None
+    """Refuses such recipes, if a use proves wrong; None if every use is right: see ``has_gap``."""
 
 
 class Search:
     """Search for all recipes of one group.
 
     Attributes:
-        by_maker: Saved tensors of the group by output and number of the node that made each.
+        by_maker: Saved tensors of the group by output and identity of the node that made each.
         below: By storage, how many operators run for it, including those for its recipe's inputs.
         reached: Inputs that left with other groups.
     """
@@ -138,7 +142,8 @@ class Search:
             self._saved[input_key][1].append(saved)
             self._users.setdefault(input_key, []).append(key)
             self._above[input_key] = max(self._above.get(input_key, 0), above + calls)
-        return Computable(term, members, storage, walk.has_parameter)
+        refuse = walk.refuse if walk.has_gap else None
+        return Computable(term, members, storage, walk.has_parameter, refuse)
 
     def _needed_at(self, key: int, order: dict[int, int]) -> int:
         """Return the saving order of the last user: backward needs it first."""
@@ -167,7 +172,11 @@ class Walk:
         inputs: Keys of storages, with a twin of each saved tensor of the group that is needed.
         reached: Twins of needed saved tensors that left with other groups.
         has_parameter: Whether a parameter is needed.
+        has_gap: Whether a tensor on the way was not saved, which may have been changed in place.
+        refuse: Refuses recipes of this kind, once one was proved.
     """
+
+    refuse: Callable[[], None] | None = None
 
     def __init__(
         self, search: Search, storage: UntypedStorage, views: list[tuple[Any, int]] | None
@@ -179,7 +188,7 @@ class Walk:
         self.guesses: list[Guess] = []
         self.inputs: list[tuple[int, Saved]] = []
         self.reached: list[Saved] = []
-        self.has_parameter = False
+        self.has_parameter = self.has_gap = False
 
     @property
     def calls_in_all(self) -> int:
@@ -209,10 +218,16 @@ class Walk:
                 return self._leaf(packed)
         if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
             return None if name in OPTIONAL else UNKNOWN
-        saved = self._search.by_maker.get((edge[1], edge[0]._sequence_nr()))
+        saved = self._search.by_maker.get((edge[1], identity_of(edge[0])))
         if saved is None and hasattr(edge[0], "_raw_saved_result"):
             saved = edge[0]._raw_saved_result.data  # the operator saves its output
-        return self.call(*edge) if saved is None else self._leaf(saved)
+        if saved is not None:
+            return self._leaf(saved)
+        operator = operator_of(edge[0])
+        self.has_gap |= (
+            operator is not None and not operator.is_view
+        )  # views count changes together
+        return self.call(*edge)
 
     def _leaf(self, packed: Any) -> Any:
         kind = type(packed)
@@ -294,6 +309,7 @@ class Walk:
     def _recipe_of(self, saved: Saved) -> Any:
         if self._search.recipes.is_planned or saved.tensor is not None:
             return UNKNOWN
+        self.has_gap |= saved.recipe.sums is not None
         term = self._again(saved.recipe.term)
         if term is UNKNOWN or saved.restore is None:
             return term

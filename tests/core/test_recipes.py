@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -23,6 +24,7 @@ from helpers.sessions import (
 )
 from helpers.sessions import group as group_alone
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadError, SavedTensorModifiedError, VerifyError
@@ -376,6 +378,110 @@ def test_a_norm_whose_eps_changes_is_refused_once() -> None:
             assert_same(run(True), run(False), f"eps {norm.eps}")
             assert manager.statistics().bytes_computed_again > 0
     assert_idle(manager)
+
+
+def limited(h: Tensor) -> None:
+    with torch.no_grad():
+        h.clamp_(-8, 8)
+
+
+def limited_alias(h: Tensor) -> None:
+    h.detach().clamp_(-8, 8)
+
+
+def turned(h: Tensor) -> None:
+    with torch.no_grad():
+        h[:] = h.flip(0) if h.max() > 8 else h
+
+
+@pytest.mark.parametrize("change", [limited, limited_alias, turned])
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+def test_an_unsaved_tensor_that_changes_in_place_is_refused_once(
+    change: Callable[[Tensor], None], earlier: bool, viewed: bool, kind: str
+) -> None:
+    """Nobody saves ``h``, so its version is unknown. In the first steps its values stay."""
+    scale = [1.0]
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS, seed=5).requires_grad_()
+
+        def compute(y: Tensor) -> Tensor:
+            a, b = y.sin() * scale[0], y.cos() * 3
+            h = a * b  # saves both factors
+            change(h.t() if viewed and change is not turned else h)
+            return torch.relu(h.view(-1, 2) if viewed else h).square().sum()  # saves the relu
+
+        y = group(x, torch.sin, is_on) if earlier else x
+        group(y, compute, is_on).backward()
+        return gradients(x)
+
+    with session(kind, rematerialize="cheap") as manager:
+        for scale[0] in (1.0, 1.0, 50.0, 1.0):
+            begin_step()
+            if scale[0] > 1:
+                assert manager.statistics().bytes_computed_again > 0
+                with pytest.raises(OffloadError, match="changed in place where autograd does not"):
+                    run(True)
+                begin_step()
+            assert_same(run(True), run(False), f"scale {scale[0]}")
+        assert_idle(manager)
+
+
+def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
+    """Each thread counts its nodes for itself."""
+    weights = [nn.Parameter(drawn(COLUMNS, COLUMNS, seed=at)) for at in range(3)]
+
+    def compute(h: Tensor) -> Tensor:
+        a, b = h.sin() @ weights[0], torch.relu(h)
+        c = (b @ weights[1]).sin() @ weights[2]
+        return a.cos() * c.sin().cos()
+
+    def run(is_on: bool, ahead: int) -> list[Tensor]:
+        h = drawn(ROWS, COLUMNS, seed=3).requires_grad_() * 2
+        number = h.grad_fn._sequence_nr()
+
+        def on_a_thread() -> Tensor:
+            while torch.ones(1, requires_grad=True).neg().grad_fn._sequence_nr() < number - ahead:
+                pass
+            if is_on:
+                begin_microbatch()
+            return group(h, compute, is_on)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(on_a_thread).result().sum().backward()
+        return gradients(*weights)
+
+    with session("cpu", rematerialize="cheap") as manager:
+        for ahead in range(14):
+            begin_step()
+            assert_same(run(True, ahead), run(False, ahead), f"{ahead} nodes ahead")
+        assert manager.statistics().bytes_computed_again > 0
+
+
+class Rounding(TorchDispatchMode):
+    """Rounds what an operator gives, as programs do that try a format of numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.bfloat16().float() if func is torch.ops.aten.silu.default else result
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_a_dispatch_mode_of_the_program_changes_no_recipe(where: str) -> None:
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS, seed=5).requires_grad_()
+        with Rounding() if where != "backward" else nullcontext():
+            y = group(x, lambda y: F.silu(y.sin()).square(), is_on)
+        with Rounding() if where != "forward" else nullcontext():
+            y.sum().backward()
+        return gradients(x)
+
+    with session("late", rematerialize="cheap"):
+        for number in range(3):
+            begin_step()
+            assert_same(run(True), run(False), f"step {number}")
 
 
 def test_a_fused_rms_norm_is_compared_as_well() -> None:
