@@ -113,6 +113,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {moved_text(self.statistics())}>"
 
+    @never_compiled
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
         self._scopes.enter(Forward(), self._begin)
@@ -131,6 +132,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         forward.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
+    @never_compiled
     def __exit__(self, *args: Any) -> None:
         """End the forward of a microbatch.
 

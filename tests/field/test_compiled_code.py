@@ -188,6 +188,27 @@ def test_hooks_are_not_compiled_where_the_compiler_leaves_a_forward(
 WIDTH, ROWS = 12, 5
 
 
+@pytest.mark.field("F27")
+def test_a_context_inside_a_compiled_function_meets_new_sizes() -> None:
+    """With sizes that are symbols, code of the engine would not compile."""
+    model = nn.Sequential(Block(False), Block(False))
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=CpuBackend())
+
+    @torch.compile(backend="aot_eager")
+    def compute(x: Tensor) -> Tensor:
+        with offload:
+            return model(x)
+
+    for number, rows in enumerate((4, 4, 5, 6), 1):
+        results = []
+        for run in (model, compute):
+            run(torch.arange(6.0 * rows).view(rows, 6)).square().mean().backward()
+            results.append(gradients(*model.parameters()))
+        assert same_bits(*results)
+        assert offload.statistics().bytes_offloaded > number * 6 * 4 * 4
+    assert_no_hooks()
+
+
 class Turned(nn.Module):
     """Multiplies with a buffer, which autograd saves, before a norm that has buffers, too."""
 
