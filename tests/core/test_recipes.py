@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -23,6 +22,7 @@ from helpers.sessions import (
     session,
 )
 from helpers.sessions import group as group_alone
+from helpers.threaded import at_once
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -380,26 +380,18 @@ def test_a_norm_whose_eps_changes_is_refused_once() -> None:
     assert_idle(manager)
 
 
-def limited(h: Tensor) -> None:
-    with torch.no_grad():
-        h.clamp_(-8, 8)
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    "without grad": torch.no_grad()(lambda h: h.clamp_(-8, 8)),
+    "through an alias": lambda h: h.detach().clamp_(-8, 8),
+    "moved": torch.no_grad()(lambda h: h.copy_(h.flip(0)) if h.max() > 8 else h),
+}
 
 
-def limited_alias(h: Tensor) -> None:
-    h.detach().clamp_(-8, 8)
-
-
-def turned(h: Tensor) -> None:
-    with torch.no_grad():
-        h[:] = h.flip(0) if h.max() > 8 else h
-
-
-@pytest.mark.parametrize("change", [limited, limited_alias, turned])
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("change", UNSEEN)
+@pytest.mark.parametrize(("earlier", "viewed"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", ["cpu", "late"])
 def test_an_unsaved_tensor_that_changes_in_place_is_refused_once(
-    change: Callable[[Tensor], None], earlier: bool, viewed: bool, kind: str
+    change: str, earlier: bool, viewed: bool, kind: str
 ) -> None:
     """Nobody saves ``h``, so its version is unknown. In the first steps its values stay."""
     scale = [1.0]
@@ -410,7 +402,7 @@ def test_an_unsaved_tensor_that_changes_in_place_is_refused_once(
         def compute(y: Tensor) -> Tensor:
             a, b = y.sin() * scale[0], y.cos() * 3
             h = a * b  # saves both factors
-            change(h.t() if viewed and change is not turned else h)
+            UNSEEN[change](h)
             return torch.relu(h.view(-1, 2) if viewed else h).square().sum()  # saves the relu
 
         y = group(x, torch.sin, is_on) if earlier else x
@@ -449,8 +441,7 @@ def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
                 begin_microbatch()
             return group(h, compute, is_on)
 
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(on_a_thread).result().sum().backward()
+        at_once([on_a_thread])[0].sum().backward()
         return gradients(*weights)
 
     with session("cpu", rematerialize="cheap") as manager:
