@@ -282,7 +282,7 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
     if EPS_NAME in operator.attributes:
         walk.guesses.append(Guess(args[1]))
         args.append(walk.guesses[-1])
-    values = _attributes(operator, node, index)
+    values = attributes_of(node, index)
     walk.kind += [len(value) if type(value) is torch.Size else value for value in values]
     walk.kind += operator.function, len(args)
     dtype = _output(node, index).dtype if len(edges) > 1 else None
@@ -294,11 +294,14 @@ def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
     for node, index in reversed(views):
         operator = operator_of(node)
         assert operator is not None
-        output = operator.function(output, *_attributes(operator, node, index))
+        output = operator.function(output, *attributes_of(node, index))
     return output
 
 
-def _attributes(operator: Operator, node: Any, index: int) -> list[Any]:
+def attributes_of(node: Any, index: int) -> list[Any]:
+    """Return the values of the attributes of a node's operator, which is cheap."""
+    operator = operator_of(node)
+    assert operator is not None
     values: list[Any] = []
     for attribute in operator.attributes:
         if attribute == "index":

@@ -32,7 +32,6 @@ NOTE [ Parameters ]
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -65,6 +64,7 @@ from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved, modified
 from pp_offload._core.search import Narrow, Search, Walk
 from pp_offload._core.verify import check_same, checksum_of
+from pp_offload.errors import OffloadError
 
 MOST_TRIALS = 30
 """Trials at a place with tensors that prove no eps, such as zeros, before all is copied there."""
@@ -142,6 +142,10 @@ class Recipe:
         return tensor
 
 
+ROWS = 1024
+"""Parts of a storage that are added up one by one. Words beyond a multiple of it are compared."""
+
+
 class Sums(NamedTuple):
     """Sums of the words of a tensor, whose recipe passes tensors that were not saved. On a meta
     device there are none, so that the time of reading the tensor twice is not counted there.
@@ -149,14 +153,18 @@ class Sums(NamedTuple):
 
     sums: Tensor
     forget: Callable[[], None]
-    """Refuses recipes of the same kind from now on."""
+    """Refuses such recipes from now on."""
 
     @classmethod
     def of(cls, tensor: Tensor, forget: Callable[[], None]) -> Sums:
-        """Add up the words of a storage, in up to 1,024 parts: a moved part counts, too."""
+        """Add up the words of a storage by rows and by columns, so that a moved word counts, too.
+        Words of half an integer: two changes of a sign cannot cancel.
+        """
         flat = _whole(tensor)
-        words = flat if flat.numel() % 8 else flat.view(torch.int64)
-        return cls(words.view(math.gcd(words.numel(), 1024), -1).sum(-1), forget)
+        words = flat if flat.numel() % 4 else flat.view(torch.int32)
+        whole = words.numel() - words.numel() % ROWS
+        rows, rest = words[:whole].view(ROWS, -1), words[whole:].to(torch.int64)
+        return cls(torch.cat([rows.sum(0), rows.sum(1), rest]), forget)
 
     def check(self, computed: Tensor) -> None:
         """Compare the tensor computed again, on a GPU without the host.
@@ -172,6 +180,13 @@ UNSEEN_CHANGE = (
     "a tensor cannot be computed again: since an earlier step, something that it was made of was "
     "changed in place where autograd does not see it, as within no_grad or by detach(); use an "
     "operation that is not in place there, or OffloadConfig(rematerialize='none')"
+)
+
+
+RAN_IN_PLACE = (
+    "a tensor cannot be computed again: since an earlier step, an operator behind it runs in "
+    "place, with a result of another dtype; use the operator that is not in place, or "
+    "OffloadConfig(rematerialize='none')"
 )
 
 
@@ -197,11 +212,14 @@ class Recipes:
         is_planned: Whether a plan may choose which groups stay.
         may_reach: Whether recipes may need what earlier groups saved. False with a disk: from
             there it could come back too late.
+        refuses_gaps: Whether recipes no longer pass tensors whose version nobody compares, as one
+            was changed in place.
     """
 
     def __init__(self, mover: Any, eligibility: Eligibility) -> None:
         self.mover, self.eligibility = mover, eligibility
         self.may_reach, self.is_planned = mover.tier.disk is None, True
+        self.refuses_gaps = False
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
         self._has_steps = False
@@ -210,7 +228,10 @@ class Recipes:
     def go_on_as(self, old: Recipes) -> None:
         """Take over the proofs of an earlier epoch."""
         self._proofs, self._of_weights = old._proofs, old._of_weights
-        self.is_planned = old.is_planned
+        self.is_planned, self.refuses_gaps = old.is_planned, old.refuses_gaps
+
+    def _refuse_gaps(self) -> None:
+        self.refuses_gaps = True
 
     def forget_copies(self) -> None:
         self._has_steps = True
@@ -230,11 +251,11 @@ class Recipes:
             return None  # a recipe would run without them
         search = Search(self, group, saved)
         recipes, of_parameters = [], []
-        for term, members, storage, has_parameter, refuse in search.take_out():
+        for term, members, storage, has_parameter, has_gap in search.take_out():
             tensor, checksum = members[0].here, None
             if mover.verifier is not None:
                 checksum = checksum_of(_whole(tensor))
-            sums = None if refuse is None or tensor.is_meta else Sums.of(tensor, refuse)
+            sums = Sums.of(tensor, self._refuse_gaps) if has_gap and not tensor.is_meta else None
             recipe = Recipe(term, mover, len(members), group.name, checksum, sums)
             recipes.append((recipe, members, storage))
             if has_parameter:
@@ -247,7 +268,7 @@ class Recipes:
 
     def proved(self, term: Any, walk: Walk, members: list[Saved], place: Any) -> Any:
         """Return the term if it gives the same bits, else UNKNOWN: NOTE [ Never another bit ]."""
-        if term is UNKNOWN:
+        if term is UNKNOWN or (walk.has_gap and self.refuses_gaps):
             return UNKNOWN
         guesses, is_deterministic = walk.guesses, torch.are_deterministic_algorithms_enabled()
         kind = *walk.kind, place, is_deterministic
@@ -265,7 +286,6 @@ class Recipes:
             proof = proofs[kind] = proof + 1 if eps is UNKNOWN else eps
         if proof is _REFUSED or type(proof) is int:
             return UNKNOWN
-        walk.refuse = partial(proofs.__setitem__, kind, _REFUSED)
         return _with_eps(term, Eps(proof, proofs.clear)) if guesses else term
 
     def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
@@ -304,7 +324,7 @@ class Recipes:
                     return False
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ZeroDivisionError):  # the operator refuses these inputs
+        except (RuntimeError, TypeError, ZeroDivisionError):  # it refuses these inputs
             return False
         # A meta device has no data to compare: the operators are trusted, in no time.
         return tensor.is_meta or torch.equal(_whole(output), _whole(tensor))
@@ -357,7 +377,7 @@ def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
     if type(term) is Call:
         result = term.function(*[computed(arg, value_of) for arg in term.args])
         if term.dtype is not None and result.dtype is not term.dtype:
-            raise RuntimeError("it ran in place")
+            raise OffloadError(RAN_IN_PLACE)
         return result
     if type(term) in (Saved, Resident, Narrow):
         return value_of(term)

@@ -6,7 +6,6 @@ search.take_out()  # removes what recipes give from the dictionary, and adds the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -25,12 +24,13 @@ from pp_offload._core.cheap_operators import (
     Call,
     Guess,
     Number,
+    attributes_of,
     call_of,
     identity_of,
     operator_of,
 )
 from pp_offload._core.eligibility import may_be_statistics
-from pp_offload._core.geometry import Geometry, storage_bytes
+from pp_offload._core.geometry import Geometry, has_new_strides, storage_bytes
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
 
@@ -60,8 +60,7 @@ class Computable(NamedTuple):
     members: list[Saved]  # views of the storage
     storage: UntypedStorage
     has_parameter: bool  # whether a parameter is needed
-    refuse: Callable[[], None] | None
-    """Refuses such recipes, if a use proves wrong; None if every use is right: see ``has_gap``."""
+    has_gap: bool  # whether it passes a tensor whose version nobody compares
 
 
 class Search:
@@ -114,16 +113,19 @@ class Search:
         while (operator := operator_of(root[0])) is not None and operator.is_view:
             views.append(root)
             root = root[0].next_functions[0]
-        if operator is None or root[1] != 0:
+        if operator is None or root[1] != 0 or not storage.nbytes():
             return None
         first = members[0].here
         if len(members) > 1 and any([each.here.dtype != first.dtype for each in members]):
             return None
-        place = self.group.name, self.group.key and self.group.key.position, len(self.below)
-        lies = first.is_contiguous() or (first.shape, first.stride())
-        place += lies, *[type(node) for node, _ in views]
+        position = self.group.key and self.group.key.position
+        kinds = [type(node) for node, _ in views]
+        place = (self.group.name, position, len(self.below), _lies(first), *kinds)
+        layout: Any = ()
+        if views and type(root[0]) in (_CAST, _CLONE):  # the program chooses how their result lies
+            layout = first.shape, first.stride(), str([attributes_of(*view) for view in views])
         walk, is_flat = Walk(self, storage, views), False
-        term = self.recipes.proved(walk.call(*root), walk, members, place)
+        term = self.recipes.proved(walk.call(*root), walk, members, (*place, layout))
         if term is UNKNOWN:
             walk, is_flat = Walk(self, storage, views), True
             term = self.recipes.proved(_narrowed(root[0], first, walk), walk, members, place)
@@ -134,7 +136,8 @@ class Search:
         if is_flat:
             term = term.with_leaves(partial(self._with_part, key))
         for member in members:
-            if is_flat or views or member.maker is None or member.maker[1:] != maker[1:]:
+            is_same = member.maker is not None and member.maker[1:] == maker[1:]
+            if is_flat or views or not is_same or 1 in member.here.shape:
                 member.restore = Geometry.of(member.here).on_storage_of
         self.below[key] = calls
         self.reached += walk.reached
@@ -142,8 +145,7 @@ class Search:
             self._saved[input_key][1].append(saved)
             self._users.setdefault(input_key, []).append(key)
             self._above[input_key] = max(self._above.get(input_key, 0), above + calls)
-        refuse = walk.refuse if walk.has_gap else None
-        return Computable(term, members, storage, walk.has_parameter, refuse)
+        return Computable(term, members, storage, walk.has_parameter, walk.has_gap)
 
     def _needed_at(self, key: int, order: dict[int, int]) -> int:
         """Return the saving order of the last user: backward needs it first."""
@@ -173,10 +175,7 @@ class Walk:
         reached: Twins of needed saved tensors that left with other groups.
         has_parameter: Whether a parameter is needed.
         has_gap: Whether a tensor on the way was not saved, which may have been changed in place.
-        refuse: Refuses recipes of this kind, once one was proved.
     """
-
-    refuse: Callable[[], None] | None = None
 
     def __init__(
         self, search: Search, storage: UntypedStorage, views: list[tuple[Any, int]] | None
@@ -206,6 +205,7 @@ class Walk:
             if type(edge[0]) is not _LEAF or not _is_of_parameter(edge):
                 return UNKNOWN
             self._search.recipes.eligibility.residents.add(edge[0].variable)
+            self.has_gap = True
             return self._resident(Resident(edge[0].variable))
         if name:
             packed = getattr(node, name).data
@@ -222,6 +222,8 @@ class Walk:
         if saved is None and hasattr(edge[0], "_raw_saved_result"):
             saved = edge[0]._raw_saved_result.data  # the operator saves its output
         if saved is not None:
+            # Once it has left, no version tells of a change before this group has used it.
+            self.has_gap |= getattr(saved, "group", None) is not self._search.group
             return self._leaf(saved)
         operator = operator_of(edge[0])
         self.has_gap |= (
@@ -239,6 +241,8 @@ class Walk:
         if tensor is None or tensor._version != packed.version or packed.wrapper is not None:
             return UNKNOWN
         storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return UNKNOWN  # its owner emptied it
         if storage is self._storage or tensor.nbytes > self._most_bytes:
             return UNKNOWN
         self._note(tensor)
@@ -246,8 +250,10 @@ class Walk:
         return self.inputs[-1][1]
 
     def _constant(self, packed: Tensor) -> Any:
-        if packed.dim() != 0 or packed.device.type != "cpu":
+        if packed.dim() != 0 or packed.device.type != "cpu" or packed.requires_grad:
             return UNKNOWN
+        if packed.dtype not in (torch.float64, torch.int64, torch.bool, torch.complex128):
+            return UNKNOWN  # a tensor of the program; those are the dtypes of Python's numbers
         with disable_current_modes():  # which are given a number in its place
             number = Number(packed.item())
         self.kind.append(type(number.value))
@@ -260,6 +266,8 @@ class Walk:
         is_like_it = tensor._version == packed.version and type(tensor) in (Tensor, Parameter)
         if not is_like_it or tensor.device != recipes.mover.backend.device:
             return UNKNOWN
+        if not tensor.untyped_storage().nbytes():
+            return UNKNOWN  # its owner emptied it, as FSDP does behind a module's forward
         if recipes.eligibility.residents.has(tensor.untyped_storage()):
             # A copy of a tensor with gaps has other strides; a kernel may round otherwise.
             if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
@@ -270,10 +278,7 @@ class Walk:
 
     def _note(self, tensor: Tensor) -> None:
         """Add the properties of an input that kernels are chosen by to ``kind``."""
-        if tensor.is_contiguous():
-            self.kind += tensor.dtype, tensor.dim()
-        else:
-            self.kind += tensor.dtype, tensor.shape, tensor.stride()
+        self.kind += tensor.dtype, tensor.dim(), _lies(tensor)
 
     def _earlier(self, saved: Saved) -> Any:
         """Return the term of a tensor that an earlier group saved; its backward comes later.
@@ -343,6 +348,14 @@ class Walk:
             args.append(arg)
         self.kind += term.function, len(args)
         return term._replace(args=tuple(args))
+
+
+def _lies(tensor: Tensor) -> Any:
+    """Return how a tensor lies in memory, as far as kernels depend on it. With a dimension of 1 it
+    may be contiguous in several ways, and a convolution chooses its kernel by the strides.
+    """
+    is_plain = tensor.is_contiguous() and (1 not in tensor.shape or has_new_strides(tensor))
+    return is_plain or (tensor.shape, tensor.stride())
 
 
 def _is_of_parameter(edge: Any) -> bool:

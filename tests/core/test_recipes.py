@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadError, SavedTensorModifiedError, VerifyError
 from pp_offload._core import cheap_operators as operators
+from pp_offload._core.recipes import Sums
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
 
@@ -383,7 +384,7 @@ def test_a_norm_whose_eps_changes_is_refused_once() -> None:
 UNSEEN: dict[str, Callable[[Tensor], object]] = {
     "without grad": torch.no_grad()(lambda h: h.clamp_(-8, 8)),
     "through an alias": lambda h: h.detach().clamp_(-8, 8),
-    "moved": torch.no_grad()(lambda h: h.copy_(h.flip(0)) if h.max() > 8 else h),
+    "turned": torch.no_grad()(lambda h: h.copy_(h.flip(0)) if h.max() > 8 else h),
 }
 
 
@@ -419,6 +420,107 @@ def test_an_unsaved_tensor_that_changes_in_place_is_refused_once(
                 begin_step()
             assert_same(run(True), run(False), f"scale {scale[0]}")
         assert_idle(manager)
+
+
+@pytest.mark.parametrize("change", [torch.neg, torch.fliplr, lambda x: x.roll(32, 1)])
+@pytest.mark.parametrize("shape", [(64, 64), (5, 7)])
+def test_sums_tell_what_moved_and_what_changed_its_sign(
+    change: Callable[[Tensor], Tensor], shape: tuple[int, int]
+) -> None:
+    values = drawn(*shape).double()
+    sums = Sums.of(values, lambda: None)
+    sums.check(values.clone())
+    with pytest.raises(OffloadError, match="cannot be computed again"):
+        sums.check(change(values))
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_parameter_that_its_owner_empties_is_not_read(when: int) -> None:
+    """As FSDP does behind a module's forward, before the group is committed."""
+    values, weight = drawn(COLUMNS), nn.Parameter(drawn(COLUMNS))
+
+    def fill(gradient: Tensor | None = None) -> None:
+        weight.untyped_storage().resize_(values.nbytes)
+        weight.data.copy_(values)
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        def compute(x: Tensor) -> Tensor:
+            fill()
+            y = x.sin() * weight
+            y.register_hook(fill)
+            z = y.square()
+            if step >= when:
+                weight.untyped_storage().resize_(0)
+            return z
+
+        x = drawn(ROWS, COLUMNS, seed=3).requires_grad_()
+        group(x, compute, is_on).sum().backward()
+        return gradients(x, weight)
+
+    with session("cpu", rematerialize="cheap"):
+        for step in range(4):
+            begin_step()
+            assert_same(run(True, step), run(False, step), f"step {step}")
+
+
+LAYOUTS = torch.contiguous_format, torch.channels_last
+
+
+def of_one_channel(a: Tensor, late: bool) -> Tensor:
+    """A convolution chooses its kernel by strides, of which both layouts here are contiguous."""
+    return F.conv2d(a[:, :1].clone(memory_format=LAYOUTS[late]), drawn(8, 1, 3, 3)).square()
+
+
+def permuted(a: Tensor, late: bool) -> Tensor:
+    narrow = a.to(torch.bfloat16, memory_format=LAYOUTS[late])
+    return narrow.permute((0, 2, 3, 1) if late else (0, 1, 2, 3)).square().float()
+
+
+def with_a_scalar(a: Tensor, late: bool) -> Tensor:
+    return (a + SCALARS[late]).square()
+
+
+SCALARS = [-nn.Parameter(torch.tensor(0.3)).exp(), nn.Parameter(torch.tensor(0.3)).sigmoid()]
+"""Made outside of groups: tensors that are saved nowhere, and no numbers of Python."""
+
+
+@pytest.mark.parametrize("compute", [of_one_channel, permuted, with_a_scalar])
+def test_what_a_later_step_does_otherwise_is_no_recipe_of_before(
+    compute: Callable[[Tensor, bool], Tensor],
+) -> None:
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        def both(x: Tensor) -> Tensor:
+            a = x.sin()
+            return compute(a, step > 1).sum() + a.square().sum()
+
+        x = drawn(3, 4, 9, 9, seed=3).requires_grad_()
+        group(x, both, is_on).backward(retain_graph=True)
+        return gradients(x)
+
+    with session("late", rematerialize="cheap"):
+        for step in range(4):
+            begin_step()
+            assert_same(run(True, step), run(False, step), f"step {step}")
+
+
+def test_what_an_earlier_group_saved_may_change_before_it_is_used() -> None:
+    """Its bytes have left, and no version tells."""
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        def compute(h: Tensor) -> Tensor:
+            with torch.no_grad():
+                h.mul_(1 + step // 2)
+            return torch.tanh(h).square()
+
+        x = drawn(ROWS, COLUMNS, seed=3).requires_grad_()
+        h = group_alone(x, lambda x: x.sin().sigmoid(), is_on)
+        return [*torch.autograd.grad(group(h, compute, is_on).sum(), h)]
+
+    with session("cpu", rematerialize="cheap"):
+        for step in range(4):
+            begin_step()
+            with pytest.raises(OffloadError) if step == 2 else nullcontext():
+                assert_same(run(True, step), run(False, step), f"step {step}")
 
 
 def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
