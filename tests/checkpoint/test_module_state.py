@@ -16,12 +16,7 @@ from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from pp_offload import (
-    OffloadModel,
-    checkpoint,
-    offload_layers,
-    recompute_layers,
-)
+from pp_offload import OffloadModel, checkpoint, offload_layers, recompute_layers
 from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload.backends import Backend
 from pp_offload.errors import OffloadError

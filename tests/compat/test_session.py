@@ -41,9 +41,7 @@ def step(manager: PipelineOffloadManager) -> list[Tensor]:
     return run_step(make_model(device=str(device)), [x.to(device) for x in batches(3)])
 
 
-def test_steps_begin_anew_and_a_graph_of_before_stays_good(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_steps_begin_anew_and_a_graph_of_before_stays_good(manager: PipelineOffloadManager) -> None:
     expected = step(manager)
     moved = manager.statistics().bytes_offloaded
     assert manager.offload_summary_bytes == {}

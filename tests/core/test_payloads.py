@@ -30,12 +30,7 @@ from helpers.sessions import (
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import (
-    PipelineOffloadManager,
-    RaceError,
-    SavedTensorModifiedError,
-    offload_modules,
-)
+from pp_offload import PipelineOffloadManager, RaceError, SavedTensorModifiedError, offload_modules
 
 ROWS, COLUMNS = 6, 4
 NBYTES = ROWS * COLUMNS * 4

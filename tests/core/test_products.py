@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.nets import ROWS, WIDTH, Block
-from helpers.sessions import (
-    assert_idle,
-    assert_same,
-    check,
-    drawn,
-    gradients,
-    group,
-    make_backend,
-)
+from helpers.sessions import assert_idle, assert_same, check, drawn, gradients, group, make_backend
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

@@ -30,12 +30,7 @@ from helpers.threaded import KINDS, Lockstep, at_once, manager_of, settled
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import (
-    GroupStateError,
-    OffloadActivations,
-    PipelineOffloadManager,
-    offload_modules,
-)
+from pp_offload import GroupStateError, OffloadActivations, PipelineOffloadManager, offload_modules
 from pp_offload._hooks.regions import all_packs
 
 Graph = tuple[Net, Tensor, Tensor]

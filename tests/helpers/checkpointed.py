@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.sliced import (
-    Call,
-    Order,
-    first_in_first_out,
-    last_in_first_out,
-    one_by_one,
-    twice,
-)
+from helpers.sliced import Call, Order, first_in_first_out, last_in_first_out, one_by_one, twice
 from pp_offload import OffloadConfig
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.backends import Backend

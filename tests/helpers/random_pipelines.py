@@ -22,14 +22,7 @@ from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser, predict, 
 from pp_offload.plan.fills import first_saved
 from pp_offload.plan.pipeline import predict_each
 from pp_offload.plan.predictor import NUM_PROVEN
-from pp_offload.simulate import (
-    DEVICES,
-    Hardware,
-    Modules,
-    PeerLink,
-    PipelineOrder,
-    PipelineStep,
-)
+from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder, PipelineStep
 from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 
 

@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError, ForkedError
-from pp_offload._memory.disk_file import (
-    BLOCK_BYTES,
-    DiskFile,
-    DiskWrite,
-    file_system_of,
-)
+from pp_offload._memory.disk_file import BLOCK_BYTES, DiskFile, DiskWrite, file_system_of
 
 
 @pytest.fixture

@@ -27,10 +27,7 @@ from helpers.toy import moved, same_bits
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from pp_offload import (
-    OffloadError,
-    offload_layers,
-)
+from pp_offload import OffloadError, offload_layers
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 

@@ -20,13 +20,7 @@ from pp_offload import (
 )
 from pp_offload._common.text import GIB
 from pp_offload._groups.plan import GroupBytes
-from pp_offload._groups.step_line import (
-    DeviceFigures,
-    Gain,
-    StepTime,
-    gain_table,
-    step_line,
-)
+from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime, gain_table, step_line
 
 Line = Callable[[], logging.LogRecord]
 

@@ -35,14 +35,7 @@ from helpers.fuzz.programs import (
 )
 from helpers.processes import HANG_S
 from helpers.saving import Raises
-from helpers.sessions import (
-    assert_idle,
-    assert_no_hooks,
-    assert_same,
-    in_use,
-    make_backend,
-    unseen,
-)
+from helpers.sessions import assert_idle, assert_no_hooks, assert_same, in_use, make_backend, unseen
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
