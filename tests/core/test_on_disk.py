@@ -49,13 +49,6 @@ def on_disk(kind: str, directory: Path, **options: Any) -> Any:
     return session(kind, tiers=("disk",), disk_dir=directory, **options)
 
 
-def wait_until_written(manager: PipelineOffloadManager) -> None:
-    """All bytes are on disk alone."""
-    settle(manager)
-    while manager.statistics().bytes_in_flight or manager.statistics().host_bytes_in_use:
-        pass  # threads write
-
-
 def replaced(step: str, function: Callable[..., Any]) -> Any:
     """Another system call in place of a file's own."""
     return patch.object(DiskFile, step, staticmethod(function))
@@ -133,7 +126,9 @@ def written_groups(kind: str, directory: Path, **options: Any) -> Iterator[Writt
         begin_step()
         x = drawn(8, 8).requires_grad_()
         outputs = [group(group(x, torch.sin, name="first"), torch.cos, name="second").sum()]
-        wait_until_written(manager)
+        settle(manager)
+        while manager.statistics().bytes_in_flight or manager.statistics().host_bytes_in_use:
+            pass  # threads write
         yield manager, x, outputs
 
 

@@ -34,10 +34,8 @@ from pp_offload import PipelineOffloadManager, RaceError, SavedTensorModifiedErr
 
 ROWS, COLUMNS = 6, 4
 NBYTES = ROWS * COLUMNS * 4
-TWO_KINDS = ("late", "cpu")
 
-on_two = pytest.mark.parametrize("kind", TWO_KINDS)
-
+on_two = pytest.mark.parametrize("kind", ["late", "cpu"])
 
 PAYLOADS: dict[str, Make] = {
     "whole": lambda h: [h],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import ROWS, WIDTH, Block
+from helpers.nets import ROWS, WIDTH, Block, sines
 from helpers.sessions import assert_idle, assert_same, check, drawn, gradients, group, make_backend
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -117,10 +117,6 @@ def test_steps_are_those_of_the_plain_model(kind: str, product: Product) -> None
 
 
 # With PyTorch's checkpoints
-
-
-def sines(h: Tensor) -> Tensor:
-    return h.mul(2).sin().tanh()
 
 
 def in_the_middle(x: Tensor, group: Any, region: Any) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.nets import ROWS, WIDTH, Net, inputs, train
+from helpers.nets import ROWS, WIDTH, Net, inputs, sines, train
 from helpers.saving import one_rank
 from helpers.sessions import (
     assert_idle,
@@ -68,10 +68,6 @@ def test_the_backward_queue_of_virtual_stages() -> None:
 
 
 # Markers
-
-
-def sines(h: Tensor) -> Tensor:
-    return h.mul(2).sin().tanh()
 
 
 delayed = partial(group, delay_offload=True)

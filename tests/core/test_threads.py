@@ -36,7 +36,6 @@ LIMIT_S = 300
 """Nothing here takes a second; behind this it hangs."""
 
 NUM = 4
-STEPS = 5
 
 kinds = pytest.mark.parametrize("kind", ["cpu", "threads"])
 
@@ -61,7 +60,7 @@ def check_threads(kind: str, work: Callable[[bool], Work]) -> None:
     """Each piece of the work of a step, on a thread of its own, has the results without offload."""
     expected = [piece() for piece in work(False)]
     with frequent_switches(), session(kind) as manager:
-        for _ in range(STEPS):
+        for _ in range(5):
             off_interface.reset()
             for got, right in zip(at_once(work(True)), expected, strict=True):
                 assert_same(got, right)

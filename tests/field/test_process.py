@@ -121,12 +121,6 @@ def test_processes_that_ask_and_end(tmp_path: Path) -> None:
         assert sorted(lines) == PROGRAMS[name][2], name
 
 
-def num_objects() -> int:
-    """All that the garbage collector sees, without what it would collect."""
-    gc.collect()
-    return len(gc.get_objects())
-
-
 @pytest.mark.field("F59")
 def test_a_loop_that_never_calls_reset(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +143,8 @@ def test_a_loop_that_never_calls_reset(
                 got = [loss.detach(), *gradients(leaf, *model.parameters())]
                 assert same_bits(got, expected)
             if number % 100 == 99:
-                counts.append(num_objects())
+                gc.collect()
+                counts.append(len(gc.get_objects()))
         # Up to a hundred chunks are kept for the plan, so the first counts are before the bound.
         assert max(counts[2:]) - min(counts[2:]) < 100 * 29
         assert counts[-1] - counts[3] < 500

@@ -49,18 +49,16 @@ def raw(path: Path) -> dict[str, Any]:
     return content
 
 
-FIELDS = {"M": {"args"}, "X": {"dur", "args"}, "C": {"args"}}
-
-
 def check_file(path: Path, num_ranks: int) -> Counter[str]:
     """Check each event against the format of Chrome traces; how many there are of each kind."""
     content = raw(path)
     assert content["schemaVersion"] == 1 and type(content["baseTimeNanoseconds"]) is int
     assert list(content["pp_offload"]) == [str(rank) for rank in range(num_ranks)]
     events = content["traceEvents"]
+    fields = {"M": {"args"}, "X": {"dur", "args"}, "C": {"args"}}
     for event in events:
         kind, common = event["ph"], {"ph", "cat", "name", "ts", "pid", "tid"}
-        assert event.keys() == common | FIELDS[kind], event
+        assert event.keys() == common | fields[kind], event
         assert event["cat"] == "pp_offload" and event["name"] and event["ts"] >= 0
         assert 0 <= event["pid"] < num_ranks and event["tid"] >= 0
         assert event.get("dur", 0) >= 0

@@ -85,18 +85,13 @@ class Linear(nn.Module):
         return Quantized.apply(x, self.weight, self.workspaces[0], self.library)
 
 
-def make_net(library: Any) -> nn.Module:
-    """With the names that products ask for."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(OrderedDict(mlp=Linear(library))) for _ in range(LAYERS)]
-    return nn.Sequential(OrderedDict(layers=nn.Sequential(*layers)))
-
-
 def train(library: Any, product: Any) -> tuple[list[Tensor], list[int]]:
     """Gradients, and the bytes that each step offloads."""
     device = product.backend.device
     with device:
-        net = make_net(library)
+        torch.manual_seed(0)
+        layers = [nn.Sequential(OrderedDict(mlp=Linear(library))) for _ in range(LAYERS)]
+        net = nn.Sequential(OrderedDict(layers=nn.Sequential(*layers)))  # as products ask for
     net = product.inside(net)
     product.outside(net)
     moved = [0]

@@ -24,7 +24,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from pp_offload.integrations.torchtitan import OffloadAC, with_offload
 
 WORKER = Path(__file__).with_name("titan_worker.py")
-COMPILED = ["--ranks 1 --checkpoint full --compile"]
 IN_STAGES = [
     "--schedule Interleaved1F1B --checkpoint selective",
     "--schedule 1F1B --checkpoint selective --compile",
@@ -36,7 +35,7 @@ IN_STAGES = [
     [
         (1, ["--ranks 1"]),
         (2, ["--schedule 1F1B"]),
-        pytest.param(1, COMPILED, marks=pytest.mark.slow),
+        pytest.param(1, ["--ranks 1 --checkpoint full --compile"], marks=pytest.mark.slow),
         pytest.param(2, IN_STAGES, marks=pytest.mark.slow),
     ],
 )

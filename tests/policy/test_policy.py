@@ -115,7 +115,6 @@ demands = st.builds(
     st.dictionaries(places, st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 3, 9]))),
     st.frozensets(moments, max_size=4),
 )
-byte_counts = st.integers(-5, 120)
 
 
 def taken(sizes: Mapping[Place, int], moment: ChunksInFlight) -> int:
@@ -126,7 +125,7 @@ def taken(sizes: Mapping[Place, int], moment: ChunksInFlight) -> int:
     )
 
 
-@given(demands, byte_counts, st.integers(0, 40), st.integers(0, 90))
+@given(demands, st.integers(-5, 120), st.integers(0, 40), st.integers(0, 90))
 def test_what_stays_fits(demand: Demand, room: int, moving: int, hidden: int) -> None:
     stay = fitting(demand, room, moving, hidden)
     assert all(nbytes in (demand.lean[at], demand.sizes[at]) for at, nbytes in stay.items())

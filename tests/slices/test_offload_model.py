@@ -172,11 +172,6 @@ def test_layers_may_not_become_more_or_fewer(num: int) -> None:
         model(torch.ones(2, WIDTH))
 
 
-class Scalar(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum()
-
-
 HIDDEN = SimpleNamespace(mask=torch.zeros(4, 2))
 
 
@@ -185,7 +180,7 @@ HIDDEN = SimpleNamespace(mask=torch.zeros(4, 2))
     [
         (nn.Bilinear(2, 2, 2), [(4, 2), (6, 2)], r"first dimensions \[4, 6\]; expected .* one"),
         (nn.Identity(), [()], r"first dimensions \[\]; expected tensors"),
-        (Scalar(), [(4, 2)], "an output of 2 microbatches is a tensor of 0 dimensions"),
+        (nn.L1Loss(), [(4, 2)] * 2, "an output of 2 microbatches is a tensor of 0 dimensions"),
         (nn.Identity(), [(4, 2), HIDDEN], "SimpleNamespace have tensors inside .* not be cut"),
     ],
 )
