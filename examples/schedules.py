@@ -7,13 +7,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from pp_offload.simulate.schedules import (
-    LOOPED,
-    ONE_STAGE,
-    SCHEDULES,
-    V_SHAPED,
-    checked_stages,
-)
+from pp_offload.simulate.schedules import LOOPED, ONE_STAGE, SCHEDULES, V_SHAPED, checked_stages
 
 __all__ = ["LOOPED", "ONE_STAGE", "SCHEDULES", "V_SHAPED"]
 

@@ -24,9 +24,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares both lists
     from pp_offload.integrations.huggingface import (
         ActivationOffloadingMixin as ActivationOffloadingMixin,
     )
-    from pp_offload.integrations.huggingface import (
-        LayerOffloadingMixin as LayerOffloadingMixin,
-    )
+    from pp_offload.integrations.huggingface import LayerOffloadingMixin as LayerOffloadingMixin
     from pp_offload.integrations.patches import patch as patch
     from pp_offload.layers import offload_layers as offload_layers
     from pp_offload.modules import offload_modules as offload_modules

@@ -32,10 +32,7 @@ from pp_offload._checkpoint.shared import (
     checkpoint_wrapper,
 )
 from pp_offload._common.checks import brief, check_kind
-from pp_offload._common.torch_private import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-)
+from pp_offload._common.torch_private import CheckpointWrapper, apply_activation_checkpointing
 from pp_offload.backends import Backend
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)
