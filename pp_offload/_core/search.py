@@ -222,13 +222,13 @@ class Walk:
         if saved is None and hasattr(edge[0], "_raw_saved_result"):
             saved = edge[0]._raw_saved_result.data  # the operator saves its output
         if saved is not None:
-            # Once it has left, no version tells of a change before this group has used it.
-            self.has_gap |= getattr(saved, "group", None) is not self._search.group
+            # Once a tensor has left, no version tells of a change before this group has used it.
+            group = getattr(saved, "group", None)
+            self.has_gap |= type(saved) is not Resident and group is not self._search.group
             return self._leaf(saved)
         operator = operator_of(edge[0])
-        self.has_gap |= (
-            operator is not None and not operator.is_view
-        )  # views count changes together
+        if operator is not None and not operator.is_view:  # a view counts changes with its base
+            self.has_gap = True
         return self.call(*edge)
 
     def _leaf(self, packed: Any) -> Any:
