@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pp_offload._common.torch_private import NODES, assert_async, fused_rms_norm
+from pp_offload._core.geometry import Geometry, order_of
 from pp_offload.errors import OffloadError
 
 UNKNOWN: Any = object()
@@ -85,7 +86,7 @@ EPS_HAS_CHANGED = (
 
 
 class Number(NamedTuple):
-    """A number that the program passed; kernels are not chosen by it."""
+    """A number, or a tuple of them, that the program passed; kernels are not chosen by it."""
 
     value: Any
 
@@ -99,6 +100,13 @@ ALL: tuple[str, ...] = ()
 EPS_NAME = "eps"
 OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
 """Attributes that a node does not save."""
+
+NUMBERS = frozenset(
+    ["index"]
+    + [f"_saved_{name}" for name in ("index", "start", "end", "split_size", "split_sizes")]
+    + [f"_saved_{name}" for name in ("alpha", "eps", "exponent")]
+)
+"""Attributes that may differ from step to step, such as the sizes of experts."""
 
 
 PARAMETER = "parameter"
@@ -283,8 +291,7 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
         walk.guesses.append(Guess(args[1]))
         args.append(walk.guesses[-1])
     values = attributes_of(node, index)
-    walk.kind += [len(value) if type(value) is torch.Size else value for value in values]
-    walk.kind += operator.function, len(args)
+    walk.kind += [*kinds_of(values), operator.function, len(args)]
     dtype = _output(node, index).dtype if len(edges) > 1 else None
     return Call(operator.function, (*args, *values), dtype)
 
@@ -294,24 +301,41 @@ def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
     for node, index in reversed(views):
         operator = operator_of(node)
         assert operator is not None
-        output = operator.function(output, *attributes_of(node, index))
+        values = attributes_of(node, index)
+        output = operator.function(
+            output, *[each.value if type(each) is Number else each for each in values]
+        )
     return output
 
 
+def kinds_of(parts: list[Any]) -> list[Any]:
+    """Return what kernels are chosen by, of the parts of a term that are no tensors."""
+    return [_kind_of(part) for part in parts]
+
+
+def _kind_of(part: Any) -> Any:
+    if type(part) is Geometry:
+        return part.dtype, order_of(part.size, part.stride)
+    if type(part) is Number:
+        return type(part.value)
+    return len(part) if type(part) is torch.Size else part
+
+
 def attributes_of(node: Any, index: int) -> list[Any]:
-    """Return the values of the attributes of a node's operator, which is cheap."""
+    """Return the attributes of a node's operator, which is cheap."""
     operator = operator_of(node)
     assert operator is not None
     values: list[Any] = []
     for attribute in operator.attributes:
         if attribute == "index":
-            values.append(index)
+            values.append(Number(index))
         elif attribute == "shape":
             values.append(torch.Size(_output(node, index).shape))
         elif attribute == "dtype":
             values.append(_output(node, index).dtype)
         elif attribute != EPS_NAME:
-            values.append(_signed(getattr(node, attribute)))
+            value = _signed(getattr(node, attribute))
+            values.append(Number(value) if attribute in NUMBERS else value)
     return values
 
 

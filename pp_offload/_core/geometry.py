@@ -7,7 +7,9 @@ on distinct elements: a broadcast is one element, however large its shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,3 +127,14 @@ def has_new_strides(tensor: Tensor) -> bool:
             return False
         stride *= size
     return True
+
+
+def order_of(size: Sequence[int], stride: Sequence[int]) -> tuple[Any, ...]:
+    """Return in which order dimensions lie in memory, and whether each begins where the one before
+    ends; kernels that allow any size are chosen by no more.
+    """
+    order, begin = [], 1
+    for dim in sorted(range(len(size)), key=stride.__getitem__):
+        order.append((dim, size[dim] == 1, stride[dim] > begin, stride[dim] < begin))
+        begin = stride[dim] * size[dim]
+    return tuple(order)

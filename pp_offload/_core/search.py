@@ -27,10 +27,11 @@ from pp_offload._core.cheap_operators import (
     attributes_of,
     call_of,
     identity_of,
+    kinds_of,
     operator_of,
 )
 from pp_offload._core.eligibility import may_be_statistics
-from pp_offload._core.geometry import Geometry, has_new_strides, storage_bytes
+from pp_offload._core.geometry import Geometry, has_new_strides, order_of, storage_bytes
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
 
@@ -121,11 +122,13 @@ class Search:
         position = self.group.key and self.group.key.position
         kinds = [type(node) for node, _ in views]
         place = (self.group.name, position, len(self.below), _lies(first), *kinds)
-        layout: Any = ()
+        layout: list[Any] = []
         if views and type(root[0]) in (_CAST, _CLONE):  # the program chooses how their result lies
-            layout = first.shape, first.stride(), str([attributes_of(*view) for view in views])
+            for node, index in [*views, root]:
+                layout += kinds_of(attributes_of(node, index))
+                layout += [size == 1 for size in node._input_metadata[index].shape]
         walk, is_flat = Walk(self, storage, views), False
-        term = self.recipes.proved(walk.call(*root), walk, members, (*place, layout))
+        term = self.recipes.proved(walk.call(*root), walk, members, (*place, *layout))
         if term is UNKNOWN:
             walk, is_flat = Walk(self, storage, views), True
             term = self.recipes.proved(_narrowed(root[0], first, walk), walk, members, place)
@@ -256,7 +259,7 @@ class Walk:
             return UNKNOWN  # a tensor of the program; those are the dtypes of Python's numbers
         with disable_current_modes():  # which are given a number in its place
             number = Number(packed.item())
-        self.kind.append(type(number.value))
+        self.kind += kinds_of([number])
         return number
 
     def _resident(self, packed: Any) -> Any:
@@ -305,7 +308,7 @@ class Walk:
             return UNKNOWN
         if batch.sizes[saved.index] > self._most_bytes:
             return UNKNOWN
-        self.kind += batch.specs[saved.index][1], _geometry(saved)
+        self.kind += kinds_of([batch.specs[saved.index][1], _geometry(saved)])
         twin = saved.twin(group)
         twin.batch, twin.index = batch, saved.index
         self.reached.append(twin)
@@ -319,7 +322,7 @@ class Walk:
         if term is UNKNOWN or saved.restore is None:
             return term
         geometry = _geometry(saved)
-        self.kind += geometry, Geometry.on_storage_of
+        self.kind += kinds_of([geometry, Geometry.on_storage_of])
         return Call(Geometry.on_storage_of, (geometry, term))
 
     def _again(self, term: Any) -> Any:
@@ -332,10 +335,8 @@ class Walk:
                 residents = self._search.recipes.eligibility.residents
                 self.has_parameter |= residents.has(term.tensor.untyped_storage())
                 self._note(term.tensor)
-            elif kind is Number:
-                self.kind.append(type(term.value))
             else:
-                self.kind.append(len(term) if kind is torch.Size else term)
+                self.kind += kinds_of([term])
             return term
         self._num_calls += 1
         if self._num_calls > MOST_CALLS:
@@ -355,7 +356,7 @@ def _lies(tensor: Tensor) -> Any:
     may be contiguous in several ways, and a convolution chooses its kernel by the strides.
     """
     is_plain = tensor.is_contiguous() and (1 not in tensor.shape or has_new_strides(tensor))
-    return is_plain or (tensor.shape, tensor.stride())
+    return is_plain or order_of(tensor.shape, tensor.stride())
 
 
 def _is_of_parameter(edge: Any) -> bool:
@@ -370,7 +371,7 @@ def _is_of_parameter(edge: Any) -> bool:
 
 
 def _geometry(saved: Saved) -> Any:
-    """Return the layout of a tensor in its payload, as a value to compare."""
+    """Return the layout of a tensor in its payload."""
     restore = saved.restore
     return getattr(restore, "__self__", None) or getattr(restore, "args", type(restore))
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadError, SavedTensorModifiedError, VerifyError
 from pp_offload._core import cheap_operators as operators
-from pp_offload._core.recipes import Sums
+from pp_offload._core.recipes import Recipes, Sums
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
 
@@ -131,7 +131,8 @@ OPERATORS: dict[str, Make] = {
     "rotary": rotated,
     "deep": lambda a, b: torch.tanh(-(a * b) + a.sigmoid()) * 2,
     "of a part": lambda a, b: F.gelu(a.chunk(2, -1)[1]),
-    "of a transposed": lambda a, b: F.silu(a.view(2, 3, COLUMNS).transpose(0, 1)),
+    "of a transposed": lambda a, b: F.silu(a.view(2, -1, COLUMNS).transpose(0, 1)),
+    "of an expert": lambda a, b: F.silu(a.t().split([3, 5])[1]).split([len(a) - 3, 3], 1)[0].exp(),
     "of one unbound": lambda a, b: F.silu(a.unbind()[2]),
 }
 
@@ -143,7 +144,9 @@ OF_BFLOAT16: dict[str, Make] = {
 }
 
 
-def program(make: Make, dtype: torch.dtype = torch.float32) -> Callable[[bool], list[Tensor]]:
+def program(
+    make: Make, dtype: torch.dtype = torch.float32, num_rows: int = ROWS
+) -> Callable[[bool], list[Tensor]]:
     """Two layers, in groups of their own, which save what ``make`` gives and what it is given."""
 
     def layer(x: Tensor) -> Tensor:
@@ -154,7 +157,7 @@ def program(make: Make, dtype: torch.dtype = torch.float32) -> Callable[[bool], 
 
     def run(is_on: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        x = drawn(ROWS, COLUMNS).to(dtype).requires_grad_()
+        x = drawn(num_rows, COLUMNS).to(dtype).requires_grad_()
         h = x
         for _ in range(2):
             h = group(h, layer, is_on)
@@ -198,6 +201,21 @@ def one_group(
 
 def saved_bytes(num_tensors: int) -> int:
     return num_tensors * ROWS * COLUMNS * 4
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, *OF_BFLOAT16])
+def test_other_lengths_are_not_tried_again(name: str) -> None:
+    """A trial waits for the device, and texts have any length."""
+    make = (OPERATORS | OF_BFLOAT16)[name]
+    dtype = torch.bfloat16 if name in OF_BFLOAT16 else torch.float32
+    trials = patch.object(Recipes, "_try", autospec=True, side_effect=Recipes._try)
+    with session("late", rematerialize="cheap"), trials as tried:
+        for step in range(5):
+            before = tried.call_count
+            run = program(make, dtype, 6 + 2 * step)
+            begin_step()
+            assert_same(run(True), run(False), f"step {step}")
+            assert (tried.call_count > before) == (step == 0)
 
 
 def test_what_a_chain_begins_with_is_copied_once_and_nothing_else() -> None:
