@@ -26,8 +26,9 @@ NOTE [ Never another bit ]
 
 NOTE [ Parameters ]
     FSDP empties the storage of a parameter when a forward is over, and fills it for a backward
-    that may come after the one that needs the recipe; an optimizer may run in between. So a recipe
-    has a copy of a parameter, made once in a step.
+    that may come after the one that needs the recipe; an optimizer may run in between. So recipes
+    have a copy of a parameter, which they share within a step. It goes with the last of them: a
+    fused optimizer may follow then, which counts no change.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -208,7 +210,7 @@ class Recipes:
     """Finds recipes.
 
     Attributes:
-        copies: Copies of parameters made in this step.
+        copies: Copies of parameters made in this step, as long as recipes have them.
         is_planned: Whether a plan may choose which groups stay.
         may_reach: Whether recipes may need what earlier groups saved. False with a disk: from
             there it could come back too late.
@@ -223,7 +225,7 @@ class Recipes:
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
         self._has_steps = False
-        self.copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
+        self.copies: WeakValueDictionary[Any, Resident] = WeakValueDictionary()
 
     def go_on_as(self, old: Recipes) -> None:
         """Take over the proofs of an earlier epoch."""
@@ -352,13 +354,14 @@ class Recipes:
         storage = tensor.untyped_storage()
         if not self.eligibility.residents.has(storage):
             return resident
-        key = storage._cdata, Geometry.of(tensor), tensor._version
-        of, copy = self.copies.get(key, (None, resident))
-        if of is None or of() is not storage:  # another storage may have the address by now
+        # A weak reference is no key of another storage, which may have the same address by now.
+        key = weakref.ref(storage), Geometry.of(tensor), tensor._version
+        copy = self.copies.get(key)
+        if copy is None:
             with torch.no_grad():
                 copy = Resident(tensor.detach().clone())
             if self._has_steps:  # else no call tells when parameters change
-                self.copies[key] = weakref.ref(storage), copy
+                self.copies[key] = copy
         return copy
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import UntypedStorage
 
@@ -22,7 +23,7 @@ from pp_offload._core.batch import Batch
 from pp_offload._core.cheap_operators import Call
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
-from pp_offload._core.keys import GroupKey, Place
+from pp_offload._core.keys import Place
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
@@ -58,8 +59,8 @@ class NumberEngine(Engine):
         self.collected = Payloads()
         """Payloads of the group that is closed next."""
 
-        self.copied: set[Place] = set()
-        """Places of groups whose copies of parameters were made in this step."""
+        self.copied: WeakValueDictionary[Place, Held] = WeakValueDictionary()
+        """Copies of parameters that recipes of a group have, by its place; from this step only."""
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -181,16 +182,22 @@ class NumberChunk(Chunk):
                 payloads.views.append(len(payloads.sizes))
             payloads.add(each[0].here, each, storage)
         if recipes:
-            payloads.chosen = Chosen(recipes, reached, partial(self._copy_parameters, group.key))
+            copy = partial(self._copy_parameters, group.key.place, recipes)
+            payloads.chosen = Chosen(recipes, reached, copy)
         return payloads
 
-    def _copy_parameters(self, key: GroupKey) -> None:
-        copied = self._engine.copied
-        copies = self.tape.groups[key.position].copies
-        if copies is not None and key.place not in copied:
-            copied.add(key.place)
+    def _copy_parameters(self, place: Place, recipes: list[Any]) -> None:
+        copies = self.tape.groups[place.position].copies
+        if copies is None:
+            return
+        copied = self._engine.copied.get(place)
+        if copied is None:
             self._device.run(copies.seconds)
             self._device.memory.pass_by(copies.nbytes, copies.nbytes)
+            copied = Held(self._device.memory, copies.nbytes)
+            self._engine.copied[place] = copied
+        for recipe, *_ in recipes:
+            recipe.term = recipe.term._replace(args=(copied,))
 
     def _term(
         self,
@@ -224,7 +231,9 @@ def _storage(nbytes: int) -> UntypedStorage:
     return UntypedStorage(nbytes, device="meta")
 
 
-def _computed(device: NumberDevice, again: Sequence[Event], leaves: Sequence[Saved]) -> Any:
+def _computed(
+    device: NumberDevice, again: Sequence[Event], leaves: Sequence[Saved], *_: Held
+) -> Any:
     """Compute a payload again. Its output owns the memory that is in use at the end."""
     given: dict[tuple[int, int], Any] = {}
     asked, nbytes = iter(leaves), 0

@@ -203,7 +203,7 @@ class Recorder(Observer):
     def _note_copies(self, group: Group, position: int) -> None:
         """Note the copies of parameters that were made for a group's recipes."""
         copies = group.engine.recipes.copies.values() if group.engine.recipes else ()
-        made = [self._take_out(copy.tensor) for _, copy in copies]
+        made = [self._take_out(copy.tensor) for copy in copies]
         stretch = Stretch.joined(each for each in made if each is not None)
         if stretch.seconds:
             self.chunk.copies[position] = stretch

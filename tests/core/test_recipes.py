@@ -699,6 +699,27 @@ def test_a_parameter_is_gone_until_the_backward_of_its_norm() -> None:
     check(one_group(compute, weight, behind=empty), verify=True)
 
 
+def test_a_fused_optimizer_counts_no_change() -> None:
+    """Several of its steps may come before the engine's next one."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        weight = nn.Parameter(drawn(COLUMNS, seed=1))
+        optimizer, results = torch.optim.SGD([weight], lr=1.0, fused=True), []
+        for _ in range(3):
+            begin_microbatch()
+            x = drawn(ROWS, COLUMNS).requires_grad_()
+            y = group(x, lambda x: F.layer_norm(x.sin(), (COLUMNS,), weight).square(), is_on)
+            y.sum().backward()
+            results += [*gradients(x), weight.grad.clone()]
+            optimizer.step()
+        return results
+
+    with session(rematerialize="cheap"):
+        for step in range(3):
+            begin_step()
+            assert_same(run(True), run(False), f"step {step}")
+
+
 def test_a_parameter_where_another_one_was() -> None:
     """Within a step its memory, and the address of its storage, are used again."""
     with session(rematerialize="cheap") as manager:
