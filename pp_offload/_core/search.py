@@ -127,8 +127,9 @@ class Search:
             for node, index in [*views, root]:
                 layout += kinds_of(attributes_of(node, index))
                 layout += [size == 1 for size in node._input_metadata[index].shape]
+        place = *place, *layout
         walk, is_flat = Walk(self, storage, views), False
-        term = self.recipes.proved(walk.call(*root), walk, members, (*place, *layout))
+        term = self.recipes.proved(walk.call(*root), walk, members, place)
         if term is UNKNOWN:
             walk, is_flat = Walk(self, storage, views), True
             term = self.recipes.proved(_narrowed(root[0], first, walk), walk, members, place)

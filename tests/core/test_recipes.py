@@ -494,6 +494,13 @@ def permuted(a: Tensor, late: bool) -> Tensor:
     return narrow.permute((0, 2, 3, 1) if late else (0, 1, 2, 3)).square().float()
 
 
+def repeated(a: Tensor, late: bool) -> Tensor:
+    head = a[:, :1, 0].sin()
+    if late:
+        head = head.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    return head.expand(3, 4, 9).clone().permute((2, 1, 0) if late else (0, 1, 2)).square()
+
+
 def with_a_scalar(a: Tensor, late: bool) -> Tensor:
     return (a + SCALARS[late]).square()
 
@@ -502,7 +509,7 @@ SCALARS = [-nn.Parameter(torch.tensor(0.3)).exp(), nn.Parameter(torch.tensor(0.3
 """Made outside of groups: tensors that are saved nowhere, and no numbers of Python."""
 
 
-@pytest.mark.parametrize("compute", [of_one_channel, permuted, with_a_scalar])
+@pytest.mark.parametrize("compute", [of_one_channel, permuted, repeated, with_a_scalar])
 def test_what_a_later_step_does_otherwise_is_no_recipe_of_before(
     compute: Callable[[Tensor, bool], Tensor],
 ) -> None:
