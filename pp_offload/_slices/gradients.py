@@ -72,7 +72,7 @@ class Settle(torch.autograd.Function):
     def forward(ctx: Any, gradients: Gradients, parameter: Tensor) -> Tensor:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        return parameter
+        return parameter.detach()  # without its grad_dtype: a cast must come behind this backward
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:

@@ -68,7 +68,6 @@ class OnDevice:
         self._gradients = Gradients(run.cache.copies, self._slice.label)
         self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
         self._loaded = loaded
-        self._versions = [tensor._version for tensor in loaded]
         self._tensors: Sequence[Tensor] | None = self._joined(loaded)
 
     def _joined(self, loaded: Sequence[Tensor]) -> list[Tensor]:
@@ -94,16 +93,7 @@ class OnDevice:
         return self._slice.compute(tensors, call)
 
     def release(self, *, is_needed: bool = False) -> None:
-        """Drop the device tensors. With ``is_needed``, note that backward will need the slice.
-
-        Raises:
-            OffloadError: The layers changed a parameter in place.
-        """
-        if self._versions != [tensor._version for tensor in self._loaded]:
-            raise OffloadError(
-                f"{self._slice.label} changed one of its parameters in place in its forward, which "
-                "would be lost: it computes with a copy; make it a buffer"
-            )
+        """Drop the device tensors. With ``is_needed``, note that backward will need the slice."""
         self._loaded, self._tensors = (), None
         if is_needed and self._slice.parameters:
             self._run.needed.add(self._index)

@@ -65,19 +65,30 @@ class Slice:
         """Return the result of ``call`` while ``tensors[i]`` replaces parameter ``i`` everywhere.
 
         The values of ``more`` are exchanged as well, and ``pack``, if given, saves tensors.
+
+        Raises:
+            OffloadError: The layers changed a parameter, or put another in its place.
         """
+        stamps = list(map(stamp, tensors))
         exchanges = [(values, {name: tensors[i]}) for values, name, i in self.places]
         exchanges += more
         before = [(values, {name: values[name] for name in new}) for values, new in exchanges]
         try:
             for values, new in exchanges:
                 values.update(new)
-            return saving(pack, call)
+            output = saving(pack, call)
+            stand = all([values.get(name) is tensors[i] for values, name, i in self.places])
+            if not stand or stamps != list(map(stamp, tensors)):
+                raise OffloadError(
+                    f"{self.label} changed one of its parameters in its forward, which would be "
+                    "lost: it computes with a copy; make it a buffer"
+                )
+            return output
         finally:
             deque(starmap(dict.update, before), maxlen=0)  # see NOTE [ Interrupts ]
 
 
-def stamp(parameter: Parameter) -> tuple[int, int]:
+def stamp(parameter: Tensor) -> tuple[int, int]:
     """Return a value that changes when a parameter is written, except through ``.data``."""
     return parameter._version, parameter.data_ptr()
 

@@ -306,25 +306,46 @@ def test_a_parameter_has_its_attributes_in_a_forward(active: Backend, offload: O
 
 
 class Writes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.scale.clamp_(max=0.5)
+            if self.how == "in place":
+                self.scale.clamp_(max=0.5)
+            elif self.how == "other memory":
+                self.scale.data = x.std(0)
+            else:
+                self.scale = nn.Parameter(x.std(0))
         return x * self.scale
 
 
 @both_ways
+@pytest.mark.parametrize("how", ["in place", "other memory", "another"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_a_layer_that_writes_its_parameters_is_an_error(
-    active: Backend, offload: Offload, mode: Any
+    active: Backend, offload: Offload, how: str, mode: Any
 ) -> None:
-    model, _ = offload(nn.Sequential(*mlp(2), Writes()), active)
-    with mode(), pytest.raises(OffloadError, match="changed one of its parameters in place"):
+    model, _ = offload(nn.Sequential(*mlp(2), Writes(how)), active)
+    with mode(), pytest.raises(OffloadError, match="changed one of its parameters in its forward"):
         model(input_for(active))
     assert torch.equal(list(model.parameters())[-1], torch.ones(WIDTH))
+
+
+@both_ways
+@on_two_backends
+def test_gradients_of_another_dtype_than_the_parameter(active: Backend, offload: Offload) -> None:
+    layers = mlp(3).bfloat16()
+    if not hasattr(layers[0][0].weight, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    plain, model, _ = plain_and_offloaded(layers, offload, active)
+    for parameter in [*plain.parameters(), *model.parameters()]:
+        parameter.grad_dtype = torch.float32
+    for network in (plain, model):
+        network(input_for(active).bfloat16()).sum().backward()
+    assert same_bits(*[[p.grad.cpu() for p in each.parameters()] for each in (plain, model)])
 
 
 @both_ways
