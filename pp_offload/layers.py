@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pp_offload._common.checks import check_count, check_flag, check_kind, near
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.checks import check_device, check_waiting, waiting_parameters
-from pp_offload._slices.offloaded_layers import OffloadedLayers, install, is_offloaded
+from pp_offload._slices.offloaded_layers import OffloadedLayers, install, offloaded_in
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
@@ -185,7 +185,7 @@ def _check_model(model: Module, layers: dict[str, Module]) -> None:
             "is; expected a plain module; call offload_layers() before it is wrapped, which works "
             "where all parameters are on one device"
         )
-    taken = [name for name, layer in layers.items() if is_offloaded(layer)]
+    taken = [name for name, layer in layers.items() if offloaded_in(layer)]
     if taken:
         raise OffloadError(
             f"layers {taken} wait on the host already; expected each to be given once; close() the "

@@ -244,7 +244,7 @@ class StreamedForward:
         """Stand in for ``Module._apply``, so that ``to`` does not move what waits on the host.
 
         Raises:
-            OffloadError: ``fn`` changes the dtype.
+            OffloadError: ``fn`` changes the dtype, or the memory format.
         """
         parameters = self.places.parameters()
         ids = {id(tensor) for p in parameters for tensor in (p, p.grad)}
@@ -252,12 +252,14 @@ class StreamedForward:
         def apply(tensor: Tensor) -> Tensor:
             if id(tensor) not in ids:
                 return fn(tensor)
-            dtype = fn(tensor.new_empty(())).dtype
-            if dtype == tensor.dtype:
+            like = tensor.new_empty((2,) * tensor.dim())
+            new = fn(like)
+            if new.dtype == like.dtype and new.stride() == like.stride():
                 return tensor
             raise OffloadError(
-                f"a parameter that waits on the host has {tensor.dtype}, and the model is turned "
-                f"into {dtype}; expected the same; convert it before offload_layers()"
+                f"a parameter that waits on the host has {like.dtype} and a memory format, and the "
+                f"model is turned into {new.dtype}, or another format; expected the same; convert "
+                "it before offload_layers()"
             )
 
         kind: Any = type(self._layer)
@@ -283,12 +285,15 @@ def install(
     """Move waiting parameters to the host and all else to the device; give each layer its forward.
 
     Layers run in the forwards of the modules ``around``; ``waiting`` has the ids of parameters.
+    Those of another handle's layers stay on the host.
     """
     device = cache.copies.backend.device
+    others = [p for other in offloaded_in(model) for p in other.places.parameters()]
+    on_host = {*waiting, *map(id, others)}
     places = [Places(name, layer, lambda p: id(p) in waiting) for name, layer in layers.items()]
     move_to_host([place.parameters() for place in places], cache.copies)
     for parameter in model.parameters():
-        if id(parameter) not in waiting and parameter.device != device:
+        if id(parameter) not in on_host and parameter.device != device:
             move(parameter, parameter.detach().to(device))
     move_buffers(model, device)
     usual = [number for number, place in enumerate(places) if place.parameters()]
@@ -317,7 +322,8 @@ def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def is_offloaded(layer: Module) -> bool:
-    """Whether a parameter of a layer waits on the host."""
-    applies = [vars(module).get("_apply") for module in layer.modules()]
-    return any(isinstance(getattr(method, "__self__", None), StreamedForward) for method in applies)
+def offloaded_in(module: Module) -> list[StreamedForward]:
+    """Return the forwards of layers in a module whose parameters wait on the host."""
+    applies = [vars(part).get("_apply") for part in module.modules()]
+    owners = [getattr(method, "__self__", None) for method in applies]
+    return [owner for owner in owners if isinstance(owner, StreamedForward)]

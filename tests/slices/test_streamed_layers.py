@@ -156,12 +156,30 @@ def test_a_model_that_is_moved_keeps_its_layers_on_the_host(active: Backend) -> 
     assert same_training(plain, model, active)
     with pytest.raises(OffloadError, match="turned into torch.float64"):
         model.double()
+    with pytest.raises(OffloadError, match="or another format"):
+        model._apply(lambda weight: weight.mT.contiguous().mT)
     handle.close()
     moved(model, active.device)
     moved(plain, active.device)
     assert {p.device for p in model.parameters()} == {active.device}
     assert same_training(plain, model, active), "it is a plain model again"
     model.double()
+
+
+@on_two_backends
+def test_two_lists_in_two_calls(active: Backend) -> None:
+    """What the first call moved to the host stays there."""
+
+    def each(model: nn.Module, backend: Backend) -> Offloaded:
+        handles = [
+            offload_layers(model, name, backend=backend) for name in ("0.layers", "1.layers")
+        ]
+        return model, handles[0]
+
+    plain, model, _ = plain_and_offloaded(nn.Sequential(stack(2), stack(3)), each, active)
+    for part in model:
+        assert {weight.device.type for weight in part.layers.parameters()} == {"cpu"}
+    assert same_training(plain, model, active)
 
 
 def test_when_it_is_closed_the_model_is_as_it_was() -> None:
