@@ -277,6 +277,8 @@ class Walk:
             if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
                 return UNKNOWN
             self.has_parameter = True
+            # A program may change a buffer through .data, also before its copy is made.
+            self.has_gap |= not isinstance(tensor, Parameter)
         self._note(tensor)
         return packed
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -186,7 +185,9 @@ class PlainCopies:
 
     def __del__(self) -> None:
         """Wait for copies that may still write memory freed with this: no stream does."""
-        with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
+        try:  # not suppress(), which Python may have cleared at exit
             if not self.backend.is_capturing:
                 for copy in self._under_way:
                     copy.end().synchronize()
+        except Exception:
+            pass  # a copy that failed is over; at exit, the driver may be gone

@@ -440,6 +440,29 @@ def test_an_unsaved_tensor_that_changes_in_place_is_refused_once(
         assert_idle(manager)
 
 
+def test_a_buffer_that_its_module_changes_unseen_is_refused_once() -> None:
+    """Behind its use, and before the copy that a recipe has of it is made."""
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        scale = torch.ones(1, COLUMNS)
+        off_interface.mark_not_offloadable(scale)
+
+        def compute(x: Tensor) -> Tensor:
+            h = x.sin()
+            y = h * scale
+            scale.data.copy_(drawn(COLUMNS) if step > 1 else scale)
+            return y.square() + h.square()
+
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        return [*torch.autograd.grad(group(x, compute, is_on).sum(), x)]
+
+    with session("late", rematerialize="cheap"):
+        for step in range(5):
+            begin_step()
+            with pytest.raises(OffloadError) if step == 2 else nullcontext():
+                assert_same(run(True, step), run(False, step), f"step {step}")
+
+
 @pytest.mark.parametrize("change", [torch.neg, torch.fliplr, lambda x: x.roll(32, 1)])
 @pytest.mark.parametrize("shape", [(64, 64), (5, 7)])
 def test_sums_tell_what_moved_and_what_changed_its_sign(
