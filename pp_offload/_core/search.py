@@ -216,8 +216,11 @@ class Walk:
             if type(packed) is Resident:
                 if edge[0] is None and may_be_statistics(packed.tensor):
                     return UNKNOWN  # its kernels write it and count no change
+                residents = self._search.recipes.eligibility.residents
                 if _is_of_parameter(edge):
-                    self._search.recipes.eligibility.residents.add(packed.tensor)
+                    residents.add(packed.tensor)
+                elif packed.tensor in residents and not isinstance(packed.tensor, Parameter):
+                    return UNKNOWN  # a buffer, which its module may change through .data
             if packed is not None:
                 return self._leaf(packed)
         if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
@@ -277,8 +280,6 @@ class Walk:
             if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
                 return UNKNOWN
             self.has_parameter = True
-            # A program may change a buffer through .data, also before its copy is made.
-            self.has_gap |= not isinstance(tensor, Parameter)
         self._note(tensor)
         return packed
 
