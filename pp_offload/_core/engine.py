@@ -113,8 +113,6 @@ class Engine:
         for storage in self.shared.repeated():
             self.eligibility.residents.add_storage(storage)
         self.shared.clear()
-        if self.recipes is not None:
-            self.recipes.forget_copies()
 
     def go_on_as(self, old: Engine) -> None:
         """Take over from ``old``: its marked storages, its proofs, and whether it is enabled."""

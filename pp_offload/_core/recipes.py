@@ -26,9 +26,9 @@ NOTE [ Never another bit ]
 
 NOTE [ Parameters ]
     FSDP empties the storage of a parameter when a forward is over, and fills it for a backward
-    that may come after the one that needs the recipe; an optimizer may run in between. So recipes
-    have a copy of a parameter, which they share within a step. It goes with the last of them: a
-    fused optimizer may follow then, which counts no change.
+    that may come after the one that needs the recipe; an optimizer may run in between. So the
+    recipes of a group have a copy of a parameter. No other group shares it: a fused optimizer,
+    which counts no change, may have run before that one's forward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -199,18 +198,19 @@ class Chosen(NamedTuple):
         recipes: Each recipe, the saved tensors it gives, and the storage that they are views of.
         reached: Inputs that left with other groups.
         copy_parameters: To be called before the group leaves: see NOTE [ Parameters ].
+        copies: The copies of parameters that it makes.
     """
 
     recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]
     reached: list[Saved]
     copy_parameters: Callable[[], None]
+    copies: dict[Any, Resident]
 
 
 class Recipes:
     """Finds recipes.
 
     Attributes:
-        copies: Copies of parameters made in this step, as long as recipes have them.
         is_planned: Whether a plan may choose which groups stay.
         may_reach: Whether recipes may need what earlier groups saved. False with a disk: from
             there it could come back too late.
@@ -224,8 +224,6 @@ class Recipes:
         self.refuses_gaps = False
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
-        self._has_steps = False
-        self.copies: WeakValueDictionary[Any, Resident] = WeakValueDictionary()
 
     def go_on_as(self, old: Recipes) -> None:
         """Take over the proofs of an earlier epoch."""
@@ -234,10 +232,6 @@ class Recipes:
 
     def _refuse_gaps(self) -> None:
         self.refuses_gaps = True
-
-    def forget_copies(self) -> None:
-        self._has_steps = True
-        self.copies.clear()
 
     def choose(self, group: Any, saved: ByStorage) -> Chosen | None:
         """Remove what recipes give from ``saved``, and add the recipes' inputs to it."""
@@ -262,11 +256,13 @@ class Recipes:
             recipes.append((recipe, members, storage))
             if has_parameter:
                 of_parameters.append(recipe)
-        return Chosen(recipes, search.reached, partial(self._copy_parameters, of_parameters))
+        copies: dict[Any, Resident] = {}
+        copy = partial(self._copy_parameters, copies, of_parameters)
+        return Chosen(recipes, search.reached, copy, copies)
 
-    def _copy_parameters(self, recipes: list[Recipe]) -> None:
+    def _copy_parameters(self, copies: dict[Any, Resident], recipes: list[Recipe]) -> None:
         for recipe in recipes:
-            recipe.term = recipe.term.with_leaves(self._copied)
+            recipe.term = recipe.term.with_leaves(partial(self._copied, copies))
 
     def proved(self, term: Any, walk: Walk, members: list[Saved], place: Any) -> Any:
         """Return the term if it gives the same bits, else UNKNOWN: NOTE [ Never another bit ]."""
@@ -346,23 +342,15 @@ class Recipes:
             payload = mover.seen(batch, leaf.index)
         return payload if leaf.restore is None else leaf.restore(payload)
 
-    def _copied(self, resident: Any) -> Any:
-        """Return a copy of a parameter, or ``resident`` itself; see NOTE [ Parameters ]."""
-        if type(resident) is not Resident:
-            return resident
-        tensor = resident.tensor
-        storage = tensor.untyped_storage()
-        if not self.eligibility.residents.has(storage):
-            return resident
-        # A weak reference is no key of another storage, which may have the same address by now.
-        key = weakref.ref(storage), Geometry.of(tensor), tensor._version
-        copy = self.copies.get(key)
-        if copy is None:
+    def _copied(self, copies: dict[Any, Resident], leaf: Any) -> Any:
+        """Return a copy of a parameter, or ``leaf`` itself; see NOTE [ Parameters ]."""
+        if type(leaf) is not Resident or leaf.tensor not in self.eligibility.residents:
+            return leaf
+        key = leaf.tensor.untyped_storage()._cdata, Geometry.of(leaf.tensor)
+        if key not in copies:
             with torch.no_grad():
-                copy = Resident(tensor.detach().clone())
-            if self._has_steps:  # else no call tells when parameters change
-                self.copies[key] = copy
-        return copy
+                copies[key] = Resident(leaf.tensor.detach().clone())
+        return copies[key]
 
 
 _REFUSED = object()

@@ -112,7 +112,7 @@ class Saved:
 class Resident:
     """A saved tensor that stays on the device."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # An alias, but for a leaf Parameter, which has no graph and is itself what operators want.

@@ -43,8 +43,8 @@ memory is some fifty times as fast as the link.
 MOST_LARGER = 4
 """An input may be this many times as large as the tensor."""
 
-MOST_COPIED = 2**22
-"""Bytes of the largest parameter that recipes may copy in each step."""
+SHARE_COPIED = 1 / 4
+"""Share of a tensor's bytes that a parameter may have, of which its recipe has a copy."""
 
 
 class Narrow(NamedTuple):
@@ -277,7 +277,7 @@ class Walk:
             return UNKNOWN  # its owner emptied it, as FSDP does behind a module's forward
         if recipes.eligibility.residents.has(tensor.untyped_storage()):
             # A copy of a tensor with gaps has other strides; a kernel may round otherwise.
-            if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
+            if tensor.nbytes > SHARE_COPIED * self._storage.nbytes() or not tensor.is_contiguous():
                 return UNKNOWN
             self.has_parameter = True
         self._note(tensor)

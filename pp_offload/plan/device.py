@@ -45,7 +45,7 @@ class Bytes:
 class Held:
     """Device memory, already counted, which is freed with the last reference to this object."""
 
-    __slots__ = ("__weakref__", "_memory", "_nbytes")
+    __slots__ = ("_memory", "_nbytes")
 
     def __init__(self, memory: Bytes, nbytes: int) -> None:
         self._memory = memory

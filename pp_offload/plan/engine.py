@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch import UntypedStorage
 
@@ -23,7 +22,6 @@ from pp_offload._core.batch import Batch
 from pp_offload._core.cheap_operators import Call
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
-from pp_offload._core.keys import Place
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
@@ -58,13 +56,6 @@ class NumberEngine(Engine):
         self.recipes = None  # tapes contain the recipes
         self.collected = Payloads()
         """Payloads of the group that is closed next."""
-
-        self.copied: WeakValueDictionary[Place, Held] = WeakValueDictionary()
-        """Copies of parameters that recipes of a group have, by its place; from this step only."""
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.copied.clear()
 
     def _collected(self, group: Group) -> Payloads:
         payloads, self.collected = self.collected, Payloads()
@@ -182,22 +173,18 @@ class NumberChunk(Chunk):
                 payloads.views.append(len(payloads.sizes))
             payloads.add(each[0].here, each, storage)
         if recipes:
-            copy = partial(self._copy_parameters, group.key.place, recipes)
-            payloads.chosen = Chosen(recipes, reached, copy)
+            copy = partial(self._copy_parameters, group.key.position, recipes)
+            payloads.chosen = Chosen(recipes, reached, copy, {})
         return payloads
 
-    def _copy_parameters(self, place: Place, recipes: list[Any]) -> None:
-        copies = self.tape.groups[place.position].copies
-        if copies is None:
-            return
-        copied = self._engine.copied.get(place)
-        if copied is None:
+    def _copy_parameters(self, position: int, recipes: list[Any]) -> None:
+        copies = self.tape.groups[position].copies
+        if copies is not None:
             self._device.run(copies.seconds)
             self._device.memory.pass_by(copies.nbytes, copies.nbytes)
             copied = Held(self._device.memory, copies.nbytes)
-            self._engine.copied[place] = copied
-        for recipe, *_ in recipes:
-            recipe.term = recipe.term._replace(args=(copied,))
+            for recipe, *_ in recipes:
+                recipe.term = recipe.term._replace(args=(copied,))
 
     def _term(
         self,

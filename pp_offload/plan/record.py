@@ -265,15 +265,15 @@ class _StageNotes:
             ValueError: Microbatches have other groups.
         """
         first, last, events_of = self.chunks[0], self.chunks[-1], recorder.events_of
-        if first.groups != last.groups or first.payloads != last.payloads:
+        names = [[group.name for group in chunk.groups] for chunk in (first, last)]
+        if names[0] != names[1] or first.payloads != last.payloads:
             raise ValueError(
                 f"the groups of stage {stage} differ between its first two microbatches, expected "
                 "the same names and sizes"
             )
-        copies = first.copies  # made once in a step
         forward = events_of(self.actions.pop("FORWARD")[-1])
         return Tape(
-            groups=tuple(each._replace(copies=copies.get(i)) for i, each in enumerate(last.groups)),
+            groups=tuple(last.groups),
             payloads=last.payloads_of_groups(),
             source_bytes=tuple(last.source_bytes),
             forward=forward,

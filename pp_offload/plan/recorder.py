@@ -59,9 +59,6 @@ class ChunkNotes:
         self.recipes: dict[int, tuple[Event, ...]] = {}
         """Events of each payload that is computed again, when it was computed last."""
 
-        self.copies: dict[int, Stretch] = {}
-        """Copies of parameters, by position of the group whose recipes needed them first."""
-
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
         """First payload of each place in a batch."""
 
@@ -169,7 +166,7 @@ class Recorder(Observer):
             self._raw.append(end)
             return
         made = {index: self._take_out(payloads.tensors[index]) for index in payloads.gathered}
-        self._note_copies(group, group.key.position)
+        copies = self._take_out_copies(payloads)
         self._raw.append(end)  # before sources are freed: the payloads still hold them
         first = len(self.chunk.payloads)
         recipes = payloads.chosen.recipes if payloads.chosen else []
@@ -198,15 +195,13 @@ class Recorder(Observer):
             for saved in members:
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
         num = len(self.chunk.payloads)
-        self.chunk.groups[end.number] = GroupTape(group.name, tuple(range(first, num)))
+        self.chunk.groups[end.number] = GroupTape(group.name, tuple(range(first, num)), copies)
 
-    def _note_copies(self, group: Group, position: int) -> None:
-        """Note the copies of parameters that were made for a group's recipes."""
-        copies = group.engine.recipes.copies.values() if group.engine.recipes else ()
+    def _take_out_copies(self, payloads: Payloads) -> Stretch | None:
+        """Take out the notes of how copies of parameters were made for a group's recipes."""
+        copies = payloads.chosen.copies.values() if payloads.chosen else ()
         made = [self._take_out(copy.tensor) for copy in copies]
-        stretch = Stretch.joined(each for each in made if each is not None)
-        if stretch.seconds:
-            self.chunk.copies[position] = stretch
+        return Stretch.joined(each for each in made if each is not None) if made else None
 
     def _take_out(self, tensor: Tensor) -> Stretch | None:
         """Take out the notes of how a tensor was made; None if this forward did not make it."""

@@ -48,7 +48,7 @@ class GroupTape(NamedTuple):
     """Numbers of the tape's payloads, first saved first."""
 
     copies: Stretch | None = None
-    """Copies of parameters that recipes need, made once in a step if the group leaves."""
+    """Copies of parameters that recipes need, made if the group leaves."""
 
 
 class Stretch(NamedTuple):
