@@ -201,6 +201,7 @@ _NAMED = {
     # Views
     "View": Operator(torch.reshape, attributes=("shape",), is_view=True),
     "UnsafeView": Operator(torch.reshape, attributes=("shape",), is_view=True),
+    "ReshapeAlias": Operator(torch.reshape, attributes=("shape",), is_view=True),
     "Unsqueeze": Operator(torch.reshape, attributes=("shape",), is_view=True),
     "Expand": Operator(torch.broadcast_to, attributes=("shape",), is_view=True),
     "T": Operator(torch.t, is_view=True),

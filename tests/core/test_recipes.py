@@ -71,9 +71,11 @@ def all_stay() -> Iterator[None]:
         yield
 
 
-def copied(run: Callable[[bool], object], rematerialize: str, **options: Any) -> int:
+def copied(
+    run: Callable[[bool], object], rematerialize: str, kind: str = "late", **options: Any
+) -> int:
     """Bytes that a step copies."""
-    with session("late", rematerialize=rematerialize, **options) as manager:
+    with session(kind, rematerialize=rematerialize, **options) as manager:
         begin_step()
         run(True)
         return manager.statistics().bytes_offloaded
@@ -132,6 +134,7 @@ OPERATORS: dict[str, Make] = {
     "deep": lambda a, b: torch.tanh(-(a * b) + a.sigmoid()) * 2,
     "of a part": lambda a, b: F.gelu(a.chunk(2, -1)[1]),
     "of a transposed": lambda a, b: F.silu(a.view(2, -1, COLUMNS).transpose(0, 1)),
+    "of a reshaped": lambda a, b: a.t().reshape(2, 4, -1).exp(),
     "of an expert": lambda a, b: F.silu(a.t().split([3, 5])[1]).split([len(a) - 3, 3], 1)[0].exp(),
     "of one unbound": lambda a, b: F.silu(a.unbind()[2]),
 }
@@ -171,13 +174,17 @@ def program(
     ("kind", "name"),
     [
         *(("late", name) for name in OPERATORS | OF_BFLOAT16),
-        *(("threads", name) for name in ("deep", "native dropout", *OF_BFLOAT16)),
+        *(("threads", name) for name in ("deep", "of a reshaped", "native dropout", *OF_BFLOAT16)),
     ],
 )
 def test_an_operator_runs_again(kind: str, name: str) -> None:
-    is_wide = name in OPERATORS
-    run = program(OPERATORS[name]) if is_wide else program(OF_BFLOAT16[name], torch.bfloat16)
+    make = (OPERATORS | OF_BFLOAT16)[name]
+    dtype = torch.bfloat16 if name in OF_BFLOAT16 else torch.float32
+    run = program(make, dtype)
     check(run, kind, verify=kind == "threads")
+    y = make(*[drawn(ROWS, COLUMNS).to(dtype).requires_grad_() for _ in range(2)])
+    less = copied(run, "none", kind) - copied(run, "cheap", kind)
+    assert less >= 2 * (y.nbytes + y.double().nbytes)  # of two layers
 
 
 def one_group(
@@ -738,16 +745,19 @@ def test_a_parameter_is_gone_until_the_backward_of_its_norm() -> None:
 
 
 def test_a_fused_optimizer_counts_no_change() -> None:
-    """Several of its steps may come before the engine's next one."""
+    """Several of its steps may come before the engine's next one, and graphs live on."""
 
     def run(is_on: bool) -> list[Tensor]:
         weight = nn.Parameter(drawn(COLUMNS, seed=1))
-        optimizer, results = torch.optim.SGD([weight], lr=1.0, fused=True), []
+        optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+        results: list[Tensor] = []
+        graphs: list[Tensor] = []
         for _ in range(3):
             begin_microbatch()
             x = drawn(ROWS, COLUMNS).requires_grad_()
             y = group(x, lambda x: F.layer_norm(x.sin(), (COLUMNS,), weight).square(), is_on)
-            y.sum().backward()
+            graphs.append(y.sum())
+            graphs[-1].backward(retain_graph=True)
             results += [*gradients(x), weight.grad.clone()]
             optimizer.step()
         return results
