@@ -85,6 +85,30 @@ def test_device_memory_is_arithmetic(order: str, stash: int, window: int) -> Non
         assert backend.take_device_peak() - before == max(6 + window, 7 if rest else 0) * nbytes
 
 
+@pytest.mark.parametrize("stash", [1, 4, 9])
+def test_a_backward_that_comes_behind_a_step_and_the_next_forward(stash: int) -> None:
+    """The last tensors leave when the next forward begins; a fused optimizer counts no change."""
+
+    def run(context: nullcontext[None] | OffloadActivations) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        before, results = torch.zeros((), requires_grad=True), []
+        for _ in range(6):
+            with context:
+                loss = model(torch.randn(8, 64)).square().sum()
+            before.backward()
+            results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+            before = loss
+        return results
+
+    offload = OffloadActivations(max_fwd_stash_size=stash, min_offload_size=1)
+    assert same_bits(run(offload), run(nullcontext()))
+    assert offload.statistics().bytes_offloaded > 0
+
+
 def test_small_ones_and_those_of_a_no_op_manager_stay() -> None:
     offload = OffloadActivations(min_offload_size=1200, max_fwd_stash_size=1)
     for numel, context, expected in (

@@ -128,11 +128,15 @@ class Group:
         self.state = state
         self.saved_refs = []
 
-    def drop(self) -> None:
-        """Forget the saved tensors of the open group, as when the step was aborted."""
+    def forget_makers(self) -> None:
+        """Compute no saved tensor again; what made it would keep a part of the graph alive."""
         for ref in self.saved_refs:
             if (saved := ref()) is not None:
-                saved.maker = None  # the maker would keep a part of the graph alive
+                saved.maker = None
+
+    def drop(self) -> None:
+        """Forget the saved tensors of the open group, as when the step was aborted."""
+        self.forget_makers()
         self.saved_refs.clear()
 
     @property
