@@ -90,6 +90,9 @@ try:
     sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
     """One more than the number of the newest autograd node of this thread."""
 
+    set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None]
+    set_versions = torch._C._autograd._unsafe_set_version_counter
+
     NODES: dict[str, type] = {
         name: kind for name, kind in vars(torch._C._functions).items() if isinstance(kind, type)
     }

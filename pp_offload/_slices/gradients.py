@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pp_offload._common.torch_private import set_versions
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
@@ -100,8 +101,9 @@ def on_device(
     """Return tensors on the memory of ``loaded``, with which layers compute instead of parameters.
 
     Their gradients reach the parameters that require grad, and a parameter's attributes, such as
-    ``weight.main_grad``, are on the tensor, too.
+    ``weight.main_grad``, are on the tensor, too, and its version, which a layer may compare.
     """
+    set_versions(tuple(loaded), tuple([parameter._version for parameter in parameters]))
     tensors = [tensor.detach() for tensor in loaded]
     wanting = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
     with torch.inference_mode(False):  # this enables grad, too; see NOTE [ Without grad ]

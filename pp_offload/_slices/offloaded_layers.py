@@ -252,14 +252,14 @@ class StreamedForward:
         def apply(tensor: Tensor) -> Tensor:
             if id(tensor) not in ids:
                 return fn(tensor)
-            like = tensor.new_empty((2,) * tensor.dim())
+            like = torch.empty_like(tensor[(slice(2),) * tensor.dim()])
             new = fn(like)
             if new.dtype == like.dtype and new.stride() == like.stride():
                 return tensor
             raise OffloadError(
                 f"a parameter that waits on the host has {like.dtype} and a memory format, and the "
-                f"model is turned into {new.dtype}, or another format; expected the same; convert "
-                "it before offload_layers()"
+                f"model is turned into {new.dtype}, or another format; expected the same; undo "
+                "what is turned already, and convert the model before offload_layers()"
             )
 
         kind: Any = type(self._layer)

@@ -334,6 +334,23 @@ def test_a_layer_that_writes_its_parameters_is_an_error(
     assert torch.equal(list(model.parameters())[-1], torch.ones(WIDTH))
 
 
+class Caches(Square):
+    """Rounds its weight once for each version of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if vars(self).get("version") != self.weight._version:
+            self.version, self.rounded = self.weight._version, self.weight.detach().bfloat16()
+        return super().forward(x) + x @ self.rounded.float()
+
+
+@both_ways
+@on_two_backends
+def test_a_layer_that_compares_versions_of_its_weight(active: Backend, offload: Offload) -> None:
+    layers = nn.Sequential(*(Caches() for _ in range(3)))
+    plain, model, _ = plain_and_offloaded(layers, offload, active)
+    assert same_training(plain, model, active)
+
+
 @both_ways
 @on_two_backends
 def test_gradients_of_another_dtype_than_the_parameter(active: Backend, offload: Offload) -> None:
