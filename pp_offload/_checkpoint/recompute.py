@@ -176,7 +176,8 @@ class Recompute:
         self._has_warned_of_cache = True
         warnings.warn(
             f"{name} is checkpointed and was given a {type(cache).__name__}, which backward fills "
-            "a second time, so gradients may be wrong; set model.config.use_cache = False",
+            "a second time, so gradients may be wrong; set model.config.use_cache = False, or call "
+            "the model with use_cache=False",
             stacklevel=3,
         )
 
