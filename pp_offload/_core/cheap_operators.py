@@ -79,8 +79,8 @@ def require(is_same: Tensor, message: str, forget: Callable[[], None]) -> None:
 
 
 EPS_HAS_CHANGED = (
-    "the eps of a norm has changed since an earlier step, so its output cannot be computed again; "
-    "expected the same eps in each step: give each eps a norm of its own, or use "
+    "the eps of a norm is not what an earlier step showed, so its output cannot be computed again; "
+    "expected the same eps in each step, and a usual one: give each eps a norm of its own, or use "
     "OffloadConfig(rematerialize='none')"
 )
 

@@ -133,7 +133,7 @@ class Recipe:
             tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
             self._uses_left = self._uses
             if self.sums is not None:
-                self.sums.check(tensor)
+                self.sums.check(tensor, self._label)
             if self._checksum is not None:
                 came = f"a tensor of group '{self._label}' was computed again"
                 check_same(_whole(tensor), self._checksum, came)
@@ -167,20 +167,21 @@ class Sums(NamedTuple):
         rows, rest = words[:whole].view(ROWS, -1), words[whole:].to(torch.int64)
         return cls(torch.cat([rows.sum(0), rows.sum(1), rest]), forget)
 
-    def check(self, computed: Tensor) -> None:
-        """Compare the tensor computed again, on a GPU without the host.
+    def check(self, computed: Tensor, label: str) -> None:
+        """Compare the tensor of group ``label``, computed again; on a GPU without the host.
 
         Raises:
             OffloadError: They differ, and the host can tell.
         """
         is_same = (Sums.of(computed, self.forget).sums == self.sums).all()
-        require(is_same, UNSEEN_CHANGE, self.forget)
+        shape = tuple(computed.shape)
+        require(is_same, f"a tensor of group '{label}', of shape {shape}, {CHANGED}", self.forget)
 
 
-UNSEEN_CHANGE = (
-    "a tensor cannot be computed again: since an earlier step, something that it was made of was "
-    "changed in place where autograd does not see it, as within no_grad or by detach(); use an "
-    "operation that is not in place there, or OffloadConfig(rematerialize='none')"
+CHANGED = (
+    "cannot be computed again: since an earlier step, something that it was made of was changed in "
+    "place where autograd does not see it, as within no_grad or by detach(); use an operation that "
+    "is not in place there, or OffloadConfig(rematerialize='none')"
 )
 
 

@@ -43,6 +43,9 @@ memory is some fifty times as fast as the link.
 MOST_LARGER = 4
 """An input may be this many times as large as the tensor."""
 
+VECTOR_BYTES = 32
+"""Bytes that kernels read at once, at most, from memory that begins at a multiple of them."""
+
 SHARE_COPIED = 1 / 4
 """Share of a tensor's bytes that a parameter may have, of which its recipe has a copy."""
 
@@ -276,8 +279,9 @@ class Walk:
         if not tensor.untyped_storage().nbytes():
             return UNKNOWN  # its owner emptied it, as FSDP does behind a module's forward
         if recipes.eligibility.residents.has(tensor.untyped_storage()):
-            # A copy of a tensor with gaps has other strides; a kernel may round otherwise.
-            if tensor.nbytes > SHARE_COPIED * self._storage.nbytes() or not tensor.is_contiguous():
+            # Of a copy without gaps, or where vectors begin, a kernel may round otherwise.
+            is_alike = tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
+            if not is_alike or tensor.nbytes > SHARE_COPIED * self._storage.nbytes():
                 return UNKNOWN
             self.has_parameter = True
         self._note(tensor)
