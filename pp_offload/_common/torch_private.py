@@ -84,14 +84,12 @@ try:
 
     pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+    set_versions = torch._C._autograd._unsafe_set_version_counter
     top_hooks: Callable[[bool], tuple[Callable[..., Any], Any] | None]
     top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
     sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
     """One more than the number of the newest autograd node of this thread."""
-
-    set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None]
-    set_versions = torch._C._autograd._unsafe_set_version_counter
 
     NODES: dict[str, type] = {
         name: kind for name, kind in vars(torch._C._functions).items() if isinstance(kind, type)

@@ -292,7 +292,7 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
         walk.guesses.append(Guess(args[1]))
         args.append(walk.guesses[-1])
     values = attributes_of(node, index)
-    walk.kind += [*kinds_of(values), operator.function, len(args)]
+    walk.kind += [*map(kind_of, values), operator.function, len(args)]
     dtype = _output(node, index).dtype if len(edges) > 1 else None
     return Call(operator.function, (*args, *values), dtype)
 
@@ -309,12 +309,8 @@ def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
     return output
 
 
-def kinds_of(parts: list[Any]) -> list[Any]:
-    """Return what kernels are chosen by, of the parts of a term that are no tensors."""
-    return [_kind_of(part) for part in parts]
-
-
-def _kind_of(part: Any) -> Any:
+def kind_of(part: Any) -> Any:
+    """Return what kernels are chosen by, of a part of a term that is no tensor."""
     if type(part) is Geometry:
         return part.dtype, order_of(part.size, part.stride)
     if type(part) is Number:

@@ -247,30 +247,29 @@ class Recipes:
         if has_modes_of_others():
             return None  # a recipe would run without them
         search = Search(self, group, saved)
-        recipes, of_parameters = [], []
-        for term, members, storage, has_parameter, has_gap in search.take_out():
+        recipes: list[tuple[Recipe, list[Saved], UntypedStorage]] = []
+        for term, members, storage, has_gap in search.take_out():
             tensor, checksum = members[0].here, None
             if mover.verifier is not None:
                 checksum = checksum_of(_whole(tensor))
             sums = Sums.of(tensor, self._refuse_gaps) if has_gap and not tensor.is_meta else None
             recipe = Recipe(term, mover, len(members), group.name, checksum, sums)
             recipes.append((recipe, members, storage))
-            if has_parameter:
-                of_parameters.append(recipe)
         copies: dict[Any, Resident] = {}
-        copy = partial(self._copy_parameters, copies, of_parameters)
-        return Chosen(recipes, search.reached, copy, copies)
+        copied = partial(self._copied, copies)
 
-    def _copy_parameters(self, copies: dict[Any, Resident], recipes: list[Recipe]) -> None:
-        for recipe in recipes:
-            recipe.term = recipe.term.with_leaves(partial(self._copied, copies))
+        def copy_parameters() -> None:
+            for recipe, *_ in recipes:
+                recipe.term = recipe.term.with_leaves(copied)
 
-    def proved(self, term: Any, walk: Walk, members: list[Saved], place: Any) -> Any:
+        return Chosen(recipes, search.reached, copy_parameters, copies)
+
+    def proved(self, term: Any, walk: Walk, members: list[Saved], place: list[Any]) -> Any:
         """Return the term if it gives the same bits, else UNKNOWN: NOTE [ Never another bit ]."""
         if term is UNKNOWN or (walk.has_gap and self.refuses_gaps):
             return UNKNOWN
         guesses, is_deterministic = walk.guesses, torch.are_deterministic_algorithms_enabled()
-        kind = *walk.kind, place, is_deterministic
+        kind = *walk.kind, *place, is_deterministic
         proofs = self._proofs
         for guess in guesses:
             weight = guess.weight

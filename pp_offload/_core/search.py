@@ -27,7 +27,7 @@ from pp_offload._core.cheap_operators import (
     attributes_of,
     call_of,
     identity_of,
-    kinds_of,
+    kind_of,
     operator_of,
 )
 from pp_offload._core.eligibility import may_be_statistics
@@ -63,7 +63,6 @@ class Computable(NamedTuple):
     term: Call
     members: list[Saved]  # views of the storage
     storage: UntypedStorage
-    has_parameter: bool  # whether a parameter is needed
     has_gap: bool  # whether it passes a tensor whose version nobody compares
 
 
@@ -124,13 +123,11 @@ class Search:
             return None
         position = self.group.key and self.group.key.position
         kinds = [type(node) for node, _ in views]
-        place = (self.group.name, position, len(self.below), _lies(first), *kinds)
-        layout: list[Any] = []
+        place = [self.group.name, position, len(self.below), _lies(first), *kinds]
         if views and type(root[0]) in (_CAST, _CLONE):  # the program chooses how their result lies
             for node, index in [*views, root]:
-                layout += kinds_of(attributes_of(node, index))
-                layout += [size == 1 for size in node._input_metadata[index].shape]
-        place = *place, *layout
+                place += map(kind_of, attributes_of(node, index))
+                place += [size == 1 for size in node._input_metadata[index].shape]
         walk, is_flat = Walk(self, storage, views), False
         term = self.recipes.proved(walk.call(*root), walk, members, place)
         if term is UNKNOWN:
@@ -152,7 +149,7 @@ class Search:
             self._saved[input_key][1].append(saved)
             self._users.setdefault(input_key, []).append(key)
             self._above[input_key] = max(self._above.get(input_key, 0), above + calls)
-        return Computable(term, members, storage, walk.has_parameter, walk.has_gap)
+        return Computable(term, members, storage, walk.has_gap)
 
     def _needed_at(self, key: int, order: dict[int, int]) -> int:
         """Return the saving order of the last user: backward needs it first."""
@@ -180,7 +177,6 @@ class Walk:
         guesses: Values that were guessed.
         inputs: Keys of storages, with a twin of each saved tensor of the group that is needed.
         reached: Twins of needed saved tensors that left with other groups.
-        has_parameter: Whether a parameter is needed.
         has_gap: Whether a tensor on the way was not saved, which may have been changed in place.
     """
 
@@ -194,7 +190,7 @@ class Walk:
         self.guesses: list[Guess] = []
         self.inputs: list[tuple[int, Saved]] = []
         self.reached: list[Saved] = []
-        self.has_parameter = self.has_gap = False
+        self.has_gap = False
 
     @property
     def calls_in_all(self) -> int:
@@ -266,7 +262,7 @@ class Walk:
             return UNKNOWN  # a tensor of the program; those are the dtypes of Python's numbers
         with disable_current_modes():  # which are given a number in its place
             number = Number(packed.item())
-        self.kind += kinds_of([number])
+        self.kind.append(kind_of(number))
         return number
 
     def _resident(self, packed: Any) -> Any:
@@ -283,7 +279,6 @@ class Walk:
             is_alike = tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
             if not is_alike or tensor.nbytes > SHARE_COPIED * self._storage.nbytes():
                 return UNKNOWN
-            self.has_parameter = True
         self._note(tensor)
         return packed
 
@@ -316,7 +311,7 @@ class Walk:
             return UNKNOWN
         if batch.sizes[saved.index] > self._most_bytes:
             return UNKNOWN
-        self.kind += kinds_of([batch.specs[saved.index][1], _geometry(saved)])
+        self.kind += batch.specs[saved.index][1], kind_of(_geometry(saved))
         twin = saved.twin(group)
         twin.batch, twin.index = batch, saved.index
         self.reached.append(twin)
@@ -330,7 +325,7 @@ class Walk:
         if term is UNKNOWN or saved.restore is None:
             return term
         geometry = _geometry(saved)
-        self.kind += kinds_of([geometry, Geometry.on_storage_of])
+        self.kind += kind_of(geometry), Geometry.on_storage_of
         return Call(Geometry.on_storage_of, (geometry, term))
 
     def _again(self, term: Any) -> Any:
@@ -340,11 +335,9 @@ class Walk:
             return self._earlier(term)
         if kind is not Call:
             if kind is Resident:
-                residents = self._search.recipes.eligibility.residents
-                self.has_parameter |= residents.has(term.tensor.untyped_storage())
                 self._note(term.tensor)
             else:
-                self.kind += kinds_of([term])
+                self.kind.append(kind_of(term))
             return term
         self._num_calls += 1
         if self._num_calls > MOST_CALLS:
