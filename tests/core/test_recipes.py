@@ -768,26 +768,6 @@ def test_a_fused_optimizer_counts_no_change() -> None:
             assert_same(run(True), run(False), f"step {step}")
 
 
-def test_a_parameter_where_another_one_was() -> None:
-    """Within a step its memory, and the address of its storage, are used again."""
-    with session(rematerialize="cheap") as manager:
-        begin_step()
-        addresses: list[int] = []
-        seed = 0
-        while len(addresses) < len({*addresses}) + 10 and seed < 500:
-            seed, results = seed + 1, []
-            for is_on in (False, True):
-                weight = nn.Parameter(drawn(COLUMNS, seed=seed))
-                addresses += [weight.untyped_storage()._cdata] * is_on
-                x = drawn(ROWS, COLUMNS).requires_grad_()
-                group(x, lambda x, w=weight: (x.sin() * w).square(), is_on).sum().backward()
-                results.append(gradients(x, weight))
-                del weight
-            assert_same(*results)
-        assert seed < 500, "no address was used again"
-        assert manager.statistics().bytes_computed_again == seed * saved_bytes(1)
-
-
 def test_every_other_row_of_a_parameter() -> None:
     """A copy of it has no gaps, and for a block of memory gelu rounds otherwise than for rows."""
     weight = nn.Parameter(drawn(6, 4))

@@ -217,8 +217,11 @@ PACKAGE = {
     "an input of a recipe was changed": Fault(
         "_core/search:Walk._leaf", "tensor._version != packed.version", "False", _RECIPES
     ),
-    "a recipe has the parameter that was at the same address": Fault(
-        "_core/recipes:Recipes._copied", "of is None or of() is not storage", "of is None", _RECIPES
+    "a recipe has a parameter, and no copy of it": Fault(
+        "_core/recipes:Recipes._copied",
+        "leaf.tensor not in self.eligibility.residents",
+        "True",
+        _RECIPES,
     ),
     "a change of a saved tensor is not noticed": Fault(
         "_core/saved:Saved.unpack", "tensor._version != self.version", "False", _PAYLOADS
