@@ -206,6 +206,23 @@ def one_group(
     return run
 
 
+def same_in_steps(
+    run: Callable[[bool, int], list[Tensor]],
+    kind: str = "late",
+    num_steps: int = 4,
+    refused_in: int | None = None,
+) -> int:
+    """Bits are equal in each step, but for one in which a recipe is refused. Returns the bytes that
+    were computed again.
+    """
+    with session(kind, rematerialize="cheap") as manager:
+        for step in range(num_steps):
+            begin_step()
+            with pytest.raises(OffloadError) if step == refused_in else nullcontext():
+                assert_same(run(True, step), run(False, step), f"step {step}")
+        return manager.statistics().bytes_computed_again
+
+
 def saved_bytes(num_tensors: int) -> int:
     return num_tensors * ROWS * COLUMNS * 4
 
@@ -472,10 +489,7 @@ def test_a_buffer_that_its_module_changes_unseen(when: str) -> None:
             change()
         return [*torch.autograd.grad(sum(outputs, torch.zeros(())).sum(), x)]
 
-    with session("late", rematerialize="cheap"):
-        for step in range(4):
-            begin_step()
-            assert_same(run(True, step), run(False, step), f"step {step}")
+    same_in_steps(run)
 
 
 @pytest.mark.parametrize("change", [torch.neg, torch.fliplr, lambda x: x.roll(32, 1)])
@@ -513,10 +527,7 @@ def test_a_parameter_that_its_owner_empties_is_not_read(when: int) -> None:
         group(x, compute, is_on).sum().backward()
         return gradients(x, weight)
 
-    with session("cpu", rematerialize="cheap"):
-        for step in range(4):
-            begin_step()
-            assert_same(run(True, step), run(False, step), f"step {step}")
+    same_in_steps(run, "cpu")
 
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
@@ -560,10 +571,7 @@ def test_what_a_later_step_does_otherwise_is_no_recipe_of_before(
         group(x, both, is_on).backward(retain_graph=True)
         return gradients(x)
 
-    with session("late", rematerialize="cheap"):
-        for step in range(4):
-            begin_step()
-            assert_same(run(True, step), run(False, step), f"step {step}")
+    same_in_steps(run)
 
 
 def test_what_an_earlier_group_saved_may_change_before_it_is_used() -> None:
@@ -579,11 +587,7 @@ def test_what_an_earlier_group_saved_may_change_before_it_is_used() -> None:
         h = group_alone(x, lambda x: x.sin().sigmoid(), is_on)
         return [*torch.autograd.grad(group(h, compute, is_on).sum(), h)]
 
-    with session("cpu", rematerialize="cheap"):
-        for step in range(4):
-            begin_step()
-            with pytest.raises(OffloadError) if step == 2 else nullcontext():
-                assert_same(run(True, step), run(False, step), f"step {step}")
+    same_in_steps(run, "cpu", refused_in=2)
 
 
 def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
@@ -609,11 +613,7 @@ def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
         at_once([on_a_thread])[0].sum().backward()
         return gradients(*weights)
 
-    with session("cpu", rematerialize="cheap") as manager:
-        for ahead in range(14):
-            begin_step()
-            assert_same(run(True, ahead), run(False, ahead), f"{ahead} nodes ahead")
-        assert manager.statistics().bytes_computed_again > 0
+    assert same_in_steps(run, "cpu", num_steps=14) > 0
 
 
 class Rounding(TorchDispatchMode):
@@ -626,7 +626,7 @@ class Rounding(TorchDispatchMode):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
 def test_a_dispatch_mode_of_the_program_changes_no_recipe(where: str) -> None:
-    def run(is_on: bool) -> list[Tensor]:
+    def run(is_on: bool, step: int) -> list[Tensor]:
         x = drawn(ROWS, COLUMNS, seed=5).requires_grad_()
         with Rounding() if where != "backward" else nullcontext():
             y = group(x, lambda y: F.silu(y.sin()).square(), is_on)
@@ -634,10 +634,7 @@ def test_a_dispatch_mode_of_the_program_changes_no_recipe(where: str) -> None:
             y.sum().backward()
         return gradients(x)
 
-    with session("late", rematerialize="cheap"):
-        for number in range(3):
-            begin_step()
-            assert_same(run(True), run(False), f"step {number}")
+    same_in_steps(run)
 
 
 def test_a_fused_rms_norm_is_compared_as_well() -> None:
@@ -747,7 +744,7 @@ def test_a_parameter_is_gone_until_the_backward_of_its_norm() -> None:
 def test_a_fused_optimizer_counts_no_change() -> None:
     """Several of its steps may come before the engine's next one, and graphs live on."""
 
-    def run(is_on: bool) -> list[Tensor]:
+    def run(is_on: bool, step: int) -> list[Tensor]:
         weight = nn.Parameter(drawn(COLUMNS, seed=1))
         optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
         results: list[Tensor] = []
@@ -762,10 +759,7 @@ def test_a_fused_optimizer_counts_no_change() -> None:
             optimizer.step()
         return results
 
-    with session(rematerialize="cheap"):
-        for step in range(3):
-            begin_step()
-            assert_same(run(True), run(False), f"step {step}")
+    same_in_steps(run)
 
 
 def test_every_other_row_of_a_parameter() -> None:
