@@ -86,7 +86,7 @@ EPS_HAS_CHANGED = (
 
 
 class Number(NamedTuple):
-    """A number, or a tuple of them, that the program passed; kernels are not chosen by it."""
+    """A number, or a tuple of them, that the program passed; a proof serves any other as well."""
 
     value: Any
 
@@ -102,9 +102,7 @@ OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
 """Attributes that a node does not save."""
 
 NUMBERS = frozenset(
-    ["index"]
-    + [f"_saved_{name}" for name in ("index", "start", "end", "split_size", "split_sizes")]
-    + [f"_saved_{name}" for name in ("alpha", "eps", "exponent")]
+    f"_saved_{name}" for name in "alpha end eps exponent index split_size split_sizes start".split()
 )
 """Attributes that may differ from step to step, such as the sizes of experts."""
 
@@ -310,7 +308,7 @@ def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
 
 
 def kind_of(part: Any) -> Any:
-    """Return what kernels are chosen by, of a part of a term that is no tensor."""
+    """Return what a proof depends on, of a part of a term that is no tensor."""
     if type(part) is Geometry:
         return part.dtype, order_of(part.size, part.stride)
     if type(part) is Number:
