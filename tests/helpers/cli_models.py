@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ def modules(
     return chain(num_stages, make, torch.empty(length, width, **KIND), **options)
 
 
-def good(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length, groups={"linear": "0", "gelu": "1"})
+good = partial(modules, groups={"linear": "0", "gelu": "1"})
 
 
 def deep(num_stages: int, length: int, **options: Any) -> Modules:
@@ -47,6 +47,10 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 # Refused
 
+with_lbfgs = partial(modules, optimizer=torch.optim.LBFGS)
+unmarked = partial(modules, groups=None)
+on_the_cpu = partial(modules, make=lambda: [nn.Linear(64, 64)])
+
 
 def broken(num_stages: int, length: int) -> Modules:
     raise ValueError("what went wrong in my model")
@@ -56,10 +60,6 @@ def broken_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     raise ValueError("what went wrong in my optimizer")
 
 
-def with_lbfgs(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length, optimizer=torch.optim.LBFGS)
-
-
 def twice(num_stages: int, length: int) -> Modules:
     """Stages that save what they return, which the next one saves as well."""
 
@@ -67,10 +67,6 @@ def twice(num_stages: int, length: int) -> Modules:
         return [nn.Linear(256, 256, **KIND), nn.Sigmoid()]
 
     return modules(num_stages, length, layers, 256)
-
-
-def unmarked(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length, groups=None)
 
 
 def without_length(num_stages: int) -> Modules:
@@ -83,10 +79,6 @@ def a_list(num_stages: int, length: int) -> list[nn.Module]:
 
 def too_few(num_stages: int, length: int) -> Modules:
     return modules(num_stages - 1, length)
-
-
-def on_the_cpu(num_stages: int, length: int) -> Modules:
-    return modules(num_stages, length, lambda: [nn.Linear(64, 64)])
 
 
 def head_on_the_last(num_stages: int, length: int) -> Modules:
