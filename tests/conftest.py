@@ -78,9 +78,6 @@ DELAYS: dict[str, dict[str, int]] = {
 """Of the emulated accelerator; so long that what comes next never waits by luck."""
 
 
-NO_SPARSE = "PyTorch has no sparse tensors of such a device"
-
-
 def skip_on_emulated(backend: Backend, reason: str) -> None:
     """Where PyTorch or that device cannot do something, with offload or without."""
     if backend.device.type == "emulated":

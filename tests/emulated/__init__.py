@@ -53,11 +53,6 @@ def load() -> ModuleType:
     return _registered(_built()) if loaded is None else loaded
 
 
-def _path() -> str:
-    """Where to look for tools: beside this Python first, for an environment need not be entered."""
-    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-
-
 def _library() -> Path:
     """In a folder named by its sources, so that a checkout never loads what another one built."""
     key = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sys.version}".encode())
@@ -83,8 +78,10 @@ def _built() -> Path:
 def _build(library: Path) -> None:
     from torch.utils import cpp_extension
 
-    path = mock.patch.dict(os.environ, PATH=_path())
-    with path, tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    # Tools are beside this Python first, for an environment need not be entered.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    in_path = mock.patch.dict(os.environ, PATH=path)
+    with in_path, tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         try:
             cpp_extension.load(
                 library.stem,

@@ -221,16 +221,11 @@ class Turned(nn.Module):
         return self.norm(self.linear(x.sin() * self.table)).tanh()
 
 
-def in_place(model: nn.Sequential, **options: Any) -> Function:
-    model.compile(**options)
-    return model
-
-
 WAYS: dict[str, Callable[..., Function]] = {
     "whole": torch.compile,
     "parts": lambda model, **options: nn.Sequential(*(torch.compile(m, **options) for m in model)),
     "function": lambda model, **options: torch.compile(lambda x: model(x).sin(), **options),
-    "in place": in_place,
+    "in place": lambda model, **options: model.compile(**options) or model,
 }
 
 

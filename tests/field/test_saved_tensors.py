@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import NO_SPARSE, on_two_backends, skip_on_emulated
+from conftest import on_two_backends, skip_on_emulated
 from helpers.nets import Net, inputs
 from helpers.scenarios import Compute, begin, check_steps, make_inputs
 from helpers.sessions import assert_idle, gradients, group
@@ -101,7 +101,7 @@ def plainly(h: Tensor) -> Tensor:
 @pytest.mark.parametrize("compute", [of_sparse, under_vmap, plainly])
 def test_derivatives_of_any_order(manager: PipelineOffloadManager, compute: Compute) -> None:
     if compute is of_sparse:
-        skip_on_emulated(manager.backend, NO_SPARSE)
+        skip_on_emulated(manager.backend, "PyTorch has no sparse tensors of such a device")
 
     def step(is_on: bool, number: int) -> list[Tensor]:
         x = make_inputs(1, step=number, device=manager.backend.device)[0].requires_grad_()

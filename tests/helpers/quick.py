@@ -75,16 +75,12 @@ def tuples(case: Mapping[str, Any], size: int) -> Tuples:
 def _values(case: pytest.Item) -> Mapping[str, Any]:
     """Of whatever kind they are, all cases are given the same ones."""
     params = case.callspec.params  # type: ignore[attr-defined]
-    values = {name: _key(value) for name, value in params.items()}
+    values = {n: v if isinstance(v, str | int | float) else id(v) for n, v in params.items()}
     for mark in case.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else list(mark.args[0])
         if len(names) > 1:
             values[str(names)] = tuple(values.pop(name.strip()) for name in names)
     return values
-
-
-def _key(value: object) -> object:
-    return value if isinstance(value, str | int | float) else id(value)
 
 
 def _is_marked(case: pytest.Item) -> bool:
