@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import emulated
 import pytest
@@ -15,6 +15,7 @@ import torch
 from helpers import saving
 from helpers.optional import skips_what_needs_more
 from helpers.quick import mark_slow
+from helpers.sessions import begin_step
 from helpers.sessions import make_backend as make_backend
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
@@ -183,6 +184,13 @@ def manager(backend: Backend) -> Iterator[PipelineOffloadManager]:
     config = OffloadConfig(device_limit_bytes=None, min_offloaded_tensor_size=1)
     with use_backend(backend, config=config) as fresh:
         yield fresh
+
+
+@pytest.fixture
+def chunk(manager: PipelineOffloadManager) -> Any:
+    """Of a microbatch that has begun in a step of this manager."""
+    begin_step()
+    return manager.cur_forward_chunk()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.scenarios import begin
 from helpers.sessions import assert_no_hooks
 from torch import Tensor, nn
 
@@ -221,9 +220,9 @@ def test_a_flag_that_is_none(manager: PipelineOffloadManager, name: str) -> None
 
 
 @pytest.mark.parametrize("wrong", ["", None, 3, b"mlp", ["mlp"]], ids=repr)
-def test_a_group_with_a_name_that_is_none(manager: PipelineOffloadManager, wrong: Any) -> None:
-    begin()
-    chunk: Any = manager.cur_forward_chunk()
+def test_a_group_with_a_name_that_is_none(
+    manager: PipelineOffloadManager, chunk: Any, wrong: Any
+) -> None:
     x = ones()
     kind = ValueError if wrong == "" else TypeError
     refused(manager, lambda: off_interface(True, x, wrong).__enter__(), kind, "a str")
@@ -238,10 +237,8 @@ def test_a_group_with_a_name_that_is_none(manager: PipelineOffloadManager, wrong
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_forced_release_of_what_is_no_list_of_tensors(
-    manager: PipelineOffloadManager, delay: bool
+    manager: PipelineOffloadManager, chunk: Any, delay: bool
 ) -> None:
-    begin()
-    chunk: Any = manager.cur_forward_chunk()
     x = ones()
     with off_interface(True, x, "mlp") as inside:
         y = inside.exp()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,12 +204,10 @@ def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("early", [False, True])
 def test_groups_leave_and_come_back(
-    manager: PipelineOffloadManager, by_name: bool, early: bool
+    manager: PipelineOffloadManager, chunk: Any, by_name: bool, early: bool
 ) -> None:
     device = manager.backend.device
-    off_interface.init_chunk_handler(None, None, 1)
-    chunk = manager.cur_forward_chunk()
-    assert chunk is not None and chunk is manager.pop_forward_chunk("any")
+    assert chunk is manager.pop_forward_chunk("any")
     with pytest.raises(GroupStateError, match="commit without an open group"):
         chunk.on_group_commit_forward(None)
     tags = {}
@@ -241,10 +240,7 @@ def test_groups_leave_and_come_back(
     assert_idle(manager)
 
 
-def test_a_tensor_leaves_and_comes_back(manager: PipelineOffloadManager) -> None:
-    off_interface.init_chunk_handler(None, None, 1)
-    chunk = manager.cur_forward_chunk()
-    assert chunk is not None
+def test_a_tensor_leaves_and_comes_back(manager: PipelineOffloadManager, chunk: Any) -> None:
     values = torch.ones(3, 3, device=manager.backend.device) * 2
     leaves, stays = chunk.offload(values), chunk.offload(torch.nn.Parameter(values))
     assert manager.statistics().bytes_offloaded == values.nbytes
@@ -252,10 +248,8 @@ def test_a_tensor_leaves_and_comes_back(manager: PipelineOffloadManager) -> None
         assert same_bits([chunk.reload(state).cpu()], [torch.ones(3, 3) * 2])
 
 
-def test_what_a_caller_may_count_and_pool(manager: PipelineOffloadManager) -> None:
-    off_interface.init_chunk_handler(None, None, 1)
-    chunk = manager.cur_forward_chunk()
-    assert chunk is not None and chunk.is_empty_chunk()
+def test_what_a_caller_may_count_and_pool(manager: PipelineOffloadManager, chunk: Any) -> None:
+    assert chunk.is_empty_chunk()
     group = chunk.on_group_start_forward("mlp")
     group.update_offload_info(torch.ones(4))
     group.set_duplicate_storage_info(2, 64)

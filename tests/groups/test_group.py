@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.sessions import assert_no_hooks, assert_same, begin_step, gradients
+from helpers.sessions import assert_no_hooks, assert_same, gradients
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import GroupStateError, OffloadTensorGroup, PipelineOffloadManager
@@ -43,18 +44,9 @@ def test_an_event_recorded_on_one_stream_is_waited_for_by_another(kind: str, oth
     compute.wait_event.assert_called_once_with(copying.record_event())
 
 
-def chunk_of(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
-    begin_step()
-    chunk = manager.cur_forward_chunk()
-    assert isinstance(chunk, ChunkOffloadHandler)
-    return chunk
-
-
 @on_two_backends
-def test_a_group_leaves_when_a_user_of_the_reference_says_so(
-    manager: PipelineOffloadManager,
-) -> None:
-    chunk, x = chunk_of(manager), torch.ones(4, 4).to(manager.backend.device)
+def test_a_group_leaves_when_a_user_of_the_reference_says_so(chunk: ChunkOffloadHandler) -> None:
+    x = torch.ones(4, 4).to(chunk.offloader.backend.device)
     saved = chunk.on_group_start_forward("sent").pack(x * 2)
     chunk.bulk_offload_group()
     chunk.on_group_start_forward("empty")
@@ -73,10 +65,9 @@ def test_a_group_leaves_when_a_user_of_the_reference_says_so(
     ],
 )
 def test_a_group_in_a_group_of_the_same_name(
-    left_out: str, expected: list[GroupState], manager: PipelineOffloadManager
+    left_out: str, expected: list[GroupState], manager: PipelineOffloadManager, chunk: Any
 ) -> None:
     """The inner commit is the inner group's; offload may be switched for one of them."""
-    chunk = chunk_of(manager)
     x = torch.ones(4, 4).to(manager.backend.device).requires_grad_()
     switch = {True: manager.disable_offload, False: manager.enable_offload}
     switch[left_out == "outer"]()
