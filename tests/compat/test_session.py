@@ -13,8 +13,7 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.processes import HANG_S
-from helpers.scenarios import begin
-from helpers.sessions import assert_idle, gradients, group
+from helpers.sessions import assert_idle, begin_microbatch, gradients, group
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor
 
@@ -50,7 +49,7 @@ def test_steps_begin_anew_and_a_graph_of_before_stays_good(manager: PipelineOffl
     assert manager.offload_summary_bytes != {}
     assert same_bits(step(manager), expected)
     assert manager.statistics().bytes_offloaded < 2 * moved, "the plan keeps the last groups"
-    begin()
+    begin_microbatch()
     x = torch.linspace(-1, 1, 40).to(manager.backend.device).requires_grad_()
     loss = group(x * 1, torch.sin).sum()
     configure(OTHER)
@@ -65,7 +64,7 @@ def test_a_forward_that_runs_does_not_go_on_with_the_old_options(
     manager: PipelineOffloadManager,
 ) -> None:
     """Neither on the thread that changes them nor on another."""
-    begin()
+    begin_microbatch()
     other = threading.Thread(target=configure, args=(OTHER,))
     other.start()
     other.join()
@@ -116,7 +115,7 @@ def test_options_that_cannot_be_had_leave_all_as_it_was(
 @pytest.fixture
 def x(manager: PipelineOffloadManager) -> Tensor:
     """An input of a microbatch that has begun."""
-    begin()
+    begin_microbatch()
     return torch.linspace(0, 1, 30).to(manager.backend.device).requires_grad_()
 
 
@@ -144,7 +143,7 @@ def test_a_commit_after_backward_moves_nothing(manager: PipelineOffloadManager, 
     batch.add_(1)  # the next batch, into the same memory
     manager.reset()
     assert manager.statistics().bytes_offloaded == 0
-    begin()
+    begin_microbatch()
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
@@ -188,7 +187,7 @@ def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
     """On another thread, while the delayed groups are committed."""
 
     def forward() -> None:
-        begin()
+        begin_microbatch()
         group_start(torch.ones(3, device=manager.backend.device), "g")
 
     with ThreadPoolExecutor(1) as worker:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from helpers.nets import Net, inputs
-from helpers.scenarios import Event, begin, manager_of, step
-from helpers.sessions import assert_no_hooks, group
+from helpers.scenarios import Event, manager_of, step
+from helpers.sessions import assert_no_hooks, begin_microbatch, begin_step, group
 from helpers.toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -34,8 +34,7 @@ def test_sibling_captures(order: str) -> None:
         with device.capture():
             assert same_bits(step(net), expected)
             off_interface.forward_record(Event())
-        manager.reset()
-        begin()
+        begin_step()
         (x,) = inputs(1)
         with pytest.raises(ZeroDivisionError), device.capture():
             y = group(x, lambda x: (x * net.weights[0][0]).exp())
@@ -51,7 +50,7 @@ def test_copies_from_before_a_capture_are_not_asked_about() -> None:
     with manager_of("late") as (_, device):
         net = Net()
         step(net)
-        begin()
+        begin_microbatch()
         y = group(inputs(1)[0], lambda x: (x * net.weights[0][0]).exp())
         with device.capture():
             z = group(y, lambda y: y.sin().exp(), name="captured")

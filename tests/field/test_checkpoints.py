@@ -18,8 +18,8 @@ import pytest
 import torch
 from helpers import sessions
 from helpers.saving import Raises
-from helpers.scenarios import begin, make_inputs
-from helpers.sessions import assert_idle, assert_no_hooks, gradients, group, session
+from helpers.scenarios import make_inputs
+from helpers.sessions import assert_idle, assert_no_hooks, begin_step, gradients, group, session
 from helpers.sliced import Stack
 from helpers.toy import same_bits
 from torch import Tensor, nn
@@ -140,8 +140,7 @@ def body(x: Tensor, mark: Run = in_group, place: str = "middle") -> Tensor:
 
 def leaf_of(manager: PipelineOffloadManager) -> Tensor:
     """The input of a step that begins."""
-    manager.reset()
-    begin()
+    begin_step()
     return make_inputs(1, device=manager.backend.device)[0].requires_grad_()
 
 
@@ -451,15 +450,14 @@ def test_nothing_grows_with_each_call(product: str) -> None:
     """After 300 calls, in steps of two, there are as many objects as after 60."""
     torch.manual_seed(1)
     scale = nn.Parameter(torch.randn(1024))
-    with session(CpuBackend()) as manager:
+    with session(CpuBackend()):
         first, last = calls_of(product, nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
 
         def steps(num: int) -> None:
             for _ in range(num):
-                begin()
+                begin_step()
                 x = torch.randn(64, 16, requires_grad=True)
                 (first(x).sum() * last(scale).sum()).backward()
-                manager.reset()
 
         steps(30)
         count_objects()  # which itself fills caches of abc at first

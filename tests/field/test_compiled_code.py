@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACCELERATORS
-from helpers.scenarios import begin, check_steps, make_inputs
-from helpers.sessions import assert_no_hooks, gradients, group, session
+from helpers.scenarios import check_steps, make_inputs
+from helpers.sessions import assert_no_hooks, begin_microbatch, gradients, group, session
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -79,7 +79,7 @@ def check_compiled(
             leaves = make_inputs(2, step=number, device=manager.backend.device)
             losses = []
             for x in leaves:
-                begin(is_on)
+                begin_microbatch(is_on)
                 losses.append(model(x.requires_grad_() * 2).square().sum())
             for loss in losses:
                 loss.backward()
@@ -165,7 +165,7 @@ def test_hooks_are_not_compiled_where_the_compiler_leaves_a_forward(
         results: list[Tensor] = []
         for rows in (2, 3, 4, 5):
             manager.reset()
-            begin(is_on)
+            begin_microbatch(is_on)
             x = torch.arange(rows * 6.0).reshape(rows, 6).requires_grad_()
             loss = (scope(x * 2, model) if is_on else model(x * 2)).square().mean()
             loss.backward()
@@ -293,7 +293,7 @@ def test_a_group_in_a_model_that_is_compiled_as_a_whole_is_warned_of(
         compute = torch.compile(model, backend="aot_eager")
         for _ in range(3):
             manager.reset()
-            begin()
+            begin_microbatch()
             compute(torch.randn(ROWS, WIDTH)).sum().backward()
         manager.reset()
     (warning,) = [line for line in caplog.messages if "group 'layer'" in line]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.scenarios import begin
-from helpers.sessions import group, session
+from helpers.sessions import begin_microbatch, group, session
 from helpers.toy import batches, make_model, run_step
 from helpers.virtual_training import Training, with_limit
 from host_memory import Shape, measure_footprint, shape_zoo
@@ -49,7 +48,7 @@ def test_verify_names_who_holds_what_was_offloaded(
         return held[0].sin()
 
     with session(backend, verify=True) as manager:
-        begin()
+        begin_microbatch()
         y = group(x * 1, compute)
         (message,) = manager.verify()
         assert "group 'part'" in message and "96 bytes" in message and "(4, 6)" in message
@@ -57,7 +56,7 @@ def test_verify_names_who_holds_what_was_offloaded(
         assert [r.getMessage() for r in caplog.records] == [f"pp_offload: {message}"]
         assert manager.verify() == [], "said once"
         held.clear()
-        begin()
+        begin_microbatch()
         y = group(x * 1, compute)
         freed = weakref.ref(held.pop().untyped_storage())
         assert manager.verify() == [] and freed() is None

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.scenarios import begin, check_steps, make_inputs
-from helpers.sessions import assert_idle, assert_no_hooks, gradients, group
+from helpers.scenarios import check_steps, make_inputs
+from helpers.sessions import assert_idle, assert_no_hooks, begin_microbatch, gradients, group
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -80,7 +80,7 @@ def test_each_group_keeps_its_own(
         leaves = [x.requires_grad_() for x in make_inputs(3, step=number, device=device)]
         outputs = []
         for leaf in leaves:
-            begin(is_on)
+            begin_microbatch(is_on)
             # Another storage for each view, so that nothing is shared between the groups.
             outputs.append(sum(program(h.clone(), is_on) for h in (leaf * 2, leaf * 3)))
         while outputs:
@@ -101,7 +101,7 @@ def started(h: Tensor, name: str) -> Tensor:
 
 def commit_in_the_next_microbatch(h: Tensor) -> Tensor:
     y = started(h, "a")
-    begin()
+    begin_microbatch()
     return commit(y, "a")
 
 
@@ -125,12 +125,12 @@ def test_a_marker_without_its_counterpart(
     (x,) = make_inputs(1, device=manager.backend.device)
 
     def right(is_on: bool, number: int) -> list[Tensor]:
-        begin(is_on)
+        begin_microbatch(is_on)
         return list(torch.autograd.grad(nested(x.requires_grad_() * 2, is_on), x))
 
     for _ in range(2):
         manager.reset()
-        begin()
+        begin_microbatch()
         with pytest.raises(GroupStateError, match=says):
             wrong(x.requires_grad_() * 2).sum().backward()
             manager.reset()
@@ -150,7 +150,7 @@ def test_switched_before_a_checkpoint_runs_again(
     manager: PipelineOffloadManager, is_on: bool, early_stop: bool
 ) -> None:
     """A group right inside a checkpoint, and one with hooks between that pass tensors on to it."""
-    begin()
+    begin_microbatch()
     x = torch.linspace(-1, 1, 12).to(manager.backend.device).requires_grad_()
     num_runs = 0
 
@@ -245,7 +245,7 @@ def test_the_rest_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with offload_modules(model, {"called": "called"}):
         train(model)
         with offload_modules(model, {"bypassed": "bypassed"}):
-            begin()
+            begin_microbatch()
             model(batches(1)[0].requires_grad_()).sum().backward()
             manager.reset()
             assert not caplog.records

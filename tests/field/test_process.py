@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import run_each
-from helpers.scenarios import begin
-from helpers.sessions import assert_idle, gradients, session
+from helpers.sessions import assert_idle, begin_microbatch, gradients, session
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor
 
@@ -134,7 +133,7 @@ def test_a_loop_that_never_calls_reset(
         waiting: list[tuple[Tensor, Tensor]] = []
         counts = []
         for number in range(600):
-            begin()
+            begin_microbatch()
             leaf = x.clone().requires_grad_()
             waiting.append((model(leaf).square().mean(), leaf))
             if len(waiting) == 3:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from conftest import on_two_backends, skip_on_emulated
 from helpers.nets import Net, inputs
-from helpers.scenarios import Compute, begin, check_steps, make_inputs
-from helpers.sessions import assert_idle, gradients, group
+from helpers.scenarios import Compute, check_steps, make_inputs
+from helpers.sessions import assert_idle, begin_microbatch, gradients, group
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,7 +54,7 @@ def test_in_the_context_each_microbatch_in_flight_is_on_the_host(
 @on_two_backends
 def test_saved_tensors_are_read_outside_backward(manager: PipelineOffloadManager) -> None:
     """An input, a leaf and an output, which does not keep its node alive by a cycle."""
-    begin()
+    begin_microbatch()
     x = make_inputs(1, device=manager.backend.device)[0].requires_grad_()
     h = x * 2
     y = group(h, torch.sin)
@@ -105,7 +105,7 @@ def test_derivatives_of_any_order(manager: PipelineOffloadManager, compute: Comp
 
     def step(is_on: bool, number: int) -> list[Tensor]:
         x = make_inputs(1, step=number, device=manager.backend.device)[0].requires_grad_()
-        begin(is_on)
+        begin_microbatch(is_on)
         results = [group(x * 1.5, compute, is_on)]
         for _ in range(3 if compute is plainly else 1):
             results += torch.autograd.grad(results[-1].sum(), x, create_graph=compute is plainly)
@@ -150,7 +150,7 @@ def test_offloaded_then_freed(
     for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
         if span == "steps":
             manager.reset()
-        begin(number == 0 or span in ("microbatches", "steps"))
+        begin_microbatch(number == 0 or span in ("microbatches", "steps"))
         if span == "context":
             with activations:
                 outputs.append(place.make(x) * weight)
@@ -199,7 +199,7 @@ def test_of_a_dtensor_only_local_bytes_move(
     (x,) = make_inputs(1, length=2)
     results = []
     for is_on in (True, False):
-        begin(is_on)
+        begin_microbatch(is_on)
         leaf = DTensor.from_local(x, mesh, [Shard(0)]).requires_grad_()
         y = group(leaf * 1, lambda h: (h * value).t() * weight.t(), is_on)
         y.to_local().sum().backward()

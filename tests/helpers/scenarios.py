@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers.nets import Net, inputs
-from helpers.sessions import assert_idle, drawn, gradients, session
+from helpers.sessions import assert_idle, begin_microbatch, drawn, gradients, session
 from helpers.toy import same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
@@ -24,12 +24,6 @@ from pp_offload import (
 from pp_offload.testing import SimulatedBackend
 
 Compute = Callable[[Tensor], Tensor]
-
-
-def begin(is_on: bool = True) -> None:
-    """The forward of a microbatch begins."""
-    if is_on:
-        off_interface.init_chunk_handler(None, None, 1)
 
 
 def check_steps(
@@ -83,7 +77,7 @@ def step(net: Net, device: Any = None, *, is_on: bool = True) -> list[Tensor]:
     leaves, outputs = inputs(2), []
     for leaf in leaves:
         with capture():
-            begin(is_on)
+            begin_microbatch(is_on)
             x = leaf.requires_grad_()
             x = fine_grained_offloading_backward_record(x, Event()) if is_on else x
             outputs.append(net(x).square().mean())

@@ -18,8 +18,7 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.injected import Injected, chosen, files, interrupt_at, points_in
-from helpers.scenarios import begin
-from helpers.sessions import assert_no_hooks, by_functions, group, make_backend, session
+from helpers.sessions import assert_no_hooks, begin_step, by_functions, group, make_backend, session
 from helpers.sliced import WIDTH, Inside, as_layers, as_slices, run_again
 from helpers.toy import same_bits
 from torch import Tensor, nn
@@ -134,8 +133,7 @@ def test_an_interrupt_at_each_line(way: str, kind: str, has_others: bool, every:
     backend = make_backend(kind)
 
     def forward() -> Tensor:
-        off_interface.reset()
-        begin()
+        begin_step()
         x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(backend.device).requires_grad_()
         return model(x).square().sum()
 
