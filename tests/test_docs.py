@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.cli import good
 from helpers.docs import PAGES, PATHS, ROOT, script
+from helpers.sessions import session
 from helpers.sources import RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -257,8 +258,7 @@ def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.Monke
         for number in range(4):
             run_step(make_model(), batches(2, step=number))
 
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config):
+    with session(CpuBackend()):
         run("trace", train=train)
     assert [step.name for step in read("out.json.gz").of(0, "steps")] == ["step 2", "step 3"]
     for rank in range(2):

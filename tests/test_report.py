@@ -8,11 +8,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.sessions import begin_step, session
 from helpers.toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
-    OffloadConfig,
     OffloadStatistics,
     debug_rank,
     fine_grained_activation_offload,
@@ -52,13 +52,11 @@ def test_a_row_per_rank_a_column_per_group_and_sums() -> None:
 
 def test_what_became_of_the_bytes_of_each_group() -> None:
     """The input and what gelu saves are copied, of a cast the half; two are computed again."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(256, 256, dtype=torch.bfloat16) / 16)
-    with use_backend(CpuBackend(), config=config) as manager:
+    with session(CpuBackend()) as manager:
         for _ in range(2):
-            manager.reset()
-            off_interface.init_chunk_handler(None, None, 1)
+            begin_step()
             y = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True)
             for _ in range(2):
                 with off_interface(True, y, "mlp") as y:
@@ -98,8 +96,7 @@ def test_debug_speaks_on_its_rank_through_logging(
 
 
 def test_the_summary_is_that_of_the_current_manager(one_rank: None) -> None:
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config) as manager:
+    with session(CpuBackend()) as manager:
         for step in range(2):
             run_step(make_model(), batches(3, step=step), in_flight=2)
         manager.reset()
@@ -121,8 +118,7 @@ def test_a_reset_takes_part_in_no_collective(
 
     for name in ("all_gather_object", "all_reduce", "barrier", "gather_object"):
         monkeypatch.setattr(dist, name, refuse)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config) as manager:
+    with session(CpuBackend()) as manager:
         run_step(make_model(), batches(3), in_flight=2)
         megatron.FineGrainedActivationOffloadingInterface.reset(dist.group.WORLD)
         assert manager.offload_summary_total_bytes > 0

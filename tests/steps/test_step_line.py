@@ -8,16 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.sessions import session
 from helpers.toy import batches, make_model, run_step
 from helpers.virtual_training import SAVED_BYTES, Training, with_limit
 
-from pp_offload import (
-    CpuBackend,
-    FineGrainedActivationOffloadingInterface,
-    OffloadConfig,
-    summary_table,
-    use_backend,
-)
+from pp_offload import CpuBackend, FineGrainedActivationOffloadingInterface, summary_table
 from pp_offload._common.text import GIB
 from pp_offload._groups.plan import GroupBytes
 from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime, gain_table, step_line
@@ -60,7 +55,7 @@ def test_figures_are_those_of_the_step(training: Training, line: Line) -> None:
 
 def test_without_a_clock_a_step_is_timed_by_the_host(line: Line) -> None:
     """After two steps there is a line, and a row; no figure of the device is made up."""
-    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)):
+    with session(CpuBackend()):
         for number in range(2):
             assert "without" not in summary_table()
             run_step(make_model(), batches(3, step=number))

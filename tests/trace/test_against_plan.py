@@ -123,9 +123,8 @@ def real_step(**worse: float) -> Timeline:
     spans = [
         Span(0, "steps", "step 7", 1.0, 1.0 + worse.get("step_s", 1.0), {"step": 7}),
         Span(0, "compute", "waits for mlp (reload)", 1.2, 1.2 + worse.get("stalled_s", 0.1)),
+        Span(0, "d2h", "mlp (offload)", 1.0, 1.8, {"bytes": 8 * GIB}),
     ]
-    sent = worse.get("sent", 8)
-    spans.append(Span(0, "d2h", "mlp (offload)", 1.0, 1.0 + sent / 10, {"bytes": int(sent * GIB)}))
     samples = [Sample(0, name, 1.1, int(worse.get(name, 8) * GIB)) for name in ("device", "host")]
     return Timeline(1, spans, samples, metadata={0: {"has_captures": True}})
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS
 from helpers.nets import Net
 from helpers.scenarios import manager_of, step
+from helpers.sessions import session
 from helpers.threaded import settled
 from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
 from helpers.traces import check_file, raw
@@ -26,8 +27,6 @@ from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend
 from pp_offload.trace import Timeline, Trace, read
-
-CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 
 def steps_of(timeline: Timeline | None) -> list[str]:
@@ -46,8 +45,7 @@ def train(num_steps: int, width: int = 8, after: Callable[[], object] = lambda: 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json.gz"
-    config = replace(CONFIG, max_in_flight_bytes=1)  # or late copies are undone, and nothing comes
-    with use_backend(make_backend(kind), config=config) as manager:
+    with session(kind, max_in_flight_bytes=1) as manager:  # or late copies are undone
         device = str(manager.backend.device)
         on, off = make_model(device=device), make_model(groups=(), device=device)
         with Trace(path) as trace:
@@ -77,7 +75,8 @@ def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) ->
 def test_disk_work(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """With and without buffers that bytes pass through, each track one after the other."""
     budget = reserved_bytes() + 2**15 if len(tiers) == 2 else None
-    config = replace(CONFIG, tiers=tiers, disk_dir=tmp_path, host_budget_bytes=budget)
+    options: Any = {"tiers": tiers, "disk_dir": tmp_path, "host_budget_bytes": budget}
+    config = OffloadConfig(min_offloaded_tensor_size=1, **options)
     with use_backend(make(), config=config) as manager:
         file = manager.offloader.engine.mover.tier.disk
         begin_s = time.perf_counter()
@@ -102,7 +101,7 @@ def test_disk_work(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
 def test_a_range_of_steps(tmp_path: Path) -> None:
     """The file is there when the last of them is over, and later steps are not in it."""
     path = tmp_path / "out.json"
-    with use_backend(CpuBackend(), config=CONFIG) as manager:
+    with session(CpuBackend()) as manager:
         with Trace(path, steps=range(2, 4)) as trace:
             model = make_model()
             for number in range(6):
@@ -118,7 +117,7 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
 
 
 def test_an_exception_ends_the_trace_with_what_came_before(tmp_path: Path) -> None:
-    with use_backend(CpuBackend(), config=CONFIG):
+    with session(CpuBackend()):
         model = make_model()
         with pytest.raises(ZeroDivisionError), Trace(tmp_path / "out.json"):
             run_step(model, batches(2))
@@ -142,7 +141,7 @@ def test_configure_in_the_block_is_followed(
     with use_backend(CpuBackend(), config=OffloadConfig()) as manager:
         with Trace(tmp_path / "out.json") as trace:
             train(1)
-            manager.configure(CONFIG)
+            manager.configure(OffloadConfig(min_offloaded_tensor_size=1))
             train(2)
     assert trace.timeline is not None and trace.timeline.of(0, "d2h")
     assert steps_of(trace.timeline) == ["step 1", "step 2"]
@@ -167,7 +166,7 @@ def test_in_a_capture_nothing_has_a_time(tmp_path: Path) -> None:
 
 def test_a_profiler_has_the_same_names(tmp_path: Path) -> None:
     ours, profiled = tmp_path / "ours.json", tmp_path / "profiled.json"
-    with use_backend(CpuBackend(), config=CONFIG) as manager:
+    with session(CpuBackend()) as manager:
         model = make_model()
         run_step(model, batches(2))
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -207,7 +206,7 @@ def test_a_file_that_cannot_be_written_does_not_end_training(
     """The error comes at the end of the block, and the timeline is there all the same."""
     folder = tmp_path / "gone"
     folder.mkdir()
-    with use_backend(CpuBackend(), config=CONFIG):
+    with session(CpuBackend()):
         trace = Trace(folder / "out.json", steps=range(1))
         with pytest.raises(FileNotFoundError), trace:
             folder.rmdir()
