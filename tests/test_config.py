@@ -207,5 +207,6 @@ def test_each_product_is_given_its_options(
 ) -> None:
     """One is impossible."""
     (tmp_path / "no-directory").touch()
-    with pytest.raises(DiskTierError, match="no-directory"):
+    advice = "no-directory': it is a file; set disk_dir to a directory"
+    with pytest.raises(DiskTierError, match=advice):
         make(OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "no-directory"))

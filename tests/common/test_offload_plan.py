@@ -34,10 +34,6 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert [rank.bounds for rank in PLAN.ranks] == [None, (5, 0)]
 
 
-def test_a_plan_has_a_hash_for_plans_of_steps_are_cached() -> None:
-    assert len({PLAN, replace(PLAN), replace(PLAN, seconds=1.0)}) == 2
-
-
 def changed(**values: Any) -> dict[str, Any]:
     return PLAN.to_dict() | values
 

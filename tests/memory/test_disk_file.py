@@ -107,12 +107,6 @@ def test_what_is_not_whole_in_the_file_is_not_read(file: DiskFile) -> None:
         read(file, written(file, some_bytes(10)))
 
 
-def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a file").write_text("")
-    with pytest.raises(DiskTierError, match="a file': it is a file; set disk_dir to a directory"):
-        DiskFile(tmp_path / "a file")
-
-
 def test_a_directory_in_memory_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
