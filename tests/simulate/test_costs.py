@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -314,23 +313,6 @@ def test_copies_of_ten_bytes_end(changes: dict[str, Any], ways: str, ends: list[
     num_back = ways.count("back")
     moved = copies.link.bytes_to_host, copies.link.bytes_to_device
     assert moved == (10 * (len(ends) - num_back), 10 * num_back)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("both", [1.0, 1.3, 1.9])
-def test_no_more_bytes_move_than_the_link_can(seed: int, both: float) -> None:
-    draw = random.Random(seed)
-    copies, launched = Copies(both_links_bytes_per_s=both), []
-    for _ in range(60):
-        way, nbytes = draw.choice(["out", "back"]), draw.randrange(1, 20)
-        launched.append((way, copies.launch(way, nbytes), nbytes))
-    for _, end, _ in launched:
-        for ways, rate in ((("out",), 1.0), (("back",), 1.0), (("out", "back"), both)):
-            moved = sum(nbytes for way, done, nbytes in launched if way in ways and done <= end)
-            assert moved <= rate * end * (1 + 1e-9)
-    if both == 1.0:  # as long as both directions have something to do, the link never idles
-        total = sum(nbytes for _, _, nbytes in launched)
-        assert max(end for _, end, _ in launched) == approx(total)
 
 
 def test_compute_is_slower_while_copies_run() -> None:
