@@ -99,14 +99,8 @@ def synchronize(device: object = None) -> None:
 def set_delays(
     kernel_us: int = 0, h2d_us: int = 0, d2h_us: int = 0, jitter_us: int = 0, seed: int = 0
 ) -> None:
-    """Make work late: each kernel or copy that starts from now on first sleeps so long.
-
-    Args:
-        kernel_us: Before an operator.
-        h2d_us: Before a copy from the host.
-        d2h_us: Before a copy to the host.
-        jitter_us: Added to each, 0 to so many.
-        seed: Of the jitter; each stream draws from a generator of its own.
+    """Make work late: each kernel or copy that starts from now on first sleeps so long, and up to
+    ``jitter_us`` longer, which each stream draws from a generator of its own with this seed.
     """
     native.set_delays(kernel_us, h2d_us, d2h_us, jitter_us, seed)
 

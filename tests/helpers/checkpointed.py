@@ -126,16 +126,8 @@ def results(
     num: int = 3,
     rows: int = 6,
 ) -> list[Tensor]:
-    """Losses, gradients and buffers of a step.
-
-    Args:
-        model: Of blocks; its gradients go.
-        order: Of forwards and backwards.
-        step: Inputs of another are others.
-        device: Where they are.
-        context: Around each forward.
-        num: Of microbatches.
-        rows: Of each input.
+    """Losses, gradients and buffers of a step, whose number draws the inputs of its microbatches.
+    The ``context`` is around each forward.
     """
     generator = torch.Generator().manual_seed(step)
     drawn = [torch.randn(rows, 8, generator=generator).to(device) for _ in range(3 * num)]

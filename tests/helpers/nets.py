@@ -72,12 +72,8 @@ def train(
 ) -> list[Tensor]:
     """One step over virtual stages; losses, gradients of inputs and of weights.
 
-    Args:
-        stages: One net, or one for each virtual stage.
-        xs: Microbatches.
-        is_on: With groups, or without.
-        ahead: Microbatches whose forward comes before the first backward.
-        last_first: Backward takes the microbatch that went forward last.
+    So many microbatches go forward ``ahead`` of the first backward, which takes the oldest of them,
+    or with ``last_first`` the latest.
     """
     nets = [stages] if isinstance(stages, nn.Module) else list(stages)
     for net in nets:

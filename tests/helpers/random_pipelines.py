@@ -134,11 +134,8 @@ class Drawn:
 
 
 def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Drawn:
-    """The pipeline of a seed.
-
-    Args:
-        schedules: One of these for at least two ranks, with two stages each; None for any whose
-            backwards are whole.
+    """The pipeline of a seed: of at least two ranks with two stages each, and one of these
+    ``schedules``; or of any whose backwards are whole.
     """
     draw = Random(seed)
     num_ranks = draw.choice([1, 2, 3, 4] if schedules is None else [2, 2, 3, 4])

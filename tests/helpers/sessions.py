@@ -46,12 +46,8 @@ _numbers = itertools.count()
 
 
 def make_backend(kind: str, seed: int = 0) -> Any:
-    """A fresh backend.
-
-    Args:
-        kind: ``cpu``, ``threads``, ``cuda``, ``emulated``, or the order of a simulated backend,
-            which a seed may follow: ``random:1``.
-        seed: Of that order.
+    """A fresh backend: ``cpu``, ``threads``, ``cuda``, ``emulated``, or the order of a simulated
+    one, which its seed may follow: ``random:1``.
     """
     if kind == "cuda":
         if not torch.cuda.is_available():
@@ -148,12 +144,10 @@ def check(
     expected: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Run ``program`` with offload on a backend and compare it with the run without.
+    """Run steps of ``program`` with offload and compare each with the run without.
 
     Args:
-        program: Runs with and without offload.
         kind: See :func:`make_backend`.
-        steps: With offload; the first is the warm-up.
         moves: Whether bytes have to be offloaded.
         expected: Results without offload; ``program(False)`` if None.
         options: Of the engine.
@@ -187,11 +181,7 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor], where: str = 
 
 
 def assert_idle(owner: Any) -> None:
-    """No saved tensor lives, its bytes are back, and no hook is installed.
-
-    Args:
-        owner: Of ``statistics()``.
-    """
+    """No saved tensor lives, its bytes are back, and no hook is installed."""
     if any(in_use(owner).values()):
         autograd_lets_go()
         gc.collect()  # an exception holds frames, and they hold tensors

@@ -30,11 +30,8 @@ Lockstep = partial(threading.Barrier, timeout=HANG_S)
 def at_once(
     work: Sequence[Callable[[], Any]], barrier: threading.Barrier | None = None
 ) -> list[Any]:
-    """What each piece of work returns, run on threads that begin together; or the first error.
-
-    Args:
-        work: A thread for each.
-        barrier: Where they meet later; broken by an error, so that no other waits for it.
+    """What each piece of work returns, run on threads that begin together; or the first error,
+    which breaks the barrier at which they meet later.
     """
     start, pool = Lockstep(len(work)), ThreadPoolExecutor(len(work))
 

@@ -32,15 +32,8 @@ class Failure(NamedTuple):
 def explore(
     seed: int, programs: int, backend: str | None = None
 ) -> tuple[Counter[str], Failure | None]:
-    """Run programs drawn from a seed, until one fails; that one is made small.
-
-    Args:
-        seed: Of the programs.
-        programs: How many.
-        backend: Which runs them all; None for the one that each was drawn with.
-
-    Returns:
-        Counts of what was run, and the failure.
+    """Run so many programs drawn from a seed, until one fails, which is made small: counts of what
+    was run, and that failure. Without a ``backend`` each runs on the one that it was drawn with.
     """
     counts = Counter[str]()
     with warnings.catch_warnings():

@@ -57,13 +57,8 @@ CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
 
 
 class Engine:
-    """What a program calls.
-
-    Args:
-        device: Of its tensors.
-        owner: A manager, to which what is saved in groups leaves; or a context, to which all
-            leaves that is saved in a forward; None without offload.
-        backend: Theirs.
+    """What a program calls. Its owner is a manager, to which what is saved in groups leaves; or a
+    context, to which all leaves that is saved in a forward; or None without offload.
     """
 
     def __init__(self, device: torch.device, owner: Any = None, backend: Any = None) -> None:
