@@ -84,22 +84,19 @@ def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
     assert len(seen) >= 8 and not any(seen[4:])
 
 
-@pytest.mark.parametrize("is_backward", [False, True])
-def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) -> None:
+@pytest.mark.parametrize(
+    "register", [nn.Module.register_forward_hook, nn.Module.register_full_backward_pre_hook]
+)
+def test_an_interrupted_step_leaves_no_hook(schedule: Any, register: Any) -> None:
     """PyTorch calls no hook at the end of such a forward."""
     expected = step(schedule)
-    middle = schedule._stage.submod[1]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with attach(schedule, {"layer": "*"}, ALL) as handle:
         step(schedule)
-        failing = (
-            middle[1].register_full_backward_pre_hook(interrupt)
-            if is_backward
-            else middle[1].register_forward_hook(interrupt)
-        )
+        failing = register(schedule._stage.submod[1][1], interrupt)
         with pytest.raises((KeyboardInterrupt, RuntimeError)), failing:  # of a backward
             step(schedule)
         assert handle.manager.cur_forward_chunk() is None

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from conftest import BEFORE_2_13, on_two_backends
-from helpers.sessions import begin_microbatch, begin_step, drawn, group
+from helpers.sessions import begin_microbatch, begin_step, drawn, group, session
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pp_offload import OffloadActivations, OffloadConfig, checkpoint, use_backend
+from pp_offload import OffloadActivations, checkpoint
 from pp_offload.backends import Backend
 
 Function = Callable[[Tensor], Tensor]
@@ -40,11 +40,8 @@ def gradient(run: Function, x: Tensor) -> Tensor:
 @pytest.fixture(params=["groups", "context", "checkpoint"])
 def run(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Function]:
     """A program with offload. Behind the test, a step of it is offloaded as ever."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(backend, config=config) as manager:
-        context = OffloadActivations(
-            min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
-        )
+    with session(backend) as manager:
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
 
         def run(x: Tensor) -> Tensor:
             if request.param == "groups":
