@@ -105,9 +105,6 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(momentum=None))
 
 
-KINDS = [Remembers, Table, Shares, Norms, lazy]
-
-
 class Model(nn.Module):
     """A few of them."""
 
@@ -225,7 +222,7 @@ def steps(
         *((Norms, product) for product in CALLS),
         *(
             (kind, product)
-            for kind in KINDS
+            for kind in (Remembers, Table, Shares, Norms, lazy)
             for product in PRODUCTS
             if kind not in (Shares, lazy) or product not in ON_THE_HOST
         ),

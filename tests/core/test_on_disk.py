@@ -116,11 +116,8 @@ def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
         assert manager.statistics().host_bytes_peak <= 4096
 
 
-Written = tuple[PipelineOffloadManager, Tensor, list[Tensor]]
-
-
 @contextmanager
-def written_groups(kind: str, directory: Path, **options: Any) -> Iterator[Written]:
+def written_groups(kind: str, directory: Path, **options: Any) -> Iterator[tuple[Any, ...]]:
     """A manager, a leaf, and a list of the only output: what two groups saved is on disk alone."""
     with on_disk(kind, directory, **options) as manager:
         begin_step()

@@ -32,8 +32,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.plan import predict
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend, run_pipeline
 
-MIB = 2**20
-
 
 @with_limit(40)
 def test_the_limit_is_filled_and_kept(training: Training) -> None:
@@ -58,7 +56,7 @@ def test_where_all_that_leaves_is_too_little_one_warning_says_so(
     assert training.sent_by_a_step() == pytest.approx(first, rel=0.05)  # but for the margin
     messages = [text for text in caplog.messages if "device_limit_bytes" in text]
     assert len(messages) == 1
-    bounds = f"which allow {4 * SAVED_BYTES / MIB:.1f} MiB in flight"
+    bounds = f"which allow {4 * SAVED_BYTES / 2**20:.1f} MiB in flight"
     advice = f"lower max_in_flight_bytes and prefetch_bytes, {bounds}"
     assert f"all groups leave; {advice}; have more of the model in groups" in messages[0]
 
