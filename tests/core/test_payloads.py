@@ -407,10 +407,7 @@ def test_a_forced_tensor_is_emptied_behind_its_copy(kind: str) -> None:
             x = drawn(ROWS, COLUMNS).requires_grad_()
             before = group(x * 3, torch.sin, name="before")
             held = x * 2
-            with off_interface(True, held, "part") as h:
-                y = h.sin()
-            del h
-            y = off_interface.group_commit(y, name="part", forced_released_tensors=[held])
+            y = group(held, torch.sin, forced_released_tensors=[held])
             y = group(y, torch.cos, name="behind")
             settle(manager)
             assert (held.untyped_storage().nbytes() == 0) is (step == 0), "later it stays"

@@ -24,7 +24,6 @@ from helpers.sessions import (
 from helpers.toy import batches, make_model, run_step
 from torch import Tensor, nn
 
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager, release_host_memory
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import cpu
@@ -189,10 +188,8 @@ def test_what_others_need_stays(manager: PipelineOffloadManager, who: str, is_le
             leaf = nn.Parameter(leaf)
         x = leaf if is_leaf or who == "parameter" else leaf * 2
         other = NEEDS[who](manager, x)
-        with off_interface(is_on, x, "g"):
-            y = x * weight
+        y = group(x, lambda _, x=x, w=weight: x * w, is_on, forced_released_tensors=[x])
         if is_on:
-            y = off_interface.group_commit(y, name="g", forced_released_tensors=[x])
             settle(manager)
             assert x.untyped_storage().nbytes() == (0 if who == "nobody" else NBYTES)
         (y.sum() + (other.sum() if isinstance(other, Tensor) else 0)).backward()
@@ -206,9 +203,7 @@ def test_a_marked_tensor_that_nothing_has_saved_stays(manager: PipelineOffloadMa
     x = leaf_on(manager)
     marked = x.detach() * 2
     manager.mark_not_offloadable(marked)
-    with off_interface(True, x * 3, "g") as h:
-        y = h.sin()
-    off_interface.group_commit(y, name="g", forced_released_tensors=[marked])
+    group(x * 3, torch.sin, forced_released_tensors=[marked])
     settle(manager)
     assert marked.untyped_storage().nbytes() == NBYTES
 
@@ -227,9 +222,7 @@ def test_a_view_is_emptied_if_nobody_needs_its_base(
     other = base * weight.view(4, 10) if holder == "autograd" else torch.zeros_like(leaf)
     held = base if holder == "user" else None
     del base
-    with off_interface(True, x, "g"):
-        y = x * weight
-    y = off_interface.group_commit(y, name="g", forced_released_tensors=[x])
+    y = group(x, lambda _: x * weight, forced_released_tensors=[x])
     settle(manager)
     assert x.untyped_storage().nbytes() == (0 if holder == "nobody" else NBYTES)
     if held is not None:
