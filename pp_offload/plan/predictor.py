@@ -21,6 +21,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._groups.plan_options import options_of
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.fills import Place, first_saved
 from pp_offload.plan.pipeline import check_smallest, predict_each
@@ -162,10 +163,14 @@ class Predictor:
         ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
         key = order.num_microbatches, ranks, num, is_offloading
         if key not in self._played:
-            plan = OffloadPlan("", 0, 0.0, 0.0, tuple(self.plans_of(choice)))
+            num_microbatches, plans = order.num_microbatches, tuple(self.plans_of(choice))
+            options = options_of(self.config, num_microbatches=num_microbatches, schedule="")
+            plan = OffloadPlan("", 0, 0.0, 0.0, plans, options=options)
             config = replace(without_plan(self.config), plan=plan) if is_offloading else None
             tapes = self.tapes_of(nums_of(choice))
-            if num == 1:
+            hardware = self.hardware
+            if num == 1:  # stands for later steps, whose host memory is pinned already
                 tapes = [rank.with_state() for rank in tapes]
-            self._played[key] = predict_each(order, tapes, self.hardware, config, self.peers, num)
+                hardware = replace(hardware, pin_bytes_per_s=None)
+            self._played[key] = predict_each(order, tapes, hardware, config, self.peers, num)
         return self._played[key]

@@ -120,7 +120,7 @@ def test_the_engine_does_so_with_backwards_in_two_parts(seed: int, schedule: typ
 
 
 @pytest.mark.parametrize("seed", [22, *slow(9)])
-def test_the_least_limit_in_an_error_is_one(seed: int) -> None:
+def test_the_least_limit_in_an_error_is_one(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     drawn, tapes = planned(seed)
     with pytest.raises(InfeasibleError, match="limit_bytes is 1, expected at least") as refused:
         choose(drawn.order, tapes, drawn.hardware, 1, config=drawn.config, peers=drawn.peers)
@@ -128,6 +128,19 @@ def test_the_least_limit_in_an_error_is_one(seed: int) -> None:
     plan = chosen(drawn, tapes, least)
     assert plan is not None and chosen(drawn, tapes, least - 1) is None
     assert max(rank.peak_bytes for rank in plan.ranks) == least
+    assert not caplog.records, "predictions follow plans of their own options"
+
+
+def test_pinning_in_the_first_step_changes_no_plan() -> None:
+    drawn, tapes = planned(7)
+    limit = limits(drawn, tapes, 4)[2]
+    ways = []
+    for pin_bytes_per_s in (None, 2.0**20):
+        hardware = replace(drawn.hardware, pin_bytes_per_s=pin_bytes_per_s)
+        how = {"config": drawn.config, "peers": drawn.peers}
+        plan = choose(drawn.order, tapes, hardware, limit, **how)
+        ways.append([rank.stages for rank in plan.ranks])
+    assert ways[0] == ways[1]
 
 
 def test_tapes_of_another_smallest_tensor_are_refused() -> None:
