@@ -136,6 +136,9 @@ class Recorder(Observer):
                 self._end_step(at)
                 note = self._add(tl.STEPS, f"step {self._step}", at, step=self._step)
                 self._running[tl.STEPS] = note
+                if self._virtual is not None:
+                    backend: Any = self._backend
+                    backend.memory.take_peak()  # or a step without groups would show none
                 self._read(at)
         elif self._step >= steps.stop and not self._backend.is_capturing:
             self.end()

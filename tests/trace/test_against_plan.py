@@ -20,6 +20,7 @@ from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload.plan import InfeasibleError, choose, record
 from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, run_pipeline
 from pp_offload.trace import Sample, Span, Timeline, Trace, compare_with_plan
+from pp_offload.trace.figures import rank_steps
 
 GIB = 2**30
 ORDER = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=8)
@@ -85,6 +86,16 @@ def test_what_was_planned_is_what_was_done(config: OffloadConfig, tmp_path: Path
     assert table.startswith(f"step 1: {step_ms} ms, planned {step_ms}\n\nrank  ")
     assert table.endswith("\n\nnothing is worse than planned by more than 2%")
     assert json.loads(json.dumps(compared.figures())) == compared.figures()
+
+
+def test_a_step_without_groups_has_its_peak(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "out.json.gz")
+    step = run_pipeline(ORDER, work_of(), DEVICE, trace=trace)
+    assert trace.timeline is not None
+    traced = rank_steps(trace.timeline)
+    assert [each.peak_bytes["device"] for each in traced.values()] == [
+        rank.peak_bytes for rank in step.ranks
+    ]
 
 
 SLOWER = replace(DEVICE, matmul_fraction=DEVICE.matmul_fraction * 0.9)
