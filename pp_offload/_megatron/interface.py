@@ -111,7 +111,7 @@ def fine_grained_offloading_forward_record(event: Any) -> None:
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
-    """Identity whose backward records an event and joins the copies to the device.
+    """Identity whose backward records an event and joins the copies.
 
     Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
     """
@@ -123,13 +123,13 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Record the event on the current stream, which then waits for the h2d stream."""
+        """Record ``event`` on the current stream, which then waits for both copy streams."""
         _record_and_join(ctx.event)
         return grad_output, None
 
 
 def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tensor:
-    """Return ``tensor``; its backward records ``event`` and joins the h2d stream."""
+    """Return ``tensor``; its backward records ``event`` and joins the copy streams."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 
 
