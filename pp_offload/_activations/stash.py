@@ -93,7 +93,7 @@ class ActivationStash:
         self._forward = _Forward()
         self._step = StepRecord()
         self._offloader = self._make(self._step)
-        self._room = DeviceRoom(self._offloader, self._step.in_flight)
+        self._room = DeviceRoom(self._offloader)
         self._times = AutoBounds(self._offloader, TIMES_ALONE, self._room.unused_bytes)
         if self._offloader.engine.recipes is not None:
             self._offloader.engine.recipes.is_planned = False

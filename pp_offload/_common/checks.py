@@ -122,12 +122,11 @@ def near(name: object, names: Sequence[str]) -> str:
     return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 
-def check_names(options: Iterable[object], names: Sequence[str], of: str = "") -> None:
+def check_names(options: Iterable[object], names: Sequence[str], of: str) -> None:
     """Raise a ValueError that proposes near names, if options of the owner ``of`` do not exist."""
     if unknown := [f"{name!r}{near(name, names)}" for name in options if name not in names]:
-        whose = f"{of} has " if of else ""
         raise ValueError(
-            f"{whose}unknown options {', '.join(unknown)}; expected some of {', '.join(names)}"
+            f"{of} has unknown options {', '.join(unknown)}; expected some of {', '.join(names)}"
         )
 
 

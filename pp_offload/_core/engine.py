@@ -142,8 +142,6 @@ class Engine:
             for _, members, _ in chosen.recipes:
                 for saved in members:
                     saved.recipe = True
-        if self.recipes is not None:
-            group.drop()
         group.move_to(GroupState.KEPT)
         for tell in self.observers.closed:
             tell(group, payloads)
@@ -193,8 +191,6 @@ class Engine:
             if payloads.chosen is not None and (batch is not None or not own.tensors):
                 is_kept = is_kept and not payloads.chosen.recipes
                 self._give_up(group, payloads.chosen)
-            if self.recipes is not None:
-                group.drop()
             group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
             self.window.expect(group.counts.copied_bytes)
         return None

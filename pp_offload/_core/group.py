@@ -126,7 +126,7 @@ class Group:
                 "an open group changes, once: commit it once"
             )
         self.state = state
-        self.saved_refs = []
+        self.drop()
 
     def forget_makers(self) -> None:
         """Compute no saved tensor again; what made it would keep a part of the graph alive."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.batch import Batch
 from pp_offload._core.geometry import flat_bytes
 from pp_offload._core.payloads import Payloads
@@ -37,7 +37,6 @@ class Verifier:
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, int, weakref.ref[UntypedStorage]]] = []
-        self._warned: set[str] = set()
 
     def leaves(self, batch: Batch, payloads: Payloads) -> None:
         """Take checksums of payloads that are about to leave; waits for the device."""
@@ -65,9 +64,7 @@ class Verifier:
                 del storage
                 messages.append(_message(label, nbytes, _tensors_of(key)))
         for message in messages:
-            if message not in self._warned:
-                self._warned.add(message)
-                logger.warning(message)
+            warn_once(logger, self, message)
         return messages
 
 

@@ -90,11 +90,6 @@ class Window:
             self.below_bytes = 0 if group is None else self._few_bytes
             self.fill()
 
-    def choose(self, nbytes: int) -> None:
-        """Set the bytes of the window, unless an option fixed them."""
-        with self._mover.lock:
-            self.bound.choose(nbytes)
-
     def expect(self, nbytes: int) -> None:
         """Fit bounds to a group of ``nbytes`` that left, and will come back."""
         if nbytes > self._largest:

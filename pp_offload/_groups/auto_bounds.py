@@ -193,7 +193,7 @@ class AutoBounds:
     def _take(self, bounds: tuple[int, int]) -> None:
         cap_bytes, ahead_bytes = bounds
         self._offloader.engine.mover.in_flight.bound.choose(cap_bytes)
-        self._offloader.engine.window.choose(ahead_bytes)
+        self._offloader.engine.window.bound.choose(ahead_bytes)
 
     @property
     def now(self) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class Chunk:
         with engine.mover.lock:
             engine.follow(engine.current_stream())
             if self.key is None:
-                self.key = offloader.step.add(self, offloader.split)
+                offloader.step.add(self, offloader.split)  # sets the key, but for a lone chunk
             smallest = self.min_offloaded_tensor_size
             group = self.group_type(name, engine=engine, min_numel=smallest)
             if self.key is not None:

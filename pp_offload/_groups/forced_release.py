@@ -8,7 +8,6 @@ Memory that is not torch's own stays as well, with a warning, because naming it 
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pp_offload._common.checks import described
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._common.torch_private import use_count
 from pp_offload._core.eligibility import StorageSet, is_marked
 from pp_offload._memory.storages import has_storage
@@ -29,9 +28,9 @@ logger = logger_of(__name__)
 _EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
 
 
-def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet, warned: set[str]) -> None:
+def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet) -> None:
     """Empty the storages of those tensors that are alive and that nothing else needs. References
-    are weak, because a pending copy must not keep tensors alive. A new warning joins ``warned``.
+    are weak, because a pending copy must not keep tensors alive.
     """
     for ref in refs:
         tensor = ref()
@@ -41,15 +40,11 @@ def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet, warned: s
         if reason is None:
             tensor.untyped_storage().resize_(0)
             continue
-        is_warning = reason is _EXTERNAL and reason not in warned
-        if is_warning:
-            warned.add(reason)
-        logger.log(
-            logging.WARNING if is_warning else logging.INFO,
-            "forced_released_tensors: %s stays on the device: %s",
-            described(tensor),
-            reason,
-        )
+        text = "forced_released_tensors: %s stays on the device: %s"
+        if reason is _EXTERNAL:
+            warn_once(logger, resident, text, described(tensor), reason)
+        else:
+            logger.info(text, described(tensor), reason)
 
 
 def _reason_to_stay(tensor: Tensor, resident: StorageSet) -> str | None:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from typing import ClassVar
 
 import torch
 
@@ -63,6 +64,7 @@ class Manager:
     """
 
     make_chunk = staticmethod(Chunk)
+    offloader_type: ClassVar[type[Offloader]] = Offloader
 
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
@@ -72,13 +74,14 @@ class Manager:
         self.on_begin: tuple[Callable[[], None], ...] = ()
         self._profiler_names = ProfilerNames()
         config, step = config_or_default(config), StepRecord()
-        self._follow(config, step, Offloader(backend_or_default(backend), config, step))
+        self._follow(self.offloader_type(backend_or_default(backend), config, step))
 
-    def _follow(self, config: OffloadConfig, step: StepRecord, offloader: Offloader) -> None:
-        self.config, self.step, self.offloader = config, step, offloader
+    def _follow(self, offloader: Offloader) -> None:
+        self.offloader, self.config = offloader, offloader.config
+        self.step: StepRecord = offloader.step
         self.plan_check = PlanCheck()
-        self._room = DeviceRoom(offloader, step.in_flight)
-        self.bounds = AutoBounds(offloader, config, self._room.unused_bytes)
+        self._room = DeviceRoom(offloader)
+        self.bounds = AutoBounds(offloader, offloader.config, self._room.unused_bytes)
         self.forward = Forward()  # new for all threads, or one would go on in the old step
 
     def take_over(self, old: Manager) -> None:
@@ -109,7 +112,7 @@ class Manager:
         offloader = Offloader(self.backend, config, step)  # first: without a disk it raises
         offloader.engine.go_on_as(self.offloader.engine)
         self.retire()
-        self._follow(config, step, offloader)
+        self._follow(offloader)
         self._call_on_begin()
 
     def _call_on_begin(self) -> None:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -59,6 +59,8 @@ class Offloader:
         split: Split backward, set while a schedule with backwards in two parts is attached.
     """
 
+    engine_type: ClassVar[type[Engine]] = Engine
+
     def __init__(
         self,
         backend: Backend,
@@ -75,13 +77,12 @@ class Offloader:
         self.split: SplitBackward | None = None
         self._torn: list[Engine] = []  # engines of former epochs that living graphs need
         self.engine = self._fresh_engine()
-        self._warned_releases: set[str] = set()
         _alive.add(self)
 
     def _fresh_engine(self) -> Engine:
         """Make an engine with memory of its own."""
         tier = make_tier(self.backend, self.config, self._allocate)
-        return Engine(self.backend, tier, self.step, self.config, self.observers)
+        return self.engine_type(self.backend, tier, self.step, self.config, self.observers)
 
     def renew_if_torn(self) -> None:
         """Begin a new epoch, if an exception passed through the code of the current engine.
@@ -144,7 +145,7 @@ class Offloader:
     def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
         """Empty the storages of ``tensors``, once the copies queued so far are over."""
         refs, engine = [weakref.ref(tensor) for tensor in tensors], self.engine
-        action = partial(release, refs, engine.eligibility.residents, self._warned_releases)
+        action = partial(release, refs, engine.eligibility.residents)
         engine.guarded(engine.mover.after_copies, action)
 
     def resume(self, group: Group | None) -> None:

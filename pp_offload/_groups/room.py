@@ -1,6 +1,6 @@
 """Choose which groups stay below a limit of device memory, from the memory that steps take.
 
-    room = DeviceRoom(offloader, step.in_flight)
+    room = DeviceRoom(offloader)
     room.begin_step(config.limit)
     ...
     room.end_step(step.shapes(), bounds.hidden_bytes)
@@ -92,12 +92,11 @@ class StepMemory(Observer):
         self,
         offloader: Offloader,
         begin: Allocated,
-        in_flight: Callable[[], ChunksInFlight],
         has_room: Callable[[ChunksInFlight], bool],
         *,
         reads_always: bool,
     ) -> None:
-        self._offloader, self._begin, self._in_flight = offloader, begin, in_flight
+        self._offloader, self._begin = offloader, begin
         self._has_room, self._reads_always = has_room, reads_always
         self.begin_bytes = at_rest_bytes(offloader, begin)
         self.outside_bytes = self.reported_bytes = begin.peak_bytes
@@ -122,7 +121,7 @@ class StepMemory(Observer):
                 self.outside_bytes = max(self.outside_bytes, now.peak_bytes)
                 self.reported_bytes, self._num_retries = now.peak_bytes, now.num_retries
             self._begun.add(group.key.chunk)
-            in_flight = self._in_flight()
+            in_flight = self._offloader.step.in_flight()
             self.chunks_in_flight.add(in_flight)
             if not self._has_room(in_flight):
                 plan = self._offloader.plan
@@ -144,7 +143,7 @@ class StepMemory(Observer):
         if group.key is None or group.key.chunk == self._in_backward:
             self._read()
             return
-        now, chunks = self.now(), self._in_flight()
+        now, chunks = self.now(), self._offloader.step.in_flight()
         self._note(now, is_of_loss=self._is_behind_forward)
         self._in_backward, self._is_behind_forward = group.key.chunk, False
         self.allocated_bytes = max(self.allocated_bytes, now.nbytes)
@@ -176,9 +175,8 @@ class StepMemory(Observer):
 class DeviceRoom:
     """Measures steps, and fills the room below the limit."""
 
-    def __init__(self, offloader: Offloader, in_flight: Callable[[], ChunksInFlight]) -> None:
+    def __init__(self, offloader: Offloader) -> None:
         self._offloader = offloader
-        self._in_flight = in_flight
         self._limit: int | str | None = None
         self._stay: dict[Place, int] = {}
         self._history = History()
@@ -237,12 +235,9 @@ class DeviceRoom:
                 )
             return
         is_choosing = bool(self._num_left or self._history.may_shrink)
+        reads_always = limit is not None and is_choosing
         self._seen = StepMemory(
-            self._offloader,
-            allocated,
-            self._in_flight,
-            self._has_room,
-            reads_always=limit is not None and is_choosing,
+            self._offloader, allocated, self._has_room, reads_always=reads_always
         )
         self._offloader.observers.add(self._seen)
 

@@ -103,11 +103,6 @@ class OffloadTensorGroup(Group):
         """Take the tensor under ``tag``, which must be there, out of the group."""
         return (self._tensors or {}).pop(tag)
 
-    def move_to(self, state: GroupState) -> None:
-        """Close the group as offloaded or kept, and release the tensors by tag."""
-        super().move_to(state)
-        self._tensors = None
-
     def drop(self) -> None:
         """Forget all tensors of an open group, such as when a step is aborted."""
         super().drop()

@@ -178,7 +178,10 @@ class DiskFile:
         file = self._open_file()
         views = [as_array(payload).data for payload in payloads]
         extent = self._extent(sum(map(len, views)))
-        write = self._in_use(DiskWrite(None, extent))
+        write = DiskWrite(None, extent)
+        self._follow(write, None, extent.nbytes)  # in use until it is garbage
+        self._in_use_bytes += extent.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
         owner = weakref.ref(write)  # weak: the thread keeps only the extent
 
         def is_wanted() -> bool:
@@ -258,13 +261,6 @@ class DiskFile:
         extent = Extent(start, nbytes)
         self._follow(extent, start, nbytes)
         return extent
-
-    def _in_use(self, write: DiskWrite) -> DiskWrite:
-        """Return ``write``; its bytes are in use until it is garbage, even if a thread goes on."""
-        self._follow(write, None, write.extent.nbytes)
-        self._in_use_bytes += write.extent.nbytes
-        self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
-        return write
 
     def _follow(self, owner: object, start: int | None, nbytes: int) -> None:
         ref = weakref.ref(owner, self._dead.append)  # C: see HostPool

@@ -22,7 +22,7 @@ from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.config import OffloadConfig
 from pp_offload.plan import Chooser, RankTapes, front, record
 from pp_offload.plan import profile as profile_of
-from pp_offload.plan.table import front_table, num_recomputed, profile_table, table
+from pp_offload.plan.table import draw_front, front_table, num_recomputed, profile_table, table
 from pp_offload.simulate import PeerLink, PipelineStep
 from pp_offload.simulate.compare import compare as run_both
 from pp_offload.trace import Trace
@@ -98,8 +98,6 @@ def sweep(given: Namespace) -> int:
     }
     report(f"{pipeline.title}\n\n{front_table(plans)}", figures, as_json=given.json)
     if given.png is not None:
-        from pp_offload.plan.table import draw_front
-
         with errors_of("--png", ImportError, OSError):
             draw_front(plans, given.png, title=pipeline.title)
     return 0

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.memory import rounded
@@ -92,9 +91,6 @@ class HostNumbers:
 
     __slots__ = ("_device", "nbytes")
 
-    dtype = None
-    shape = ()
-
     def __init__(self, device: NumberDevice, nbytes: int) -> None:
         self._device = device
         self.nbytes = nbytes
@@ -128,10 +124,6 @@ class NumberDevice(VirtualBackend):
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
         self.memory = Bytes()
-
-    def current_stream(self) -> VirtualStream:
-        """Return the compute stream, the only one of the device."""
-        return self.compute
 
     def allocate_host(self, nbytes: int) -> Any:
         self.pin(nbytes)

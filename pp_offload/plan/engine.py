@@ -26,11 +26,9 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import Copy, SharedCopies
-from pp_offload._core.tiers import make_tier
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import StepRecord
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import Held, NumberDevice, NumberTensor
 from pp_offload.plan.tape import Event, Mark, Stretch, Tape
@@ -68,18 +66,16 @@ class NumberEngine(Engine):
 class NumberOffloader(Offloader):
     """Offloader whose engine works on numbers."""
 
-    def _fresh_engine(self) -> NumberEngine:
-        tier = make_tier(self.backend, self.config, self._allocate)
-        return NumberEngine(self.backend, tier, self.step, self.config, self.observers)
+    engine_type = NumberEngine
 
 
 class NumberManager(Manager):
     """Manager of a rank in numbers, which learns from steps like other managers."""
 
+    offloader_type = NumberOffloader
+
     def __init__(self, config: OffloadConfig, device: NumberDevice) -> None:
         super().__init__(config=config, backend=device)
-        step = StepRecord()
-        self._follow(config, step, NumberOffloader(device, config, step))
         self.num_attached = 1
         self.idle_groups.num_steps_left = 0  # predictions do not warn of idle groups
 

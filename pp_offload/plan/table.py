@@ -184,8 +184,12 @@ def profile_table(profile: Profile) -> str:
         STAGES_NOTE,
     ]
     optimizers = [
-        (str(rank), _gib(each.resident_bytes), _gib(each.transient_peak_bytes), f"{each.ms:.2f}")
-        for rank, each in enumerate(profile.optimizers)
+        (
+            str(n),
+            *map(size_cell, (each.resident_bytes, each.transient_peak_bytes)),
+            f"{each.ms:.2f}",
+        )
+        for n, each in enumerate(profile.optimizers)
         if each is not None
     ]
     if optimizers:
@@ -221,19 +225,15 @@ def _stage(stage: StageProfile, resident_bytes: Sequence[int]) -> tuple[str, ...
     return (
         str(stage.stage),
         str(stage.rank),
-        _gib(resident_bytes[stage.rank]),
-        _gib(stage.forward.resident_bytes),
-        _gib(stage.forward.transient_peak_bytes),
-        _gib(stage.first_backward.transient_peak_bytes),
+        size_cell(resident_bytes[stage.rank]),
+        size_cell(stage.forward.resident_bytes),
+        size_cell(stage.forward.transient_peak_bytes),
+        size_cell(stage.first_backward.transient_peak_bytes),
         f"{stage.forward.ms:.2f}",
         f"{stage.backward.ms:.2f}",
         "-" if stage.recompute_ms is None else f"{stage.recompute_ms:.2f}",
-        "-" if stage.recompute_frees_bytes is None else _gib(stage.recompute_frees_bytes),
+        "-" if stage.recompute_frees_bytes is None else size_cell(int(stage.recompute_frees_bytes)),
     )
-
-
-def _gib(nbytes: float) -> str:
-    return size_cell(int(nbytes))
 
 
 HEIGHT_INCHES = 4.0

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from pp_offload._common.checks import check_kind
@@ -152,8 +152,7 @@ def _fills_its_storage(tensor: Any) -> bool:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has no data, no subclass, and is not sparse."""
-    is_meta = type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta
-    return is_meta and tensor.layout is torch.strided
+    return has_storage(tensor) and tensor.is_meta
 
 
 def _layout(tensor: Tensor) -> Layout:

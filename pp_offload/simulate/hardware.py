@@ -130,17 +130,6 @@ class Hardware:
         """Bytes a second of copies from the host while none go to the host."""
         return self.link_bytes_per_s if self.h2d_bytes_per_s is None else self.h2d_bytes_per_s
 
-    @property
-    def both_copies_bytes_per_s(self) -> float:
-        """Rate of copies in both directions together."""
-        both = self.both_links_bytes_per_s
-        return self.link_bytes_per_s + self.h2d_rate if both is None else both
-
-    @property
-    def copies_slow_compute(self) -> bool:
-        """Whether operators take longer while copies run."""
-        return self.d2h_slowdown + self.h2d_slowdown > 0
-
 
 def check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
     """Check that a value is an int or a float above 0, as a rate, which may be infinite; or of at

@@ -43,8 +43,9 @@ class Link:
     def __init__(self, host: HostClock) -> None:
         self.bytes_to_host = self.bytes_to_device = 0
         self._host, self._hardware = host, host.hardware
-        both = self._both_rate = host.hardware.both_copies_bytes_per_s
         to_host, to_device = host.hardware.link_bytes_per_s, host.hardware.h2d_rate
+        given = host.hardware.both_links_bytes_per_s
+        both = self._both_rate = to_host + to_device if given is None else given
         self._rates = {True: min(to_host, both), False: min(to_device, both)}
         self.are_apart = both >= sum(self._rates.values())
         self._uses: list[Use] = []
@@ -76,7 +77,7 @@ class Link:
     def compute(self, begin_s: float, seconds: float) -> float:
         """Return the end of compute's work of ``seconds``. See NOTE [ Slower compute ]."""
         hardware = self._hardware
-        if not hardware.copies_slow_compute:
+        if not hardware.d2h_slowdown + hardware.h2d_slowdown:
             return begin_s + seconds
         copies, now_s = self._uses_after(begin_s), begin_s
         while True:
