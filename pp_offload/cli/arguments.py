@@ -41,7 +41,7 @@ def number(kind: type[int] | type[float], least: float, most: float = inf) -> Ca
     return parse
 
 
-COUNT, AMOUNT = number(int, 1), number(float, 0)
+COUNT, AMOUNT = number(int, 1), number(float, 0, 2**20)
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "model": {"nargs": "?", "metavar": "[MODEL]", "help": "module:function, see docs/cli.md"},

@@ -122,8 +122,8 @@ def from_function(name: str, num_stages: int, length: int) -> Modules:
 def _imported(name: str, option: str, example: str, how: str) -> Callable[..., Any]:
     """Import ``module:function``, also from a module in the current directory."""
     module_name, _, function_name = name.partition(":")
-    module_name = module_name.removesuffix(".py")  # as a shell completes it
-    if not (module_name and function_name):
+    module_name = module_name.removeprefix("./").removesuffix(".py")  # as a shell completes it
+    if not (module_name and function_name) or module_name.startswith("."):
         raise wrong(option, f"found {name!r}, expected module:function, {example}")
     sys.path.insert(0, os.getcwd())
     try:

@@ -71,6 +71,8 @@ WRONG = {
     "simulate": "found neither of module:function and --hf, expected one of the two",
     f"simulate {MODELS}:good --hf x": "found both of module:function and --hf",
     "simulate cli_models": "Invalid value for MODEL: found 'cli_models', expected module:function",
+    "simulate ../cli_models:good": "found '../cli_models:good', expected module:function",
+    "simulate x:y --host-gib 1e300": "expected a finite number of at least 0 and at most 1048576",
     "simulate no_file:stages": "no module 'no_file' here or installed",
     f"simulate {MODELS}:nothing": "nothing of helpers.cli_models is not there, expected a",
     f"simulate {MODELS}:without_length": "unexpected keyword argument 'length'",
