@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from pp_offload.trace import timeline as tl
@@ -185,5 +186,7 @@ def _rank_step(timeline: Timeline, step: Span) -> RankStep:
         before = [(begin_s, nbytes) for time_s, nbytes in line if time_s <= begin_s][-1:]
         line = before + [sample for sample in line if sample[0] > begin_s]
         values[name] = line + [(end_s, nbytes) for _, nbytes in line[-1:]]
-    inside = [span for span in spans if begin_s <= span.begin_s < end_s]
+    later = [each.begin_s for each in timeline.of(rank, tl.STEPS) if each.begin_s > begin_s]
+    until_s = min(later, default=inf)  # copies of the last step may begin behind its compute
+    inside = [span for span in spans if begin_s <= span.begin_s < until_s]
     return RankStep(rank, begin_s, end_s, step.args, inside, times, values)

@@ -130,11 +130,14 @@ def test_a_run_that_differs_names_the_figure_and_the_cause(
 
 
 def real_step(**worse: float) -> Timeline:
-    """A step of a real device, without groups, whose compute is not known."""
+    """A step of a real device, without groups, whose compute is not known. A copy begins behind it,
+    as where backward did not need what it copies.
+    """
     spans = [
         Span(0, "steps", "step 7", 1.0, 1.0 + worse.get("step_s", 1.0), {"step": 7}),
         Span(0, "compute", "waits for mlp (reload)", 1.2, 1.2 + worse.get("stalled_s", 0.1)),
-        Span(0, "d2h", "mlp (offload)", 1.0, 1.8, {"bytes": 8 * GIB}),
+        Span(0, "d2h", "mlp (offload)", 1.0, 1.6, {"bytes": 6 * GIB}),
+        Span(0, "d2h", "mlp (offload)", 2.5, 2.7, {"bytes": 2 * GIB}),
     ]
     samples = [Sample(0, name, 1.1, int(worse.get(name, 8) * GIB)) for name in ("device", "host")]
     return Timeline(1, spans, samples, metadata={0: {"has_captures": True}})
