@@ -47,7 +47,7 @@ def parse_size(text: str, *, is_rounded: bool = False) -> int | None:
 
 def size_text(nbytes: int, *, is_least: bool = False) -> str:
     """Format bytes in GiB or, below a tenth of that, in a smaller unit: ``"1.50 MiB"``. With
-    ``is_least``, rounded up, so that a user who types the text has enough.
+    ``is_least``, rounded up, so that the text as a limit is not below ``nbytes``.
     """
     for unit, least in (("GiB", UNITS["GiB"] / 10), ("MiB", UNITS["MiB"]), ("KiB", 100)):
         if nbytes >= least:

@@ -115,7 +115,7 @@ class Engine:
         self.shared.clear()
 
     def go_on_as(self, old: Engine) -> None:
-        """Take over from ``old``: its marked storages, its proofs, and whether it is enabled."""
+        """Take over from ``old``: marked storages, proofs of recipes, and whether it is enabled."""
         self.eligibility.residents, self.is_enabled = old.eligibility.residents, old.is_enabled
         if self.recipes is not None and old.recipes is not None:
             self.recipes.go_on_as(old.recipes)

@@ -224,6 +224,8 @@ class Recipes:
         self.may_reach, self.is_planned = mover.tier.disk is None, True
         self.refuses_gaps = False
         self._proofs: dict[Any, Any] = {}
+        """By kind: the eps of a norm, None without one, _REFUSED, or a number of trials so far."""
+
         self._of_weights: Any = WeakIdKeyDictionary()
 
     def go_on_as(self, old: Recipes) -> None:

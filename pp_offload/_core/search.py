@@ -83,8 +83,13 @@ class Search:
         self.reached: list[Saved] = []
         self.below: dict[int, int] = {}
         self._above: dict[int, int] = {}
+        """By storage, most operators that run after it is needed, in recipes that need it."""
+
         self._users: dict[int, list[int]] = {}
+        """By storage, those whose recipes need it."""
+
         self._parts: ByStorage = {}
+        """What replaces storages that repeat numbers; see :class:`Narrow`."""
 
     def take_out(self) -> list[Computable]:
         """Find recipes, take their storages out of the saved tensors, and add their inputs."""
@@ -372,7 +377,9 @@ def _is_of_parameter(edge: Any) -> bool:
 
 
 def _geometry(saved: Saved) -> Any:
-    """Return the layout of a tensor in its payload."""
+    """Return the layout of a tensor in its payload: ``restore`` is a method of a geometry,
+    another call, or None for the payload itself.
+    """
     restore = saved.restore
     return getattr(restore, "__self__", None) or getattr(restore, "args", type(restore))
 

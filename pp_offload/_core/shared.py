@@ -115,7 +115,7 @@ class SharedCopies:
                 self.copies[storage._cdata] = copy
 
     def clear(self) -> None:
-        """Begin a step, or a forward without steps: no copy is shared with the last."""
+        """Begin a step, or a forward without steps: it shares no copy of the one before."""
         self._last, self.copies = self.copies, {}
 
 

@@ -78,13 +78,15 @@ def all_packs() -> list[Pack]:
 
 
 def popped(until: object) -> Iterator[tuple[Any, None]]:
-    """Return an iterator that pops hooks until ``until`` is on top; all of them if None."""
+    """Return an iterator that pops hooks until ``until`` is on top; all of them if None. Before
+    each pop, zip asks for the top, and ends there.
+    """
     never = object()
     return zip(iter(partial(top_hooks, True), until), iter(pop_hooks, never), strict=False)
 
 
 def is_in_backward() -> bool:
-    """Whether a backward runs this: a forward inside it is a recomputation, used at once."""
+    """Whether a backward runs this: what a forward inside it saves is needed at once."""
     return graph_task_id() != -1
 
 

@@ -195,7 +195,7 @@ def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Yield the tensors among arguments or outputs, and in lists among these."""
+    """Return the tensors among arguments or outputs, and in lists among these."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
