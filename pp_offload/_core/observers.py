@@ -132,7 +132,9 @@ class Laps(Observer):
         return None if begin is None else cls(begin)
 
     def now(self, backend: Backend) -> TimedEvent | None:
-        """Return an event behind all work of the live compute stream; None in a capture."""
+        """Record an event behind all work of the current compute stream, as the end so far. In a
+        capture there is none: the laps are cut.
+        """
         event = time_of(backend, backend.current_stream())
         if event is None:
             self.is_cut = True
