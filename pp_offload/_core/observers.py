@@ -9,7 +9,7 @@
 A method that no observer overrides is not called. While an observer listens to times, events that
 know their time are recorded around each copy and wait; the host waits for nothing:
 
-    laps = Laps.started(backend)
+    laps = Laps(backend.timed_event(backend.current_stream()))
     observers.add(laps)
     at = laps.now(backend)
     if laps.are_over():  # asked later
@@ -124,12 +124,6 @@ class Laps(Observer):
         self.offloads: list[Lap] = []
         self.reloads: list[Lap] = []
         self.waits: list[Lap] = []
-
-    @classmethod
-    def started(cls, backend: Backend) -> Laps | None:
-        """Return Laps that begin now; None where the device has no clock, and in a capture."""
-        begin = None if backend.is_capturing else backend.timed_event(backend.current_stream())
-        return None if begin is None else cls(begin)
 
     def now(self, backend: Backend) -> TimedEvent | None:
         """Record an event behind all work of the current compute stream, as the end so far. In a
