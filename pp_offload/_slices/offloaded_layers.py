@@ -256,10 +256,11 @@ class StreamedForward:
             new = fn(like)
             if new.dtype == like.dtype and new.stride() == like.stride():
                 return tensor
+            into = "another memory format" if new.dtype == like.dtype else new.dtype
             raise OffloadError(
-                f"a parameter that waits on the host has {like.dtype} and a memory format, and the "
-                f"model is turned into {new.dtype}, or another format; expected the same; undo "
-                "what is turned already, and convert the model before offload_layers()"
+                f"a parameter that waits on the host has {like.dtype}, and the model is turned "
+                f"into {into}; expected the same; turn the modules before it back, and convert the "
+                "model before offload_layers()"
             )
 
         kind: Any = type(self._layer)

@@ -77,8 +77,8 @@ class Slice:
             for values, new in exchanges:
                 values.update(new)
             output = saving(pack, call)
-            stand = all([values.get(name) is tensors[i] for values, name, i in self.places])
-            if not stand or stamps != list(map(stamp, tensors)):
+            are_there = all([values.get(name) is tensors[i] for values, name, i in self.places])
+            if not are_there or stamps != list(map(stamp, tensors)):
                 raise OffloadError(
                     f"{self.label} changed one of its parameters in its forward, which would be "
                     "lost: it computes with a copy; make it a buffer"
