@@ -185,11 +185,11 @@ def profile_table(profile: Profile) -> str:
     ]
     optimizers = [
         (
-            str(n),
+            str(rank),
             *map(size_cell, (each.resident_bytes, each.transient_peak_bytes)),
             f"{each.ms:.2f}",
         )
-        for n, each in enumerate(profile.optimizers)
+        for rank, each in enumerate(profile.optimizers)
         if each is not None
     ]
     if optimizers:

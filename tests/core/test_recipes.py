@@ -466,6 +466,7 @@ def test_an_unsaved_tensor_that_changes_in_place_is_refused_once(
 
 @pytest.mark.parametrize("when", ["behind its use", "behind the group"])
 def test_a_buffer_that_its_module_changes_unseen(when: str) -> None:
+    """Through ``.data``, which a module may do with its own."""
 
     def run(is_on: bool, step: int) -> list[Tensor]:
         scale = torch.ones(1, COLUMNS)
@@ -533,7 +534,7 @@ def test_a_parameter_that_its_owner_empties_is_not_read(when: int) -> None:
 LAYOUTS = torch.contiguous_format, torch.channels_last
 
 
-def of_one_channel(a: Tensor, late: bool) -> Tensor:
+def of_a_single_channel(a: Tensor, late: bool) -> Tensor:
     """A convolution chooses its kernel by strides, of which both layouts here are contiguous."""
     return F.conv2d(a[:, :1].clone(memory_format=LAYOUTS[late]), drawn(8, 1, 3, 3)).square()
 
@@ -558,7 +559,7 @@ SCALARS = [-nn.Parameter(torch.tensor(0.3)).exp(), nn.Parameter(torch.tensor(0.3
 """Made outside of groups: tensors that are saved nowhere, and no numbers of Python."""
 
 
-@pytest.mark.parametrize("compute", [of_one_channel, permuted, repeated, with_a_scalar])
+@pytest.mark.parametrize("compute", [of_a_single_channel, permuted, repeated, with_a_scalar])
 def test_what_a_later_step_does_otherwise_is_no_recipe_of_before(
     compute: Callable[[Tensor, bool], Tensor],
 ) -> None:

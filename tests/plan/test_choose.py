@@ -120,7 +120,9 @@ def test_the_engine_does_so_with_backwards_in_two_parts(seed: int, schedule: typ
 
 
 @pytest.mark.parametrize("seed", [22, *slow(9)])
-def test_the_least_limit_in_an_error_is_one(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_least_limit_in_an_error_can_be_met(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     drawn, tapes = planned(seed)
     with pytest.raises(InfeasibleError, match="limit_bytes is 1, expected at least") as refused:
         choose(drawn.order, tapes, drawn.hardware, 1, config=drawn.config, peers=drawn.peers)
