@@ -601,7 +601,12 @@ def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
         return a.cos() * c.sin().cos()
 
     def run(is_on: bool, ahead: int) -> list[Tensor]:
-        h = drawn(ROWS, COLUMNS, seed=3).requires_grad_() * 2
+        def embed() -> Tensor:
+            for _ in range(20):
+                torch.ones(1, requires_grad=True).neg()
+            return drawn(ROWS, COLUMNS, seed=3).requires_grad_() * 2
+
+        (h,) = at_once([embed])
         number = h.grad_fn._sequence_nr()
 
         def on_a_thread() -> Tensor:
