@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind
-from pp_offload._common.module_names import listed, matching
+from pp_offload._common.module_names import is_sharded, listed, matching
 from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._groups.plan import groups_sum
@@ -191,8 +191,7 @@ def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:
     ``fully_shard`` replaces the shards by these parameters in its own hook, which runs before.
     """
     for module in dict.fromkeys(module for model in models for module in model.modules()):
-        # By name: importing FSDP takes long, and few models use it.
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        if is_sharded(module):
             hooks.enter_context(module.register_forward_pre_hook(_keep_parameters))
 
 

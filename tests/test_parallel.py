@@ -10,6 +10,7 @@ activations (context and expert parallel), and DTensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ import torch
 from conftest import BEFORE_2_13
 from helpers.products import PRODUCTS
 from helpers.ranks import run_ranks
-from torch import nn
+from helpers.toy import same_bits
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from pp_offload import OffloadError, OffloadModel
+from pp_offload import OffloadActivations, OffloadError, OffloadModel
+from pp_offload.testing import SimulatedBackend
 
 LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
 SCHEDULES = [
@@ -122,6 +126,45 @@ def test_equal_bit_for_bit(world: int, cases: list[str], tmp_path: Path) -> None
 
 def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+class Experts(nn.Module):
+    """Whose weights are on ranks of a mesh, and used there as plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        weight = distribute_tensor(torch.randn(16, 16) / 4, mesh["tp"], [Shard(0)])
+        self.weight = nn.Parameter(weight)
+        fully_shard(self, mesh=mesh["dp"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local()
+        return x + torch.tanh(x @ weight) @ weight.t()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_gathered_parameters_that_are_used_as_plain_tensors_stay(
+    is_told: bool, one_rank: None
+) -> None:
+    """From the first step on; FSDP empties and refills their memory."""
+    model = nn.Sequential(*(Experts() for _ in range(3)))
+    seen: list[list[Tensor]] = []
+    for kind in (None, "late", "random"):
+        backend = SimulatedBackend(kind or "eager")
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
+        if is_told:
+            context.keep_module(model)
+        with backend.activate():
+            for step in range(2):
+                model.zero_grad()
+                with context if kind else nullcontext():
+                    loss = model(torch.full((4, 16), 0.1 + step)).square().sum()
+                loss.backward()
+                seen.append([p.grad.to_local().clone() for p in model.parameters()])
+    assert context.statistics().bytes_offloaded > 0
+    for got, expected in zip(seen[2:], seen[:2] * 2, strict=True):
+        assert same_bits(got, expected)
 
 
 def sharded_by_the_first(model: nn.Module) -> nn.Module:

@@ -34,6 +34,7 @@ from torch.nn import Module
 
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
+from pp_offload._common.module_names import is_sharded
 from pp_offload._common.torch_private import forward_pre_hooks, never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, moved_text
@@ -128,7 +129,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             _running.module = None  # the mark of an interrupted forward
         self.stash.begin()
         if not self._knows_model:
-            forward.call_with_modules(self._keep_buffers)
+            forward.call_with_modules(self._meet)
         forward.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
@@ -145,10 +146,11 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def keep_module(self, model: Module) -> None:
         """Keep parameters and buffers on the device, also if a view of them is saved.
 
-        Without this, a hook on every module's forward finds the buffers, which takes some time.
+        Without this, a hook on every module's forward finds the buffers, which takes some time. So
+        it does in a model of FSDP, which gathers parameters anew in every forward.
         """
         check_kind("model", model, Module, "an nn.Module")
-        self._knows_model = True
+        self._knows_model = not any(map(is_sharded, model.modules()))
         self.stash.keep_module(model)
 
     update_model_params = keep_module
@@ -156,10 +158,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def statistics(self) -> OffloadStatistics:
         return self.stash.statistics()
 
-    def _keep_buffers(self, module: Module) -> None:
+    def _meet(self, module: Module) -> None:
         """Keep buffers on the device: they change without a trace, even during a copy. A compiled
         module hides the modules inside, so all of its buffers are kept at once.
         """
+        if is_sharded(module):
+            self.stash.keep_gathered(module)
         is_compiled = "_orig_mod" in module._modules
         for buffer in module.buffers() if is_compiled else module._buffers.values():
             if buffer is not None:

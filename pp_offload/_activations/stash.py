@@ -58,6 +58,9 @@ class _Forward(threading.local):
         self.number = -1
         """Sequence number of the autograd node that saved last."""
 
+        self.gathering: list[Module] = []
+        """Modules whose parameters FSDP gathers before this forward goes on."""
+
 
 class ActivationStash:
     """Stash that gathers saved tensors, and offloads them together.
@@ -188,6 +191,10 @@ class ActivationStash:
     def keep_module(self, model: Module) -> None:
         self._offloader.engine.eligibility.residents.add_module(model)
 
+    def keep_gathered(self, module: Module) -> None:
+        """Keep the parameters that FSDP is about to gather, in a hook of the module's own."""
+        self._forward.gathering.append(module)
+
     def keep(self, tensor: Tensor) -> None:
         self._offloader.engine.eligibility.residents.add(tensor)
 
@@ -204,6 +211,8 @@ class ActivationStash:
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
+        while self._forward.gathering:
+            self.keep_module(self._forward.gathering.pop())
         if self.max_tensors is not None and self._is_another_operator():
             self.send_if_full()
         group = self._forward.open
