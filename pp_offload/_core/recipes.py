@@ -20,9 +20,10 @@ NOTE [ Never another bit ]
     words is compared at each use. In dispatch modes of others operators may give other results: no
     recipe is chosen in them, and none runs in them.
 
-    A tensor of zeros proves little. So the output must also lie in memory as the tensor does. The
-    ``eps`` of a norm, which a node does not save, is tried, and belongs to the weight of that
-    norm; it is proved once a sixteenth less and a sixteenth more would have given other bits.
+    A tensor of zeros proves nothing. One of equal numbers proves little, so the output must also
+    lie in memory as the tensor does. The ``eps`` of a norm, which a node does not save, is tried,
+    and belongs to the weight of that norm; it is proved once a sixteenth less and a sixteenth more
+    would have given other bits.
 
 NOTE [ Parameters ]
     FSDP empties the storage of a parameter when a forward is over, and fills it for a backward
@@ -277,7 +278,9 @@ class Recipes:
             weight = guess.weight
             if type(weight) is not Resident or not isinstance(weight.tensor, Parameter):
                 return UNKNOWN
-            proofs = self._of_weights.setdefault(weight.tensor, {})
+            # By storage: torch exchanges no parameter that has a weak reference.
+            proofs = self._of_weights.setdefault(weight.tensor.untyped_storage(), {})
+            kind = weight.tensor.storage_offset(), *kind
         proof = proofs.get(kind, 0)
         if type(proof) is int:
             if proof == MOST_TRIALS:
@@ -294,7 +297,9 @@ class Recipes:
         with disable_current_modes() if tensor.is_meta else nullcontext():
             try:
                 if not walk.guesses:
-                    return None if self._gives(term, tensor, walk) else _REFUSED
+                    is_equal = self._gives(term, tensor, walk)
+                    proves = tensor.is_meta or bool(tensor.any())
+                    return _REFUSED if not is_equal else None if proves else UNKNOWN
                 for eps in EPS:
                     if not self._gives(_with_eps(term, Eps(eps)), tensor, walk):
                         continue

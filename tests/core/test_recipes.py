@@ -683,6 +683,35 @@ def test_a_tensor_of_equal_numbers_proves_little(compute: Callable[[Tensor], Ten
     check(run, again=None)
 
 
+def test_a_tensor_of_zeros_proves_nothing() -> None:
+    """As of a gate that begins at 0, summed over ranks in place, which counts no change."""
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        x, gate = (drawn(ROWS, COLUMNS, seed=seed).requires_grad_() for seed in (3, 4))
+
+        def compute(x: Tensor) -> Tensor:
+            y = x * (gate * step)
+            y.data.mul_(2)
+            return F.silu(y)
+
+        group(x, compute, is_on).sum().backward()
+        return gradients(x, gate)
+
+    same_in_steps(run)
+
+
+def test_a_norm_has_a_parameter_that_may_be_exchanged() -> None:
+    weight = nn.Parameter(WEIGHT.detach().clone())
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS, seed=3).requires_grad_()
+        group(x, lambda x: F.layer_norm(x, (COLUMNS,), weight).sin(), is_on).sum().backward()
+        torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().clone()))
+        return gradients(x)
+
+    assert same_in_steps(run, num_steps=1) > 0
+
+
 def test_a_chain_is_as_long_as_pays() -> None:
     """Its end is not all that backward has of it, and many ways through it are found at once."""
 
