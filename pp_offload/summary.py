@@ -40,7 +40,7 @@ _num_calls: Counter[str] = Counter()
 LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 
 NOTHING_YET = (
-    "nothing offloaded: a plan keeps all groups, or all tensors are below "
+    "nothing offloaded: a plan, or a lack of room, keeps all groups, or all tensors are below "
     "min_offloaded_tensor_size, or no step is complete yet (a step counts from the next reset() or "
     "schedule.step()), or there are no groups (print(offload) tells what a context did)"
 )
