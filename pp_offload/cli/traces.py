@@ -36,7 +36,7 @@ def trace(given: Namespace) -> int:
         if rank not in ranks:
             problem = f"found {rank}, expected one that has step {step}: {ranks}"
             raise wrong("--rank", problem)
-    ranks = given.rank or ranks
+    ranks = list(dict.fromkeys(given.rank or ranks))
     shown = [steps[rank] for rank in ranks]
     if given.png is None:
         text = _table(timeline, step, shown)

@@ -268,7 +268,7 @@ class Chooser:
             )
         return InfeasibleError(
             f"limit_bytes is {bytes_text(limit_bytes)}, expected at least "
-            f"{bytes_text(least, is_least=True)}, which rank {rank} needs even if all groups leave"
+            f"{bytes_text(least, is_least=True)}, which rank {rank} needs by any plan"
             f"{of_that if state_bytes else ''}; name more modules as groups, {advice}",
             least,
         )

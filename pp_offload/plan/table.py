@@ -164,7 +164,8 @@ def front_table(front: Front) -> str:
 
 def _costs(step: PipelineStep | OffloadPlan, without: PipelineStep) -> tuple[str, str, str]:
     """Return the peak, the time, and how much longer that is than without offload."""
-    longer = f"{step.seconds / without.seconds - 1:.1%}" if without.seconds else "-"
+    part = round(step.seconds / without.seconds - 1, 3) if without.seconds else None
+    longer = "-" if part is None else f"{part or 0:.1%}"  # not -0.0%
     return size_cell(peak_of(step)), f"{step.seconds * 1e3:.1f}", longer
 
 
