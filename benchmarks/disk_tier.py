@@ -30,8 +30,8 @@ import torch
 from command import parser_for, write_figures
 from torch import Tensor
 
+from pp_offload._memory.addresses import checksum
 from pp_offload._memory.disk_file import NUM_THREADS, DiskFile, DiskWrite
-from pp_offload._memory.storages import checksum
 
 MIB = 2**20
 SIZES_MIB = (1, 4, 16, 64)

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pp_offload.simulate import VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
-from pp_offload.simulate.memory import Allocation, DeviceMemory
+from pp_offload.simulate.device import Allocation, DeviceMemory
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"

@@ -18,7 +18,7 @@ from pp_offload._common.checks import brief
 from pp_offload._common.module_names import listed
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._common.undo import UndoStack
-from pp_offload._core.keys import ChunkKey, WeightPassKey
+from pp_offload._core.group import ChunkKey, WeightPassKey
 from pp_offload._groups.manager import Manager, differences
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._megatron.manager import PipelineOffloadManager

@@ -32,7 +32,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 CODE = """
 import numpy, pytest, zlib
 import pp_offload.plan, pp_offload.simulate, pp_offload.testing, pp_offload.trace
-from pp_offload._memory.storages import checksum
+from pp_offload._memory.addresses import checksum
 
 assert checksum(numpy.arange(9)) == zlib.crc32(numpy.arange(9).data)
 sys.exit(pytest.main(["--co", "-rs", "tests/core/test_order.py"]))

@@ -44,7 +44,7 @@ from torch.nn.parameter import is_lazy
 
 from pp_offload._common.torch_private import is_traceable_wrapper_subclass
 from pp_offload._core.geometry import is_dense
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.addresses import has_storage
 from pp_offload.errors import OffloadError
 
 SMALL_BYTES = 2**16

@@ -48,9 +48,8 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_map_only,
 )
-from pp_offload._core.saved import Packed, Resident
-from pp_offload._core.subclasses import plain_tensors
-from pp_offload._memory.storages import has_storage
+from pp_offload._core.saved import Packed, Resident, plain_tensors
+from pp_offload._memory.addresses import has_storage
 
 CAST = torch.ops.aten._to_copy.default
 """Operator with which autocast casts."""

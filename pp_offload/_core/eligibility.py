@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from pp_offload._core.subclasses import plain_tensors
-from pp_offload._memory.storages import has_storage
+from pp_offload._core.saved import plain_tensors
+from pp_offload._memory.addresses import has_storage
 
 StorageRef = weakref.ref[torch.UntypedStorage]
 

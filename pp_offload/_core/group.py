@@ -3,7 +3,8 @@
        OPEN --commit--> OFFLOADED   its batch left
          +------commit--> KEPT      stays on the device: policy, or no room on the host
 
-Autograd owns the saved tensors, and they their batch. The group refers to both weakly.
+Autograd owns the saved tensors, and they their batch. The group refers to both weakly. Chunks and
+groups have keys that are the same in every step, as long as steps are alike.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch, Wanted
-from pp_offload._core.keys import GroupKey
 from pp_offload._core.recipes import maker_of
-from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
-from pp_offload._core.subclasses import is_wrapper
+from pp_offload._core.saved import Packed, Resident, Saved, Wrapped, is_wrapper
 from pp_offload.backends import Stream
 from pp_offload.errors import GroupStateError
 
@@ -190,3 +189,39 @@ class Group:
         if not self.is_used:
             uses += [(batch, [i]) for ref, i in self.borrowed if (batch := ref()) is not None]
         return uses
+
+
+class ChunkKey(NamedTuple):
+    """A chunk of a step, named alike in every step."""
+
+    vp_stage: int
+    """Virtual pipeline stage."""
+
+    microbatch: int
+    """Number of the microbatch in the step, from 0."""
+
+
+class WeightPassKey(NamedTuple):
+    """The second part of a chunk's split backward."""
+
+    chunk: ChunkKey
+
+
+class Place(NamedTuple):
+    """Position of a group in the forward of a stage, the same for all microbatches."""
+
+    vp_stage: int
+    position: int
+
+
+class GroupKey(NamedTuple):
+    """A group of a step, named alike in every step."""
+
+    chunk: ChunkKey
+    position: int
+    """Position of the group in the chunk's forward, from 0."""
+
+    @property
+    def place(self) -> Place:
+        """This key without the microbatch."""
+        return Place(self.chunk.vp_stage, self.position)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload._core.geometry import Geometry, has_new_strides, storage_bytes
-from pp_offload._core.saved import Saved
-from pp_offload._core.subclasses import is_pending
+from pp_offload._core.saved import Saved, is_pending
 
 
 class Payloads:

@@ -30,7 +30,7 @@ from torch import Tensor, UntypedStorage
 from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._core.batch import Batch
 from pp_offload._core.geometry import Geometry
-from pp_offload._core.keys import ChunkKey
+from pp_offload._core.group import ChunkKey
 from pp_offload._core.payloads import ByStorage, Payloads
 from pp_offload._core.saved import Saved
 

@@ -33,10 +33,10 @@ from typing import Any
 from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.batch import Batch, Spec
 from pp_offload._core.in_flight import Bound
+from pp_offload._memory.addresses import outside_inference_mode
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool, Owner
-from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import NotWhileCapturingError, TierError

@@ -23,7 +23,7 @@ from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._core.batch import Batch
 from pp_offload._core.geometry import flat_bytes
 from pp_offload._core.payloads import Payloads
-from pp_offload._memory.storages import as_array, checksum, has_storage
+from pp_offload._memory.addresses import as_array, checksum, has_storage
 from pp_offload.errors import VerifyError
 
 logger = logger_of(__name__)

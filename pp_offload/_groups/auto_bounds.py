@@ -24,9 +24,8 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from pp_offload._common.processes import logger_of
-from pp_offload._core.group import Group, GroupState
+from pp_offload._core.group import Group, GroupKey, GroupState
 from pp_offload._core.in_flight import IN_FLIGHT_BYTES, SMALL_BYTES, refill_below
-from pp_offload._core.keys import GroupKey
 from pp_offload._core.observers import Lap, Laps, seconds
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_group_name, checked_tensors
 from pp_offload._common.torch_private import is_transformed, records_operators
-from pp_offload._core.group import Group, GroupState
-from pp_offload._core.keys import ChunkKey, GroupKey
+from pp_offload._core.group import ChunkKey, Group, GroupKey, GroupState
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkRecord, ChunkShape, GroupBytes, groups_sum

@@ -21,7 +21,7 @@ from pp_offload._common.checks import described
 from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._common.torch_private import use_count
 from pp_offload._core.eligibility import StorageSet, is_marked
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.addresses import has_storage
 
 logger = logger_of(__name__)
 

@@ -21,14 +21,13 @@ import torch
 
 from pp_offload._common.checks import brief, check_count
 from pp_offload._common.processes import logger_of, warn_once
-from pp_offload._core.keys import ChunkKey
+from pp_offload._core.group import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import make_plan
-from pp_offload._groups.plan_options import PlanCheck, why_unplanned
+from pp_offload._groups.plan import PlanCheck, make_plan, why_unplanned
 from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass

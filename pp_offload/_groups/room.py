@@ -43,8 +43,7 @@ from dataclasses import replace
 
 from pp_offload._common.processes import logger_of, warn_once
 from pp_offload._common.text import MIB, size_text
-from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey, Place
+from pp_offload._core.group import ChunkKey, Group, Place
 from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader

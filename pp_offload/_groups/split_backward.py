@@ -18,8 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pp_offload._core.batch import Batch, Wanted
-from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
+from pp_offload._core.group import ChunkKey, Group, Place, WeightPassKey
 from pp_offload._core.observers import Observer
 from pp_offload._core.saved import Saved
 

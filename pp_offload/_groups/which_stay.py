@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pp_offload._core.keys import Place
+from pp_offload._core.group import Place
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 
 NUM_EQUAL = 2

@@ -24,23 +24,33 @@ NOTE [ Interrupts ]
 
     Popping goes down to the hooks that were on top on entering. It also takes off hooks of
     interrupted scopes inside, and does nothing where nothing was pushed.
+
+NOTE [ Transformer Engine ]
+    TE's FP8 layers save a quantized copy of the weight with every microbatch. They mark the copy,
+    by an attribute in ``MARKS`` of ``_core/eligibility.py``, only while TE's own offload is on.
+    Only then do they hold the parameter for fused gradients, since hooks return a plain tensor in
+    its place. So that switch, a variable of the process, is on while hooks of ours are in place;
+    each generation of TE's offload has another. Source: Transformer Engine
+    ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``; Megatron-LM
+    ``PipelineOffloadManager.__enter__``.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import countOf, methodcaller
+from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from pp_offload._common.torch_private import end_checkpoints, push_hooks, top_hooks
 from pp_offload._hooks.regions import all_packs, popped, top_pack
-from pp_offload._hooks.transformer_engine import turn_off, turn_on
 from pp_offload.errors import GroupStateError
 
 T = TypeVar("T")
@@ -191,3 +201,41 @@ class _Lookups(threading.local):
 
 
 _lookups = _Lookups()
+
+SWITCHES = {
+    "transformer_engine.pytorch.cpu_offload": ("CPUOffloadEnabled", "OFFLOAD_SYNCHRONIZER"),
+    "transformer_engine.pytorch.cpu_offload_v1": ("CPUOffloadEnabled",),
+}
+"""Variables by module; each is off while it is False or None."""
+
+_lock = threading.Lock()
+_before: list[tuple[ModuleType, str, Any]] = []
+_num_on = 0
+
+
+def turn_on() -> bool:
+    """Turn the switch on; return False if Transformer Engine is not loaded."""
+    global _num_on
+    if "transformer_engine" not in sys.modules:
+        return False
+    with _lock:
+        _num_on += 1
+        for name, variables in SWITCHES.items():
+            module = sys.modules.get(name)
+            for variable in variables:
+                value = getattr(module, variable, True)
+                if module is not None and not value:
+                    _before.append((module, variable, value))
+                    setattr(module, variable, True)
+    return True
+
+
+def turn_off(is_on: bool) -> None:
+    """Restore the switch when its last user has turned it off."""
+    global _num_on
+    if not is_on:
+        return
+    with _lock:
+        _num_on -= 1
+        while not _num_on and _before:
+            setattr(*_before.pop())

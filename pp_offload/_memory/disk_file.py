@@ -30,8 +30,7 @@ from torch import Tensor
 
 from pp_offload._common.processes import check, current, logger_of
 from pp_offload._common.workers import Piece, Workers, inside_torch
-from pp_offload._memory.ranges import Ranges
-from pp_offload._memory.storages import as_array, new_checksum
+from pp_offload._memory.addresses import Ranges, as_array, new_checksum
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError, DiskTierError
 

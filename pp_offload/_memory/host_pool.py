@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.processes import logger_of
+from pp_offload._memory.addresses import Ranges, outside_inference_mode, owned_by
 from pp_offload._memory.budget import HostBudget, OverBudgetError, Reserved
-from pp_offload._memory.ranges import Ranges
-from pp_offload._memory.storages import outside_inference_mode, owned_by
 from pp_offload.backends import Event
 from pp_offload.errors import NotWhileCapturingError
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import brief, check_flag, check_kind, described
+from pp_offload._memory.addresses import owned_by
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import pageable
-from pp_offload._memory.storages import owned_by
 from pp_offload.backends import default_backend
 
 _Key = tuple[tuple[int, ...], torch.dtype]

@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter, RNNBase
 
 from pp_offload._common.checks import brief
 from pp_offload._core.geometry import is_dense
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.addresses import has_storage
 from pp_offload.backends import Backend, check_backend
 
 FSDP_MARK = "_is_fsdp_managed_module"

@@ -27,9 +27,9 @@ from pp_offload._core.geometry import as_dense
 from pp_offload._core.in_flight import IN_FLIGHT_BYTES, Bound, ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._core.verify import check_same, checksum_of
+from pp_offload._memory.addresses import outside_inference_mode
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import HostPool, host_tensors
-from pp_offload._memory.storages import outside_inference_mode
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import OffloadConfig
 

@@ -25,7 +25,7 @@ from pp_offload._common.torch_private import neg_view, never_compiled, top_hooks
 from pp_offload._core.geometry import Geometry, flat_bytes
 from pp_offload._core.saved import Resident, modified
 from pp_offload._hooks.regions import Chaining, is_in_backward
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.addresses import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.gradients import Gradients, on_device
 from pp_offload._slices.slices import Exchange, Places, Slice, stamp

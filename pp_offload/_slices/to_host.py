@@ -1,15 +1,23 @@
-"""Moves parameters to the host for good; they stay the same objects, with hooks and attributes."""
+"""Moves parameters to the host for good; they stay the same objects, with hooks and attributes.
+
+NOTE [ Loss scale ]
+    For gradients on another device PyTorch's ``GradScaler`` copies its scale, and a flag for
+    infinite gradients, with ``non_blocking=True``; so do fused optimizers. Such a copy to the host
+    is not over when the next operator reads it, and gradients would be divided by what that memory
+    held before. So the host waits for these copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pp_offload._common.torch_private import has_compatible_shallow_copy_type
-from pp_offload._slices.loss_scale import wait_for_scales
+from pp_offload._common.torch_private import ScaleCopies, has_compatible_shallow_copy_type
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.slices import HOST
 
@@ -78,3 +86,32 @@ def _exchange(parameter: Parameter, target: Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} cannot be moved "
             f"to the host: {refused}; expected one that no graph and no weak reference has"
         ) from refused
+
+
+_get_at_once = ScaleCopies.get
+
+
+def wait_for_scales() -> None:
+    """Have scales arrive on the host before they are read. Further calls do nothing."""
+    if ScaleCopies.get is _get_at_once:
+        ScaleCopies.get = _get
+        register_optimizer_step_pre_hook(_scales_to_host)
+
+
+def _get(copies: Any, device: torch.device) -> Tensor:
+    if device.type == "cpu" and device not in copies._per_device_tensors:
+        copies._per_device_tensors[device] = copies.master.to(device, copy=True)  # waits
+    return _get_at_once(copies, device)
+
+
+def _scales_to_host(optimizer: Any, args: object, kwargs: object) -> None:
+    """Copy what a GradScaler gives to a fused optimizer, if some of its parameters are on the host.
+
+    With gradients on two devices PyTorch adds their flags, and fused kernels compare with 1.
+    """
+    infinite, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if infinite is None or not any(parameter.is_cpu for parameter in parameters):
+        return
+    optimizer.found_inf = infinite.cpu().clamp(max=1)
+    optimizer.grad_scale = None if scale is None else scale.cpu()

@@ -1,21 +1,28 @@
-"""The commands of ``pp-offload`` and their options. Nothing here imports torch.
+"""The commands of ``pp-offload``, their options, and what they print. Nothing here imports torch.
 
 given = parser().parse_args(["plan", "my_model:stages", "--limit", "70GiB"])
 given.command, given.limit
+raise wrong("--limit", "found 3, expected ...")  # exit code 2, without a traceback
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
-from collections.abc import Callable
+import sys
+import traceback
+from argparse import ArgumentError, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import pp_offload
 from pp_offload import __version__
+from pp_offload._common.pictures import check_format
 
 SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev"
 DEVICES = "A100, H100, H200, GH200, B200, GB200, GB300, MI300X"
@@ -196,3 +203,59 @@ def _with_default(options: dict[str, Any]) -> dict[str, Any]:
     if "default" not in options or "action" in options:
         return options
     return options | {"help": f"{options['help']} (default: %(default)s)"}
+
+
+PACKAGE = Path(pp_offload.__file__).parent
+
+
+def wrong(option: str, problem: str) -> ArgumentError:
+    """Make the error of an option as typed; ``main`` prints it without a traceback."""
+    return ArgumentError(None, f"Invalid value for {option}: {problem}")
+
+
+@contextmanager
+def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors that this package raises inside into errors of the option.
+
+    Errors of a user's code keep their traceback, except the kinds in ``more_kinds``.
+    """
+    kinds: tuple[type[Exception], ...] = (ValueError, TypeError, *more_kinds)
+    try:
+        yield
+    except kinds as failure:
+        raised_in = traceback.extract_tb(failure.__traceback__)[-1].filename
+        if isinstance(failure, more_kinds) or PACKAGE in Path(raised_in).parents:
+            raise wrong(option, str(failure)) from failure
+        raise
+
+
+@contextmanager
+def any_error_of(option: str, problem: str, how: str) -> Iterator[None]:
+    """Turn any error inside, where no user code runs, into an error of the option."""
+    try:
+        yield
+    except Exception as failure:
+        kind = type(failure).__name__
+        line = (str(failure).splitlines() or [kind])[0]
+        raise wrong(option, f"{problem} ({kind}: {line}); {how}") from failure
+
+
+def check_target(option: str, path: Path | None, *, is_picture: bool = False) -> None:
+    """Check that a file can be written, before a long run."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise wrong(option, f"found {path}, expected a file in a directory that is there")
+    if is_picture:
+        with errors_of(option):
+            check_format(path)
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    sys.stdout.write(f"{text}\n")
+
+
+def report(text: str, figures: object, *, as_json: bool) -> None:
+    """Print text, or with ``--json`` the figures."""
+    say(json.dumps(figures, indent=2) if as_json else text)

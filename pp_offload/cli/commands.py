@@ -12,13 +12,13 @@ from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.text import GB, GIB, UNITS, parse_size
-from pp_offload._groups.plan_options import OPTIONS
+from pp_offload._groups.plan import OPTIONS
+from pp_offload.cli.arguments import check_target, errors_of, report, say, wrong
 from pp_offload.cli.doctor import doctor as doctor
 from pp_offload.cli.megatron import megatron_text
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
 from pp_offload.cli.traces import compare as compare
 from pp_offload.cli.traces import trace as trace
-from pp_offload.cli.wrong import check_target, errors_of, report, say, wrong
 from pp_offload.config import OffloadConfig
 from pp_offload.plan import Chooser, RankTapes, front, record
 from pp_offload.plan import profile as profile_of

@@ -24,8 +24,8 @@ from pp_offload._common.text import MIB, size_text
 from pp_offload._memory import budget
 from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
+from pp_offload.cli.arguments import check_target, report, wrong
 from pp_offload.cli.device_speed import DeviceSpeed
-from pp_offload.cli.wrong import check_target, report, wrong
 
 VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload.cli.wrong import wrong
+from pp_offload.cli.arguments import wrong
 
 MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),

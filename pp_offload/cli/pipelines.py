@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from pp_offload import use_backend
 from pp_offload._common.checks import near
-from pp_offload.cli.wrong import any_error_of, errors_of, wrong
+from pp_offload.cli.arguments import any_error_of, errors_of, wrong
 from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, VirtualBackend
 from pp_offload.simulate.schedules import checked_stages, order_of
 from pp_offload.simulate.stages import MakeOptimizer

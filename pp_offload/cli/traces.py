@@ -9,7 +9,7 @@ from typing import Any
 
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.text import GB, format_table, size_cell
-from pp_offload.cli.wrong import check_target, errors_of, report, wrong
+from pp_offload.cli.arguments import check_target, errors_of, report, wrong
 from pp_offload.errors import ConfigError
 from pp_offload.trace import Timeline, compare_with_plan, read
 from pp_offload.trace.figures import WAITS, Kind, RankStep, numbers_of_steps, rank_steps

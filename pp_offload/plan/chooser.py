@@ -43,7 +43,7 @@ from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.processes import collector_off
 from pp_offload._common.text import bytes_text, size_text
-from pp_offload._groups.plan_options import options_of
+from pp_offload._groups.plan import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.fills import (
     Candidate,
@@ -67,7 +67,7 @@ from pp_offload.plan.predictor import (
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.rank import PipelineStep, RankStep
+from pp_offload.simulate.pipeline import PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
 
 WORTH_IT = 1e-3

@@ -12,17 +12,16 @@ from typing import Any
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.processes import collector_off
-from pp_offload._core.keys import ChunkKey
+from pp_offload._core.group import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.pipelining import backward_order
-from pp_offload.plan.device import Bytes, NumberDevice
-from pp_offload.plan.engine import NumberChunk, NumberManager
+from pp_offload.plan.numbers import Bytes, NumberChunk, NumberDevice, NumberManager
 from pp_offload.plan.tape import Event, RankTapes, Stretch
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
+from pp_offload.simulate.pipeline import PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import RankWork
 

@@ -21,14 +21,14 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._groups.plan_options import options_of
+from pp_offload._groups.plan import options_of
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.fills import Place, first_saved
 from pp_offload.plan.pipeline import check_smallest, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.rank import PipelineStep
+from pp_offload.simulate.pipeline import PipelineStep
 from pp_offload.simulate.schedules import PipelineOrder
 
 NUM_PROVEN = 4

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import add, attrgetter
 
-from pp_offload.plan.device import NumberDevice
+from pp_offload.plan.numbers import NumberDevice
 from pp_offload.plan.tape import Event, Mark, RankTapes, Repeated, Stretch, Tape
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.link import Link

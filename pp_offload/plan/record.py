@@ -18,8 +18,7 @@ from math import inf
 from typing import Any
 
 from pp_offload._common.processes import collector_off
-from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey
+from pp_offload._core.group import ChunkKey, Group
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward

@@ -25,8 +25,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import computed
 from pp_offload._core.saved import Saved
 from pp_offload.plan.tape import Event, GroupTape, Mark, Payload, Stretch
-from pp_offload.simulate.device import VirtualBackend
-from pp_offload.simulate.memory import DeviceMemory, rounded
+from pp_offload.simulate.device import DeviceMemory, VirtualBackend, rounded
 
 
 class _Memory(NamedTuple):

@@ -21,7 +21,7 @@ from pp_offload._common.text import GIB, MIB, format_table, size_cell, size_text
 from pp_offload.plan.chooser import Front, peak_of
 from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
 from pp_offload.plan.record import neighbours
-from pp_offload.simulate.rank import PipelineStep, RankStep
+from pp_offload.simulate.pipeline import PipelineStep, RankStep
 
 LONG = 0.1
 """Part of a step that compute must wait for copies for advice to be given."""

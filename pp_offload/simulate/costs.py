@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import Operator, operator
 from pp_offload._common.torch_private import OpOverload, OpOverloadPacket
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.addresses import has_storage
 from pp_offload.simulate.hardware import Hardware, check_number
 
 aten = torch.ops.aten

@@ -1,17 +1,23 @@
 """Run of all ranks of a pipeline in one process, each on a virtual device of its own.
 
-order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
-work = Modules(stages, example=tokens, loss_fn=loss_fn)
-step = run_pipeline(order, work, DEVICES["H100"], config=OffloadConfig())
-step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
+    order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
+    work = Modules(stages, example=tokens, loss_fn=loss_fn)
+    step = run_pipeline(order, work, DEVICES["H100"], config=OffloadConfig())
+    step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
+
+NOTE [ Turns ]
+    A rank runs its actions until it needs a message that was not sent yet; then another rank has
+    its turn. Work receives its times when it is launched, and a rank depends on others only through
+    the times of their messages. So the order of turns changes nothing, and all clocks share a time.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pp_offload._common.checks import check_count, check_kind
@@ -19,12 +25,183 @@ from pp_offload._common.processes import collector_off
 from pp_offload._megatron.manager import PipelineOffloadManager, use_manager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, check_config
+from pp_offload.pipelining import Action
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.rank import PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import RankWork, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """Cost of a step on a rank."""
+
+    seconds: float
+    """Time from the begin of the step on all ranks until this rank's compute had ended."""
+
+    busy_s: float
+    """Time in which the rank's compute worked."""
+
+    stalled_s: float
+    """Time in which launched work waited for copies."""
+
+    waited_s: dict[int, float]
+    """Time in which compute waited for messages of other ranks, by rank."""
+
+    peak_bytes: int
+    """Device memory at the peak; parameters and gradients count."""
+
+    host_peak_bytes: int
+    """Host memory of saved tensors at the peak of any step so far."""
+
+    bytes_offloaded: int
+    """Bytes copied to the host."""
+
+    on_demand_reloads: int
+    """Payloads reloaded only when backward was at their group."""
+
+    offload_s: float
+    """Time of the copies to the host, without their waits."""
+
+    num_in_flight: int
+    """Most forwards at a time whose backward, or its last part, was pending."""
+
+    bounds: tuple[int, int]
+    """Bounds on bytes in flight, and on bytes ahead, at the end of the step."""
+
+    @property
+    def waits_most_for(self) -> int | None:
+        """Rank whose messages this rank waited for longest; None if it never waited."""
+        waited = {rank: seconds for rank, seconds in self.waited_s.items() if seconds > 0}
+        return max(waited, key=waited.__getitem__) if waited else None
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """Cost of a step on all ranks."""
+
+    ranks: list[RankStep]
+    """Costs of the ranks, in order."""
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last rank ended."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which compute did nothing."""
+        busy_s, all_s = sum(rank.busy_s for rank in self.ranks), self.seconds * len(self.ranks)
+        return 1 - busy_s / all_s if all_s else 0.0
+
+
+class VirtualRank:
+    """Rank of a virtual pipeline. Its manager must be in use while it runs an action."""
+
+    def __init__(
+        self,
+        order: PipelineOrder,
+        number: int,
+        manager: PipelineOffloadManager,
+        backend: VirtualBackend,
+        work: RankWork,
+        messages: Messages,
+    ) -> None:
+        self.manager = manager
+        self.backend = backend
+        self._number = number
+        self._actions = order.actions[number]
+        self._num_in_flight = order.num_in_flight()[number]
+        self._work = work
+        self._messages = messages
+        self._begin_count()
+
+    def begin_step(self, begin_s: float) -> None:
+        """Begin a step, at ``begin_s``."""
+        self.backend.host.wait_until(begin_s)
+        self._work.begin_step()
+        self._begin_count()
+
+    def _begin_count(self) -> None:
+        backend = self.backend
+        self._begin_s = backend.host.now_s
+        self._busy_s, self._stalled_s = backend.compute.busy_s, backend.compute.stalled_s
+        self._offload_s = backend.offload_s
+        self._before = self.manager.statistics()
+        self._waited_s: defaultdict[int, float] = defaultdict(float)
+        backend.memory.take_peak()
+
+    def turns(self) -> Iterator[bool]:
+        """Run the actions of the step. Yields True after each, and False as long as the next one
+        needs a message that was not sent yet.
+        """
+        messages, backend = self._messages, self.backend
+        for action in self._actions:
+            needed = messages.needed_by(*action)
+            if needed is not None:
+                while not messages.is_there(needed):
+                    yield False
+                waited_s = messages.receive(needed, backend)
+                if needed.sender != self._number:
+                    self._waited_s[needed.sender] += waited_s
+            nbytes = self._run(action)
+            made = messages.made_by(*action)
+            if made is not None:
+                messages.sends(made, backend, nbytes)
+            yield True
+        self._work.update()
+
+    def _run(self, action: Action) -> int:
+        """Run an action, and return the bytes of the message that it makes."""
+        kind, stage, microbatch = action
+        if kind == "FORWARD":
+            return self._work.forward(stage, microbatch)
+        if kind == "REDUCE_GRAD":
+            self._work.reduce(stage)
+            return 0
+        return self._work.backward(kind, stage, microbatch)
+
+    def ended(self) -> RankStep:
+        """Return the cost of the step, when all actions are over."""
+        compute, statistics = self.backend.compute, self.manager.statistics()
+        stalled_s = compute.stalled_s - self._stalled_s
+        return RankStep(
+            seconds=compute.free_at_s - self._begin_s,
+            busy_s=compute.busy_s - self._busy_s,
+            stalled_s=max(0.0, stalled_s - sum(self._waited_s.values())),
+            waited_s=dict(self._waited_s),
+            peak_bytes=self.backend.memory.peak_bytes,
+            host_peak_bytes=statistics.host_bytes_peak,
+            bytes_offloaded=statistics.bytes_offloaded - self._before.bytes_offloaded,
+            on_demand_reloads=statistics.on_demand_reloads - self._before.on_demand_reloads,
+            offload_s=self.backend.offload_s - self._offload_s,
+            num_in_flight=self._num_in_flight,
+            bounds=self.manager.bounds.now,
+        )
+
+
+def run_step(
+    ranks: Sequence[VirtualRank],
+    in_use: Callable[[VirtualRank], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Run a step of all ranks, each inside of its context ``in_use``. See NOTE [ Turns ]."""
+    begin_s = max(rank.backend.seconds for rank in ranks)
+    for rank in ranks:
+        with in_use(rank):
+            rank.begin_step(begin_s)
+    running = {rank: rank.turns() for rank in ranks}
+    while running:
+        has_run = False
+        for rank, turns in [*running.items()]:
+            with in_use(rank):
+                for may_go_on in turns:
+                    if not may_go_on:
+                        break
+                    has_run = True
+                else:
+                    del running[rank]
+        assert has_run or not running, "a schedule has no circles"
 
 
 def run_pipeline(

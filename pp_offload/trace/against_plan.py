@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.text import GB, GIB, format_table
-from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
+from pp_offload._groups.plan import OTHERS_ON_A_CPU
 from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, RankStep, kind_of, rank_steps
 from pp_offload.trace.timeline import DEVICE, HOST, Timeline
 

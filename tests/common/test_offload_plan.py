@@ -15,7 +15,7 @@ from helpers.toy import batches, make_model, run_step
 
 from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload._groups.plan_options import PlanCheck, options_of
+from pp_offload._groups.plan import PlanCheck, options_of
 
 GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
 RANK = RankPlan((GROUPS,), (("layers.1", "layers.3"), ()), 9, 8, 0.5, 0.3, 0.1, 7, 0.2)

@@ -28,7 +28,7 @@ from pp_offload import (
 from pp_offload import PipelineOffloadManager as IntroducedManager
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.compat.megatron import PipelineOffloadManager
-from pp_offload.testing.copies import unwatched
+from pp_offload.testing.streams import unwatched
 
 
 @pytest.mark.parametrize("is_replaying", [False, True])

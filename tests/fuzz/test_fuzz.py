@@ -115,7 +115,7 @@ def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> dict[
         patch("helpers.fuzz.run.make_backend", lambda *kind: backend),
         patch("helpers.sessions.assert_no_hooks", lambda: None),  # it computes, on the CPU
         patch("helpers.sessions.autograd_lets_go", forget_unseen),
-        patch("pp_offload.simulate.memory.ROUNDING_BYTES", 1),
+        patch("pp_offload.simulate.device.ROUNDING_BYTES", 1),
         offload(program) as engine,
     ):
         results = Machine(program, engine).run()

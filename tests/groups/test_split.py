@@ -18,9 +18,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._core.keys import ChunkKey, WeightPassKey
-from pp_offload._groups.chunk_queue import ChunkQueue
+from pp_offload._core.group import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
+from pp_offload._groups.step import ChunkQueue
 
 MICROBATCHES = 6
 GROUP_BYTES = 3 * 5 * 8 * 4

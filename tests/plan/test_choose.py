@@ -38,7 +38,7 @@ from pp_offload.plan.fills import Candidate, Fill
 from pp_offload.plan.predictor import NUM_PROVEN
 from pp_offload.plan.table import table
 from pp_offload.simulate import run_pipeline
-from pp_offload.simulate.memory import ROUNDING_BYTES
+from pp_offload.simulate.device import ROUNDING_BYTES
 
 
 @pytest.fixture

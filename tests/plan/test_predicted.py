@@ -26,7 +26,7 @@ from pp_offload import OffloadConfig
 from pp_offload._core.mover import Counts
 from pp_offload.plan import OffloadPlan, choose, predict, profile, profile_table, record
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, RankStep, run_pipeline
-from pp_offload.simulate.rank import VirtualRank
+from pp_offload.simulate.pipeline import VirtualRank
 from pp_offload.simulate.schedules import SCHEDULES, order_of
 
 pytestmark = pytest.mark.usefixtures("small_floor")

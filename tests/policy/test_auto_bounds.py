@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pp_offload import CpuBackend, OffloadConfig
+from pp_offload._core.group import ChunkKey, GroupKey
 from pp_offload._core.in_flight import REFILL_BYTES, refill_below
-from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.observers import Lap, Laps
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.auto_bounds import (

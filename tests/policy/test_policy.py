@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload import OffloadConfig
-from pp_offload._core.keys import ChunkKey, GroupKey, Place
+from pp_offload._core.group import ChunkKey, GroupKey, Place
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, groups_to_keep, make_plan
 from pp_offload._groups.which_stay import Beside, Change, Demand, History, fitting
 

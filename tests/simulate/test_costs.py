@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
+from pp_offload.simulate.device import ROUNDING_BYTES, DeviceMemory
 from pp_offload.simulate.link import Link
-from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
 
 aten = torch.ops.aten
 
