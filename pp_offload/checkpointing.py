@@ -191,7 +191,7 @@ def _container(model: Module, layers_fqn: str) -> Module:
 def _follow(model: Module, recompute: Recompute) -> None:
     """Make each forward of ``model`` a microbatch; keep its parameters and buffers in place."""
     if recompute.stash is not None:
-        recompute.stash.keep_module(model)
+        recompute.stash.residents.add_module(model)
         model.register_forward_pre_hook(partial(_begin, recompute))
 
 

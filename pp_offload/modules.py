@@ -25,9 +25,10 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind
-from pp_offload._common.module_names import is_sharded, listed, matching
+from pp_offload._common.module_names import listed, matching
 from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import never_compiled
+from pp_offload._core.eligibility import is_sharded
 from pp_offload._groups.plan import groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pp_offload import OffloadActivations, OffloadError, OffloadModel
+from pp_offload import OffloadActivations, OffloadError, OffloadModel, offload_layers
 from pp_offload.testing import SimulatedBackend
 
 LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
@@ -186,3 +186,10 @@ def test_parameters_on_the_host_are_not_sharded(
     model = shard(OffloadModel(layers(), "cpu", num_slices=2))
     with pytest.raises(OffloadError, match=advice):
         model(torch.randn(4, 8))
+    if shard is sharded:
+        model = nn.Sequential(layers())
+        with offload_layers(model, "0", device="cpu"):
+            for layer in model[0]:
+                sharded(layer)
+            with pytest.raises(OffloadError, match="is a DTensor on cpu, expected a plain one"):
+                model(torch.randn(4, 8))

@@ -34,8 +34,8 @@ from torch.nn import Module
 
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
-from pp_offload._common.module_names import is_sharded
 from pp_offload._common.torch_private import forward_pre_hooks, never_compiled
+from pp_offload._core.eligibility import is_sharded
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, moved_text
 from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
@@ -151,7 +151,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         """
         check_kind("model", model, Module, "an nn.Module")
         self._knows_model = not any(map(is_sharded, model.modules()))
-        self.stash.keep_module(model)
+        self.stash.residents.add_module(model)
 
     update_model_params = keep_module
 
@@ -167,7 +167,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         is_compiled = "_orig_mod" in module._modules
         for buffer in module.buffers() if is_compiled else module._buffers.values():
             if buffer is not None:
-                self.stash.keep(buffer)
+                self.stash.residents.add(buffer)
 
 
 class Forward(HookScope):

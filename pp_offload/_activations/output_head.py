@@ -16,10 +16,8 @@ HEADS = (
     "output.linear output lm_head decoder.output decoder.lm_head final_layer_norm ln_f norm head "
     "score classifier qa_outputs v_head"
 ).split()
-"""Names of output heads, or of the last modules of models; the first that exists is taken.
-
-The last four are names in classifiers and value models. If a model has both a norm and a
-``head`` at its top, name the head.
+"""Names of output heads, or of the last modules of models; the first that exists is taken. The last
+four are of classifiers and value models. If a model has a norm and a ``head``, name the head.
 """
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_model")

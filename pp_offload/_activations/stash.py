@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from pp_offload._common.processes import current, logger_of, warn_once
 from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
+from pp_offload._core.eligibility import StorageSet
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
@@ -38,7 +39,6 @@ from pp_offload.config import OffloadConfig, config_or_default
 
 logger = logger_of(__name__)
 
-
 MANY_TENSORS = 64
 """More tensors than an operator saves, except a compiled model; compiled layers save fewer."""
 
@@ -55,11 +55,8 @@ class _Forward(threading.local):
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
         self.open: Group | None = None
-        self.number = -1
-        """Sequence number of the autograd node that saved last."""
-
-        self.gathering: list[Module] = []
-        """Modules whose parameters FSDP gathers before this forward goes on."""
+        self.number = -1  # of the autograd node that saved last
+        self.gathering: list[Module] = []  # whose parameters FSDP is about to gather
 
 
 class ActivationStash:
@@ -188,15 +185,14 @@ class ActivationStash:
                 return not group.is_alive
         return bool(chunk.groups)
 
-    def keep_module(self, model: Module) -> None:
-        self._offloader.engine.eligibility.residents.add_module(model)
+    @property
+    def residents(self) -> StorageSet:
+        """Storages that stay on the device."""
+        return self._offloader.engine.eligibility.residents
 
     def keep_gathered(self, module: Module) -> None:
         """Keep the parameters that FSDP is about to gather, in a hook of the module's own."""
         self._forward.gathering.append(module)
-
-    def keep(self, tensor: Tensor) -> None:
-        self._offloader.engine.eligibility.residents.add(tensor)
 
     def statistics(self) -> OffloadStatistics:
         return self._offloader.statistics()
@@ -212,7 +208,7 @@ class ActivationStash:
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
         while self._forward.gathering:
-            self.keep_module(self._forward.gathering.pop())
+            self.residents.add_module(self._forward.gathering.pop())
         if self.max_tensors is not None and self._is_another_operator():
             self.send_if_full()
         group = self._forward.open
@@ -234,9 +230,8 @@ class ActivationStash:
         operators that saved them have run.
         """
         group = self._forward.open
-        if group is not None and self.max_tensors is not None:
-            if len(group.saved_refs) >= self.max_tensors:
-                self.send()
+        if group is not None and self.max_tensors and len(group.saved_refs) >= self.max_tensors:
+            self.send()
 
     def send(self) -> None:
         forward = self._forward

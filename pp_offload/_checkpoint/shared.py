@@ -156,5 +156,5 @@ def checkpoint_wrapper(
         options = {"offload_inputs": True, **options}
     recompute = checkpoint_function(backend=backend, **options)
     if recompute.stash is not None:
-        recompute.stash.keep_module(module)
+        recompute.stash.residents.add_module(module)
     return CheckpointedModule(module, checkpoint_fn=recompute)

@@ -27,11 +27,6 @@ def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
     return [name for name in names if any(_fit(name.split("."), parts) for parts in wanted)]
 
 
-def is_sharded(module: Module) -> bool:
-    """Whether ``fully_shard`` was applied. By name: to import FSDP takes long, and few use it."""
-    return any([kind.__name__ == "FSDPModule" for kind in type(module).__mro__])
-
-
 def listed(patterns: str | Collection[str]) -> list[str]:
     """Return patterns as a list."""
     return [patterns] if isinstance(patterns, str) else list(patterns)

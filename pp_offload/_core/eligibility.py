@@ -94,6 +94,11 @@ class StorageSet:
         return ref is not None and ref() is storage
 
 
+def is_sharded(module: Module) -> bool:
+    """Whether ``fully_shard`` was applied. By name: to import FSDP takes long, and few use it."""
+    return any([kind.__name__ == "FSDPModule" for kind in type(module).__mro__])
+
+
 def may_be_statistics(tensor: Tensor) -> bool:
     """See NOTE [ Statistics ]."""
     return tensor.dim() <= 1 and not tensor.requires_grad and tensor.is_floating_point()

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from pp_offload._common.checks import brief
 from pp_offload._hooks.hook_scopes import saving
+from pp_offload._memory.addresses import has_storage
 from pp_offload.errors import OffloadError
 
 HOST = torch.device("cpu")
@@ -131,13 +133,13 @@ class Places:
             parameter = module._parameters[name]
             if parameter is None:
                 continue
-            if parameter.device != HOST:
+            if parameter.device != HOST or not has_storage(parameter):
                 raise OffloadError(
-                    f"parameter {name!r} of {where} is on {parameter.device}, expected {HOST}, "
-                    "where it waits between uses; load a state that is on the host; close() the "
-                    "handle of offload_layers() before parameters are replaced; move an "
-                    "OffloadModel back with model.to('cpu'), and build a new one of "
-                    "nn.Sequential(*model.children())"
+                    f"parameter {name!r} of {where} is {brief(parameter)} on {parameter.device}, "
+                    f"expected a plain one on {HOST}, where it waits between uses; load a state "
+                    "that is on the host, and shard no layers that wait; close() the handle of "
+                    "offload_layers() before parameters are replaced; move an OffloadModel back "
+                    "with model.to('cpu'), and build a new one of nn.Sequential(*model.children())"
                 )
             places.append((module._parameters, name, index[id(parameter)]))
         return Slice(self.label, tuple(parameters), tuple(places))

@@ -266,7 +266,7 @@ def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = 
         stash.send_if_full()
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Parameter):  # else a view of it, such as ``t()``, would leave
-                stash.keep(tensor)
+                stash.residents.add(tensor)
         policy.offload(stash, output, calls, number)
     return output
 
