@@ -154,7 +154,7 @@ def merge_ranks(paths: Sequence[AnyPath], out: AnyPath) -> Timeline:
 def _read(path: AnyPath) -> Json:
     if not Path(path).is_file():
         text = f"found no file {path}, expected one that a Trace has written"
-        pattern = part_of(escape(os.fspath(path)), "*")
+        pattern = part_of(escape(os.path.abspath(path)), "*")
         if parts := sorted(part.name for part in pattern.parent.glob(pattern.name)):
             text += f"; found {', '.join(parts)}: give these instead, or merge them with "
             text += "merge_ranks()"

@@ -239,6 +239,7 @@ WRONG = {
     "trace FILE --png out.gif": "out.gif ends otherwise than pictures do, expected .png, .svg",
     "trace EMPTY": "--step: the trace has no step",
     "trace nothing.json": "FILE: found no file nothing.json",
+    "trace .": "FILE: found no file .",
     "trace TEXT": "cannot be read as a trace",
     "compare PLAN FILE --step 9": "PLAN or --step: step is 9, expected one of the trace: [5]",
     "compare TEXT FILE": "PLAN: TEXT holds no plan",
