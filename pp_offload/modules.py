@@ -198,9 +198,8 @@ def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:
 
 @never_compiled
 def _keep_parameters(module: Module, args: object) -> None:
-    residents = PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents
-    for parameter in module.parameters():
-        residents.add(parameter)
+    manager = PipelineOffloadManager.get_instance()
+    manager.offloader.engine.eligibility.residents.add_gathered(module)
 
 
 class _Group:

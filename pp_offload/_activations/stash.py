@@ -208,7 +208,7 @@ class ActivationStash:
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
         while self._forward.gathering:
-            self.residents.add_module(self._forward.gathering.pop())
+            self.residents.add_gathered(self._forward.gathering.pop())
         if self.max_tensors is not None and self._is_another_operator():
             self.send_if_full()
         group = self._forward.open

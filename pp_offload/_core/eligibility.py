@@ -85,6 +85,14 @@ class StorageSet:
         for tensor in (*module.parameters(), *module.buffers()):
             self.add(tensor)
 
+    def add_gathered(self, module: Module) -> None:
+        """Add the parameters that FSDP has gathered for the forward of this module."""
+        for parameter in module.parameters(recurse=False):
+            self.add(parameter)
+        for child in module.children():
+            if not is_sharded(child):
+                self.add_gathered(child)
+
     def __contains__(self, tensor: Tensor) -> bool:
         return has_storage(tensor) and self.has(tensor.untyped_storage())
 
