@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("numpy", "pytest", "setuptools>=77")
 SMOKE = (
     "tests/common/test_torch_private.py",
-    "tests/core/test_products.py",
-    "tests/core/test_schedules.py",
+    "tests/core/test_products_and_schedules.py",
     "tests/test_parallel.py",
 )
 """Files of the suite. Others may need at import what an old torch has not."""

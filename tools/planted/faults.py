@@ -193,7 +193,7 @@ _PAYLOADS = "tests/core/test_payloads.py"
 _RECIPES = "tests/core/test_recipes.py"
 _SHARING = "tests/core/test_sharing.py"
 _BOUNDS = "tests/core/test_core_bounds.py"
-_CUT_OFF = "tests/core/test_interruptions.py"
+_CUT_OFF = "tests/core/test_threads_and_interruptions.py"
 
 DEVICE = {
     "d2h ignores compute": ignores("d2h", "compute"),
@@ -305,10 +305,7 @@ PACKAGE = {
         "_core/mover:Mover.offload", "d2h.wait_event(side.record_event())", "pass", _ORDER
     ),
     "a forked process uses the graphs of its parent": Fault(
-        "_core/mover:_after_fork",
-        "mover.current_stream = forked",
-        "pass",
-        "tests/core/test_threads.py",
+        "_core/mover:_after_fork", "mover.current_stream = forked", "pass", _CUT_OFF
     ),
     "no room is an error": Fault(
         "_core/engine:Engine._try_to_send", "except MemoryError as", "except KeyError as", _BOUNDS

@@ -1,21 +1,24 @@
-"""Who keeps what alive: graphs, open groups, idle memory; and what a forced release empties."""
+"""Groups: open, then offloaded or kept; whom they keep alive; and where operators are recorded."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import make_backend, on_two_backends
+from conftest import BEFORE_2_13, make_backend, on_two_backends
 from helpers.nets import Net, inputs, train
 from helpers.sessions import (
+    assert_no_hooks,
     assert_same,
     begin_microbatch,
     begin_step,
+    drawn,
     gradients,
     group,
     session,
@@ -23,10 +26,95 @@ from helpers.sessions import (
 )
 from helpers.toy import batches, make_model, run_step
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from pp_offload import OffloadActivations, PipelineOffloadManager, release_host_memory
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    GroupStateError,
+    OffloadActivations,
+    OffloadTensorGroup,
+    PipelineOffloadManager,
+    checkpoint,
+    release_host_memory,
+)
+from pp_offload._core.group import GroupState
+from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload.backends import cpu
+from pp_offload.backends import Backend, cpu
+
+
+def test_a_group_is_closed_once() -> None:
+    group = OffloadTensorGroup("mlp")
+    group.move_to(GroupState.OFFLOADED)
+    with pytest.raises(GroupStateError, match="'mlp' is offloaded and cannot become kept"):
+        group.move_to(GroupState.KEPT)
+
+
+def test_a_pushed_tensor_is_popped_by_its_tag_once() -> None:
+    group = OffloadTensorGroup("mlp")
+    tensor, other = torch.ones(2), torch.zeros(2)
+    group.push_tensor((1, 2), tensor)
+    group.push_tensor("other", other)
+    assert group.pop_tensor((1, 2)) is tensor
+    with pytest.raises(KeyError):
+        group.pop_tensor((1, 2))
+    assert group.pop_tensor("other") is other
+
+
+@pytest.mark.parametrize(("kind", "other"), [("offload", "reload"), ("reload", "offload")])
+def test_an_event_recorded_on_one_stream_is_waited_for_by_another(kind: str, other: str) -> None:
+    group, copying, compute = OffloadTensorGroup("mlp"), Mock(), Mock()
+    getattr(group, f"record_{kind}_event")(copying)
+    getattr(group, f"wait_{other}_event")(compute)
+    assert not compute.wait_event.called, "the events are not confused"
+    getattr(group, f"wait_{kind}_event")(compute)
+    compute.wait_event.assert_called_once_with(copying.record_event())
+
+
+@on_two_backends
+def test_a_group_leaves_when_a_user_of_the_reference_says_so(chunk: ChunkOffloadHandler) -> None:
+    x = torch.ones(4, 4).to(chunk.offloader.backend.device)
+    saved = chunk.on_group_start_forward("sent").pack(x * 2)
+    chunk.bulk_offload_group()
+    chunk.on_group_start_forward("empty")
+    chunk.on_group_commit_forward(None)
+    assert [group.state for group in chunk.groups] == [GroupState.OFFLOADED, GroupState.KEPT]
+    assert_same([saved.unpack()], [x * 2])
+
+
+@on_two_backends
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        ("none", [GroupState.OPEN, GroupState.OFFLOADED]),
+        ("inner", [GroupState.OPEN]),
+        ("outer", [GroupState.OFFLOADED]),
+    ],
+)
+def test_a_group_in_a_group_of_the_same_name(
+    left_out: str, expected: list[GroupState], manager: PipelineOffloadManager, chunk: Any
+) -> None:
+    """The inner commit is the inner group's; offload may be switched for one of them."""
+    x = torch.ones(4, 4).to(manager.backend.device).requires_grad_()
+    switch = {True: manager.disable_offload, False: manager.enable_offload}
+    switch[left_out == "outer"]()
+    with off_interface(True, x, "a"):
+        switch[left_out == "inner"]()
+        with off_interface(True, x, "a"):
+            y = x.sin()
+        manager.enable_offload()
+        off_interface.group_commit(y, name="a")
+        assert [group.state for group in chunk.groups] == expected
+        assert (manager.statistics().bytes_offloaded == 0) is (left_out == "inner")
+    assert_no_hooks()
+    off_interface.group_commit(y, name="a")
+    assert not chunk.open_groups
+    assert all(group.state is not GroupState.OPEN for group in chunk.groups)
+    y.sum().backward()
+    assert_same(gradients(x), [x.cos()])
+
+
+# Who keeps what alive: graphs, open groups, idle memory
 
 
 @on_two_backends
@@ -229,3 +317,83 @@ def test_a_view_is_emptied_if_nobody_needs_its_base(
         assert_same([held.view(40)], [leaf * 2])
     (gradient,) = torch.autograd.grad(y.sum() + other.sum(), weight)
     assert_same([gradient], [leaf * (4 if holder == "autograd" else 2)])
+
+
+# Where operators are recorded as a graph, or stand for others, what is saved stays
+
+
+Function = Callable[[Tensor], Tensor]
+
+WIDTH = 40
+
+
+def compute(x: Tensor) -> Tensor:
+    """Saves some tensors, of which none is another's view."""
+    return torch.tanh(x @ x.t()) * x.sin().sum(1)
+
+
+def plain(x: Tensor) -> Tensor:
+    return compute(compute(x))
+
+
+def some_input(backend: Backend, seed: int) -> Tensor:
+    return drawn(WIDTH, WIDTH, seed=seed).to(backend.device)
+
+
+def gradient(run: Function, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(run(x).sum(), x)[0]
+
+
+@pytest.fixture(params=["groups", "context", "checkpoint"])
+def run(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Function]:
+    """A program with offload. Behind the test, a step of it is offloaded as ever."""
+    with session(backend) as manager:
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
+
+        def run(x: Tensor) -> Tensor:
+            if request.param == "groups":
+                return group(group(x, compute, name="a"), compute, name="b")  # type: ignore[no-any-return]
+            if request.param == "context":
+                with context:
+                    return plain(x)
+            for _ in range(2):
+                x = checkpoint(compute, x, offload_inputs=True)
+            return x
+
+        begin_microbatch()
+        yield run
+        begin_step()
+        x = some_input(backend, 2)
+        assert torch.equal(gradient(run, x), gradient(plain, x))
+        manager.reset()
+        assert manager.statistics().live_tensors == context.statistics().live_tensors == 0
+
+
+@on_two_backends
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_recorded_step_is_right_for_other_inputs(
+    backend: Backend, run: Function, mode: str
+) -> None:
+    recorded = make_fx(lambda x: gradient(run, x), tracing_mode=mode)(some_input(backend, 0))
+    other = some_input(backend, 1)
+    assert torch.equal(recorded(other), gradient(plain, other))
+
+
+@on_two_backends
+def test_a_forward_recorded_early_has_no_copies(backend: Backend, run: Function) -> None:
+    """As ``torch.export`` records one, above autograd."""
+    recorded = make_fx(run, pre_dispatch=True)(some_input(backend, 0).requires_grad_())
+    assert not [node for node in recorded.graph.nodes if "copy" in str(node.target)]
+    other = some_input(backend, 1)
+    assert torch.equal(recorded(other), plain(other))
+
+
+@on_two_backends
+def test_a_transformed_step_is_right(
+    backend: Backend, run: Function, request: pytest.FixtureRequest
+) -> None:
+    if BEFORE_2_13 and "checkpoint" in request.node.callspec.params.values():
+        pytest.skip("PyTorch's checkpoints refuse it before torch 2.13")
+    x = some_input(backend, 0)[:4, :4].contiguous().requires_grad_()
+    assert torch.equal(torch.func.jacfwd(run)(x), torch.func.jacfwd(plain)(x))
