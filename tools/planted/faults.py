@@ -191,8 +191,8 @@ def _live_stream_is_cached(backend: Any) -> None:
 _ORDER = "tests/core/test_order.py"
 _PAYLOADS = "tests/core/test_payloads.py"
 _RECIPES = "tests/core/test_recipes.py"
-_SHARING = "tests/core/test_sharing.py"
-_BOUNDS = "tests/core/test_core_bounds.py"
+_SHARING = "tests/core/test_lifetime_and_sharing.py"
+_BOUNDS = "tests/core/test_bounds_and_disk.py"
 _CUT_OFF = "tests/core/test_threads_and_interruptions.py"
 
 DEVICE = {
@@ -311,10 +311,7 @@ PACKAGE = {
         "_core/engine:Engine._try_to_send", "except MemoryError as", "except KeyError as", _BOUNDS
     ),
     "bytes from the disk are not compared": Fault(
-        "_memory/disk_file:DiskFile.read_into",
-        "!= extent.checksum",
-        "is None",
-        "tests/core/test_on_disk.py",
+        "_memory/disk_file:DiskFile.read_into", "!= extent.checksum", "is None", _BOUNDS
     ),
     "hooks stay where a forward is cut off": Fault(
         "_hooks/hook_scopes:HookScope.leave",
