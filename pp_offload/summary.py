@@ -154,7 +154,7 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
     Raises:
         OffloadError: Ranks are missing after :data:`PATIENCE_S`.
     """
-    store, name = default_store(), f"{ranks[0]}-{ranks[-1]}-{len(ranks)}"
+    store, name = default_store(), f"{ranks[0]}-{len(ranks)}-{hash(tuple(ranks))}"
     _num_calls[name] += 1
     key = f"pp_offload/summary/{name}/{_num_calls[name]}"
     store.set(f"{key}/{dist.get_rank()}", "")
