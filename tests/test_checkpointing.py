@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_backend, on_two_backends
 from helpers.checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, make, results
 from helpers.sessions import assert_no_hooks
 from helpers.sliced import Order, twice
 from helpers.toy import batches, make_model, run_step, same_bits
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import OffloadConfig, checkpoint, checkpoint_wrapper
 from pp_offload._checkpoint.recompute import Recompute
@@ -175,6 +178,44 @@ def test_an_operator_that_raised_in_the_forward_raises_again(where: str) -> None
         call(compute, x, weight).sum().backward()
         results.append([x.grad, weight.grad])
     assert same_bits(*results)
+
+
+@pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
+def test_an_operator_that_writes_an_argument_runs_again(where: str) -> None:
+    """As the noise of rrelu, which its backward needs."""
+    results, options = [], {where: ["ops.aten.rrelu_with_noise.default"], "min_offload_size": 1}
+    for call in (lambda function, *args: function(*args), checkpoint_function(**options)):
+        torch.manual_seed(0)
+        x = torch.randn(8, 8, requires_grad=True)
+        call(lambda x: F.rrelu(x.sin(), training=True).sin(), x).sum().backward()
+        results.append([x.grad])
+    assert same_bits(*results)
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
+def test_a_collective_ends_before_its_output_leaves(where: str, one_rank: None) -> None:
+    """Which another forward that runs beside it may bring about. What stays may arrive later."""
+    names: list[str] = []
+    gather, group = partial(all_gather_tensor_autograd, gather_dim=0), torch.distributed.group.WORLD
+    key = "ops._c10d_functional.all_gather_into_tensor.default"
+    recompute = checkpoint_function(**{where: [key]}, min_offload_size=1)
+    with Seen(names):
+        recompute(lambda x: gather(x, group=group) * x.sin(), torch.ones(8, 8, requires_grad=True))
+    before = names[: names.index("sin")]
+    assert "all_gather_into_tensor" in before
+    assert ("wait_tensor" in before) == (where == "offload_ops_keys")
 
 
 WRITES: dict[str, Callable[[], nn.Module]] = {

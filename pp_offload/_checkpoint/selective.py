@@ -18,7 +18,8 @@ NOTE [ Written in place ]
     An operator of the same checkpoint may write into a kept output, as ``relu_`` does behind a
     linear layer; the recomputation would then write into it a second time. The cells of ``nn.GRU``
     do so through ``unsafe_chunk``, whose parts have version counters of their own, so no counter
-    shows it. Every writing operator is checked: an output that it writes into is recomputed.
+    shows it. Every writing operator is checked: an output that it writes into is recomputed. It
+    runs again itself, or what it writes would be missing.
 
 NOTE [ Cached casts ]
     The cache of autocast decides whether a weight is cast: not if an earlier call in the same
@@ -146,7 +147,7 @@ class KeptOutputs(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         if self._calls_in:
             self._drop_written(func, args, kwargs)
-        if calls is not None:
+        if calls is not None and not written_arguments(func, args, kwargs):
             every = self._kept[func]
             if every is None or len(calls) % every:
                 calls[-1] = self._keep(func, outputs)
@@ -155,6 +156,8 @@ class KeptOutputs(TorchDispatchMode):
     def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
         sizes: list[int] = []
         pack = self._stash.pack if self._stash and op in self._offloaded else Resident
+        if pack is not Resident and op.namespace == "_c10d_functional":
+            tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, outputs)  # or it arrives
 
         def keep(tensor: Tensor) -> Packed:
             sizes.append(tensor.nbytes if has_storage(tensor) else 0)
