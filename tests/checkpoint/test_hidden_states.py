@@ -11,10 +11,9 @@ import pytest
 import torch
 from conftest import on_two_backends
 from helpers.checkpointed import results
-from helpers.nets import WIDTH, Block
 from helpers.sessions import assert_no_hooks
 from helpers.sliced import first_in_first_out
-from helpers.toy import same_bits
+from helpers.toy import WIDTH, Block, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.nets import Net, inputs, train
 from helpers.sessions import session
-from helpers.toy import batches, make_model, run_step
+from helpers.toy import Net, batches, inputs, make_model, run_step, train
 
 from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan

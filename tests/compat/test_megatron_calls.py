@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.saving import KeepsSaved
-from helpers.scenarios import manager_of
 from helpers.sessions import assert_idle, gradients, session
-from helpers.toy import make_model, same_bits
+from helpers.toy import make_model, manager_of, same_bits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.nets import ROWS, WIDTH, Net, inputs, train
 from helpers.sessions import (
     assert_idle,
     assert_same,
@@ -29,7 +28,7 @@ from helpers.sessions import (
     session,
     settle,
 )
-from helpers.toy import batches, make_model, run_step
+from helpers.toy import ROWS, WIDTH, Net, batches, inputs, make_model, run_step, train
 from torch import Tensor, nn
 
 from pp_offload import DiskTierError, PipelineOffloadManager

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import WIDTH, Net, inputs, train
 from helpers.sessions import (
     SIMULATED,
     assert_idle,
@@ -27,6 +26,7 @@ from helpers.sessions import (
     settle,
     side_stream,
 )
+from helpers.toy import WIDTH, Net, inputs, train
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import ROWS, WIDTH, Block, Net, inputs, sines, train
 from helpers.saving import one_rank
 from helpers.sessions import (
     assert_idle,
@@ -26,6 +25,7 @@ from helpers.sessions import (
     make_backend,
     session,
 )
+from helpers.toy import ROWS, WIDTH, Block, Net, inputs, sines, train
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint as torch_checkpoint

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import Net, inputs, train
 from helpers.processes import status_of
 from helpers.saving import Raises
 from helpers.sessions import (
@@ -26,6 +25,7 @@ from helpers.sessions import (
     session,
 )
 from helpers.threaded import at_once
+from helpers.toy import Net, inputs, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
 from conftest import make_backend, on_two_backends
-from helpers.nets import Net, inputs, train
 from helpers.saving import KeepsSaved
 from helpers.sessions import (
     assert_idle,
@@ -31,7 +30,7 @@ from helpers.sessions import (
     session,
     settle,
 )
-from helpers.toy import AwayBackend, batches
+from helpers.toy import AwayBackend, Net, batches, inputs, train
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import batch_norm

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.nets import Net, inputs
-from helpers.scenarios import Event, manager_of, step
 from helpers.sessions import assert_no_hooks, begin_microbatch, begin_step, group
-from helpers.toy import same_bits
+from helpers.toy import Event, Net, inputs, manager_of, same_bits, step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 

@@ -18,10 +18,9 @@ import pytest
 import torch
 from helpers import sessions
 from helpers.saving import Raises
-from helpers.scenarios import make_inputs
 from helpers.sessions import assert_idle, assert_no_hooks, begin_step, gradients, group, session
 from helpers.sliced import Stack
-from helpers.toy import same_bits
+from helpers.toy import make_inputs, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call

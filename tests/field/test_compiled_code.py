@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACCELERATORS
-from helpers.scenarios import check_steps, make_inputs
 from helpers.sessions import assert_no_hooks, begin_microbatch, gradients, group, session
-from helpers.toy import same_bits
+from helpers.toy import check_steps, make_inputs, same_bits
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 from conftest import on_two_backends
-from helpers.scenarios import check_steps, make_inputs
 from helpers.sessions import assert_idle, assert_no_hooks, begin_microbatch, gradients, group
-from helpers.toy import batches, make_model, run_step, same_bits
+from helpers.toy import batches, check_steps, make_inputs, make_model, run_step, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop

@@ -14,10 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_two_backends, skip_on_emulated
-from helpers.nets import Net, inputs
-from helpers.scenarios import Compute, check_steps, make_inputs
 from helpers.sessions import assert_idle, begin_microbatch, gradients, group, session
-from helpers.toy import batches, make_model, run_step, same_bits
+from helpers.toy import (
+    Compute,
+    Net,
+    batches,
+    check_steps,
+    inputs,
+    make_inputs,
+    make_model,
+    run_step,
+    same_bits,
+)
 from helpers.virtual_training import Training, with_limit
 from host_memory import Shape, measure_footprint, shape_zoo
 from torch import Tensor, nn

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.injected import Injected, chosen, files, interrupt_at, points_in
-from helpers.nets import WIDTH, Net, inputs
 from helpers.sessions import (
     assert_idle,
     assert_same,
@@ -27,6 +26,7 @@ from helpers.sessions import (
     group,
 )
 from helpers.threaded import KINDS, Lockstep, at_once, manager_of, settled
+from helpers.toy import WIDTH, Net, inputs
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import BEFORE_2_13, make_backend, on_two_backends
-from helpers.nets import Net, inputs, train
 from helpers.sessions import (
     assert_no_hooks,
     assert_same,
@@ -24,7 +23,7 @@ from helpers.sessions import (
     session,
     settle,
 )
-from helpers.toy import batches, make_model, run_step
+from helpers.toy import Net, batches, inputs, make_model, run_step, train
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

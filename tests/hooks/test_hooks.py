@@ -22,7 +22,6 @@ import torch
 from conftest import on_two_backends
 from helpers.injected import Injected, chosen, files, interrupt_at, points_in
 from helpers.products import PRODUCTS, Product
-from helpers.scenarios import make_inputs
 from helpers.sessions import (
     assert_no_hooks,
     begin_step,
@@ -33,7 +32,7 @@ from helpers.sessions import (
     session,
 )
 from helpers.sliced import WIDTH, Inside, as_layers, as_slices, run_again
-from helpers.toy import same_bits
+from helpers.toy import make_inputs, same_bits
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint

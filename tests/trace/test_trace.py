@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS
-from helpers.nets import Net
-from helpers.scenarios import manager_of, step
 from helpers.sessions import session
 from helpers.threaded import settled
-from helpers.toy import AwayBackend, batches, make_model, run_step, same_bits
+from helpers.toy import AwayBackend, Net, batches, make_model, manager_of, run_step, same_bits, step
 from helpers.traces import check_file, raw
 from helpers.virtual_training import FLOPS, SAVED_BYTES, WIDTH, Layers, Training, hardware
 from torch.profiler import ProfilerActivity, profile
