@@ -1,9 +1,9 @@
 """Storages that left already, so that a storage that several groups save is copied once.
 
 A storage and its copy are held weakly and compared by identity: an address that the allocator uses
-again is never taken for the storage that had it before. A copy is shared while autograd holds a
-tensor that was saved with it, so that a change which no counter sees would be wrong without
-offload, too.
+again is never taken for the storage that had it before. A microbatch shares its own copies, while
+autograd holds a tensor that was saved with them, so that a change which no counter sees would be
+wrong without offload, too. The graph of another one may live for no backward.
 
 A storage of eight-bit elements that the next microbatch saves again is no activation, but a copy
 of a quantized weight, or a mask. Its owner holds it, so an offload would free nothing. It stays
@@ -89,7 +89,8 @@ class SharedCopies:
             if copy is None or copy.storage() is not storage:
                 continue
             batch, members = copy.batch(), payloads.members[position]
-            if batch is not None and _is_same(copy, batch, members):
+            is_near = copy.chunk == chunk_of(members)
+            if batch is not None and is_near and _is_same(copy, batch, members):
                 shared[position] = batch, copy.position
         return shared
 
@@ -109,14 +110,18 @@ class SharedCopies:
             else:
                 counters = () if members[0].version else counters
                 refs = weakref.ref(storage), weakref.ref(members[0])
-                key = members[0].group.key
-                chunk = None if key is None else key.chunk
+                chunk = chunk_of(members)
                 copy = Copy(*refs, counters, weakref.ref(batch), index, chunk)
                 self.copies[storage._cdata] = copy
 
     def clear(self) -> None:
         """Begin a step, or a forward without steps: it shares no copy of the one before."""
         self._last, self.copies = self.copies, {}
+
+
+def chunk_of(members: Sequence[Saved]) -> ChunkKey | None:
+    key = members[0].group.key
+    return None if key is None else key.chunk
 
 
 def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:

@@ -26,7 +26,7 @@ from pp_offload._core.group import Group
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
-from pp_offload._core.shared import Copy, SharedCopies
+from pp_offload._core.shared import Copy, SharedCopies, chunk_of
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
@@ -163,8 +163,9 @@ class SharedNumbers(SharedCopies):
     def add(self, payloads: Payloads, batch: Batch) -> None:
         for index, storage in enumerate(payloads.storages):
             if storage is not None:
-                first = weakref.ref(payloads.members[index][0])
-                copy = Copy(weakref.ref(storage), first, (), weakref.ref(batch), index)
+                members = payloads.members[index]
+                refs = weakref.ref(storage), weakref.ref(members[0])
+                copy = Copy(*refs, (), weakref.ref(batch), index, chunk_of(members))
                 self.copies[storage._cdata] = copy
 
 

@@ -338,9 +338,9 @@ def test_a_copy_of_what_a_wrapper_changed_is_not_shared(kind: str, is_plain_firs
 
 
 @inline_or_late
-@pytest.mark.parametrize("is_context", [False, True], ids=["groups", "context"])
-def test_no_copy_of_an_earlier_step_is_shared(kind: str, is_context: bool) -> None:
-    """A fused optimizer changes tensors between two steps, and counts no change."""
+@pytest.mark.parametrize("between", ["steps", "microbatches", "forwards of a context"])
+def test_no_copy_of_an_earlier_forward_is_shared(kind: str, between: str) -> None:
+    """A fused optimizer or a collective changes tensors in between, and counts no change."""
     x, w = drawn(4, 4).requires_grad_(), drawn(4, 4, seed=1)
 
     def compute(x: Tensor) -> Tensor:
@@ -352,10 +352,10 @@ def test_no_copy_of_an_earlier_step_is_shared(kind: str, is_context: bool) -> No
         )
 
         def forward() -> Tensor:
-            if is_context:
+            if between == "forwards of a context":
                 with context:
                     return compute(x)
-            begin_step()
+            begin_step() if between == "steps" else begin_microbatch()
             return group(x, compute)  # type: ignore[no-any-return]
 
         alive = forward()
