@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.examples import ROOT, run_example, run_here, train
+from helpers.processes import ROOT, run_example, run_here, train
 
 from pp_offload.plan import OffloadPlan
 from pp_offload.trace import read

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.examples import train
-from helpers.processes import run
+from helpers.processes import run, train
 from helpers.products import PRODUCTS, Product
 from helpers.sessions import assert_idle, session, settle
 from helpers.toy import batches, make_model, run_step, same_bits

@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from helpers.processes import start, watch
+from helpers.processes import ROOT, start, watch
 
-ROOT = Path(__file__).parents[2]
 PATHS = [str(ROOT), str(ROOT / "examples")]
 """Where workers find this package, and the table of schedules."""
 

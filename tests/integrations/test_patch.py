@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.examples import environment
-from helpers.processes import run
+from helpers.processes import environment, run
 from helpers.sessions import assert_idle
 from helpers.toy import batches, run_step, same_bits
 from torch import Tensor, nn

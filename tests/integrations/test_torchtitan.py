@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.examples import EXAMPLES, run_command
+from helpers.processes import EXAMPLES, run_command
 from helpers.ranks import run_ranks
 from torch import nn
 
