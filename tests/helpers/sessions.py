@@ -141,7 +141,6 @@ def check(
     *,
     steps: int = 2,
     moves: bool = True,
-    expected: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> None:
     """Run steps of ``program`` with offload and compare each with the run without.
@@ -149,10 +148,9 @@ def check(
     Args:
         kind: See :func:`make_backend`.
         moves: Whether bytes have to be offloaded.
-        expected: Results without offload; ``program(False)`` if None.
         options: Of the engine.
     """
-    expected = program(False) if expected is None else expected
+    expected = program(False)
     with session(kind, **options) as manager:
         for number in range(steps):
             before = manager.statistics().bytes_offloaded

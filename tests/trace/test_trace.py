@@ -242,12 +242,7 @@ def test_three_layers_take_what_a_hand_computes(tmp_path: Path) -> None:
         training.step(in_flight=1, num=1)
     timeline = trace.timeline
     assert timeline is not None
-    offloads = [
-        ("layer (offload)", 1, 3.5),
-        ("layer (offload)", 3.5, 6),
-        ("layer (offload)", 6, 8.5),
-    ]
-    assert on(timeline, "d2h") == offloads
+    assert on(timeline, "d2h") == [("layer (offload)", at, at + 2.5) for at in (1, 3.5, 6)]
     assert on(timeline, "h2d") == [("layer (reload)", 6, 8.5), ("layer (reload)", 8.5, 11)]
     assert on(timeline, "compute") == [
         ("layer (forward)", 0, 1),
