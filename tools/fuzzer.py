@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the programs; prints the smallest that fails, if one does, and then gives 1."""
     options = parsed(arguments)
     sys.path.insert(0, str(TESTS))
-    campaign = importlib.import_module("helpers.fuzz.campaign")
-    counts, failure = campaign.explore(options.seed, options.programs, options.backend)
+    run = importlib.import_module("helpers.fuzz.run")
+    counts, failure = run.explore(options.seed, options.programs, options.backend)
     numbers = ", ".join(f"{num} {name}" for name, num in counts.items())
     sys.stdout.write(f"{numbers}; {'failure' if failure else 'no failure'}; seed {options.seed}\n")
     sys.stdout.write(f"\n{failure.script()}" if failure else "")

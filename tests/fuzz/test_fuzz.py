@@ -16,10 +16,9 @@ from unittest.mock import patch
 import fuzzer
 import pytest
 from helpers.fuzz import run
-from helpers.fuzz.campaign import Failure, explore
 from helpers.fuzz.operators import COMPUTES
 from helpers.fuzz.programs import Do, Forward, Group, Program, Step, drawn, script
-from helpers.fuzz.run import Machine, offload
+from helpers.fuzz.run import Failure, Machine, explore, offload
 from helpers.sessions import autograd_lets_go, make_backend
 from hook_overhead import no_garbage
 from planted.faults import DEVICE
