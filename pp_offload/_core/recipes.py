@@ -99,7 +99,7 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
 class Recipe:
     """Computes the bytes of a storage, for all saved tensors that are views of it."""
 
-    __slots__ = ("_checksum", "_label", "_mover", "_uses", "_uses_left", "given", "sums", "term")
+    __slots__ = "_checksum _label _mover _num_threads _uses _uses_left given sums term".split()
 
     def __init__(
         self,
@@ -112,6 +112,7 @@ class Recipe:
     ) -> None:
         self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
         self.sums = sums
+        self._num_threads = torch.get_num_threads()  # each thread has a number of its own
         self._uses = self._uses_left = uses
         self.given: tuple[Any, int, Any] | None = None
         """Last tensor (weak reference after the last use), its version then, and its stream."""
@@ -131,7 +132,8 @@ class Recipe:
             if tensor is not None and tensor._version != given[1]:
                 tensor = None  # a backward has changed it in place
         if tensor is None:
-            tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
+            device = self._mover.backend.device.type
+            tensor = _run(self.term, _unpacked, device, self._num_threads)
             self._uses_left = self._uses
             if self.sums is not None:
                 self.sums.check(tensor, self._label)
@@ -319,7 +321,7 @@ class Recipes:
     def _gives(self, term: Call, tensor: Tensor, walk: Walk) -> bool:
         """Whether the term computes the storage of the tensor, in the same layout."""
         try:
-            output = _run(term, self._value_in_forward, tensor.device.type)
+            output = _run(term, self._value_in_forward, tensor.device.type, 0)
             if output.dtype != tensor.dtype or output.storage_offset():
                 return False
             if walk.views is not None:
@@ -382,9 +384,12 @@ def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
     return term.value if type(term) is Number else term
 
 
-def _run(term: Call, value_of: Callable[[Any], Tensor], device: str) -> Tensor:
+def _run(term: Call, value_of: Callable[[Any], Tensor], device: str, threads: int) -> Tensor:
     """Return the term's value as in the forward, whatever modes are on around a backward."""
     with ExitStack() as modes:
+        if device == "cpu" and threads not in (0, now := torch.get_num_threads()):
+            modes.callback(torch.set_num_threads, now)
+            torch.set_num_threads(threads)  # which decides what ends of rows are vectors
         modes.enter_context(torch.no_grad())
         if device != "meta":
             if has_modes_of_others():

@@ -622,6 +622,25 @@ def test_nodes_of_two_threads_with_one_number_are_no_one_node() -> None:
     assert same_in_steps(run, "cpu", num_steps=14) > 0
 
 
+def test_a_backward_on_fewer_or_more_threads_of_the_cpu() -> None:
+    """A thread that did not set the number of threads has another one."""
+    before = torch.get_num_threads()
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        x, weight = (drawn(1000, 1003).requires_grad_() for _ in range(2))
+        torch.set_num_threads(1)
+        y = group(x, lambda x: F.silu(x) * weight, is_on)
+        torch.set_num_threads(3)
+        y.sum().backward()
+        assert torch.get_num_threads() == 3
+        return gradients(x, weight)
+
+    try:
+        assert same_in_steps(run, "cpu", num_steps=2) > 0
+    finally:
+        torch.set_num_threads(before)
+
+
 class Rounding(TorchDispatchMode):
     """Rounds what an operator gives, as programs do that try a format of numbers."""
 
