@@ -9,6 +9,7 @@ manager.reset()                                               # before each step
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -284,7 +285,8 @@ def use_backend(
         with use_manager(manager):
             yield manager
     finally:
-        manager.retire()
+        if not sys.is_finalizing():  # a context that was never left: modules are gone
+            manager.retire()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import brief, check_flag, check_kind, described
-from pp_offload._memory.addresses import owned_by
+from pp_offload._memory.addresses import outside_inference_mode, owned_by
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import default_backend
@@ -163,10 +163,12 @@ class GPUTensorPool:
         """Make a tensor; host memory is counted for as long as a tensor is on it."""
         nbytes = self._calculate_memory_size(shape, dtype)
         if self._budget is None or not nbytes:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            with outside_inference_mode():
+                return torch.empty(shape, dtype=dtype, device=self.device)
         reserved = self._budget.reserve(nbytes)
         allocate = default_backend().allocate_host if self.pin_memory else pageable
-        return owned_by(reserved, allocate(nbytes)).view(dtype).view(shape)
+        with outside_inference_mode():  # or nobody could write it outside
+            return owned_by(reserved, allocate(nbytes)).view(dtype).view(shape)
 
 
 def _usable_device(name: object) -> torch.device:
