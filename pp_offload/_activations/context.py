@@ -22,6 +22,7 @@ NOTE [ One hook, in one place ]
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
@@ -107,7 +108,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.use_pin_memory, self.use_streams = use_pin_memory, use_streams
         self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # TRL's name for it
         self.max_fwd_stash_size = max_fwd_stash_size
-        self._knows_model = False
+        self._model: Callable[[], Module | None] = lambda: None
         self._scopes = HookScopes()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
 
@@ -128,7 +129,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if top_pack() is None:  # else it may begin inside an excluded module
             _running.module = None  # the mark of an interrupted forward
         self.stash.begin()
-        if not self._knows_model:
+        model = self._model()
+        if model is None or is_sharded(model):
             forward.call_with_modules(self._meet)
         forward.enter(PackHook(self.pack_hook), self)
 
@@ -150,7 +152,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         it does in a model of FSDP, which gathers parameters anew in every forward.
         """
         check_kind("model", model, Module, "an nn.Module")
-        self._knows_model = not any(map(is_sharded, model.modules()))
+        if not any(map(is_sharded, model.modules())):
+            self._model = weakref.ref(model)  # which may be sharded later
         self.stash.residents.add_module(model)
 
     update_model_params = keep_module

@@ -111,6 +111,7 @@ class ActivationStash:
         if not self._offloader.copies_free:
             self._warn_of_host()
         self._offloader.renew_if_torn()
+        self._forward.gathering.clear()
         if self._forward.open is not None:
             # What recipes need may have changed since its forward, as by a fused optimizer.
             self._forward.open.forget_makers()

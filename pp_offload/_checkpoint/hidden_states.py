@@ -8,7 +8,6 @@ a context they only note the tensor. Masks and positions, which layers share, st
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -70,7 +69,6 @@ class OffloadHiddenStates(OffloadActivations):
         )
         self.keep_module(model)
         self.pack_hook = partial(_pack_noted, self.stash)
-        self._model = weakref.ref(model)
 
     def _begin(self, forward: Forward) -> None:
         model = self._model()

@@ -218,10 +218,12 @@ def is_pending(tensor: Tensor) -> bool:
 
 
 def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
-    """Return a wrapper without its tensors, and aliases of these, which may be wrappers again."""
+    """Return a wrapper without its tensors, and aliases of these, which may be wrappers again; a
+    pending tensor itself, for no alias would tell when it is there.
+    """
     detached: Any = tensor.detach()
     names, context = detached.__tensor_flatten__()
-    parts = {name: getattr(detached, name) for name in names}
+    parts = {n: p if is_pending(p := getattr(tensor, n)) else getattr(detached, n) for n in names}
     inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     attributes = {name: part for name, part in parts.items() if name not in inner}
     return Wrapper(type(tensor), context, tensor.shape, tensor.stride(), attributes), inner

@@ -89,8 +89,7 @@ class SharedCopies:
             if copy is None or copy.storage() is not storage:
                 continue
             batch, members = copy.batch(), payloads.members[position]
-            is_near = copy.chunk == chunk_of(members)
-            if batch is not None and is_near and _is_same(copy, batch, members):
+            if batch is not None and _is_same(copy, batch, members):
                 shared[position] = batch, copy.position
         return shared
 
@@ -127,7 +126,7 @@ def chunk_of(members: Sequence[Saved]) -> ChunkKey | None:
 def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
     """Whether the copy has the bytes of ``members``; see NOTE [ Whose version ]."""
     first = copy.saved()
-    if first is None or copy.position in batch.changed:
+    if first is None or copy.position in batch.changed or copy.chunk != chunk_of(members):
         return False
     for member in members:
         if member.version != first.version or member.wrapper is not None:
