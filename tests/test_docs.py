@@ -209,7 +209,7 @@ def test_a_patch_runs(capsys: pytest.CaptureFixture[str]) -> None:
         y.sum().backward()
 
     run("patch", train=train)
-    assert "active, 4.0 MiB offloaded, 0.0 MiB computed again" in capsys.readouterr().out
+    assert "active, 4.00 MiB offloaded, 0 B computed again" in capsys.readouterr().out
 
 
 def test_the_callback_of_lightning_runs(

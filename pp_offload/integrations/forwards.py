@@ -102,7 +102,6 @@ class GroupForwards:
     def __init__(self, model: Module, groups: Patterns, config: OffloadConfig | None) -> None:
         self._handle = offload_modules(model, groups)
         self._manager = self._handle.manager
-        self.statistics = self._manager.statistics
         self._step: int | None = None
         try:
             if config is not None:
@@ -110,6 +109,8 @@ class GroupForwards:
         except BaseException:
             self._handle.remove()
             raise
+        begin = self._manager.statistics()
+        self.statistics = lambda: self._manager.statistics().since(begin)  # also others' groups
         self._manager.num_attached += 1
         self._is_open = True
 

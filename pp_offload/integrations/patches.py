@@ -24,6 +24,7 @@ from pp_offload._activations.output_head import get_lora_act_offloading_ctx_mana
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.selective import same_version_counter, storages_of, written_arguments
 from pp_offload._common.checks import check_all, count_problem
+from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leaves, tree_map
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Packed, Resident
@@ -142,17 +143,16 @@ class patch:  # noqa: N801  called as a function is
 
     def __repr__(self) -> str:
         counts = [self.statistics(), *(context.statistics() for context in self._contexts)]
-        moved = sum(each.bytes_offloaded for each in counts) / 2**20
-        again = sum(each.bytes_computed_again for each in counts) / 2**20
-        host = sum(each.host_bytes_peak for each in counts) / 2**20
+        moved = sum(each.bytes_offloaded for each in counts)
+        again = sum(each.bytes_computed_again for each in counts)
+        host = sum(each.host_bytes_peak for each in counts)
         state = "active" if _active is self else "undone"
         if not moved and not again:
             why = "no option asked for it, or too few tensors have min_offload_size bytes"
             return f"<pp_offload.patch: {state}; nothing offloaded: {why}>"
-        return (
-            f"<pp_offload.patch: {state}, {moved:,.1f} MiB offloaded, {again:,.1f} MiB computed "
-            f"again instead; at most {host:,.1f} MiB in host memory at a time{step_text(*counts)}>"
-        )
+        text = f"{size_text(moved)} offloaded, {size_text(again)} computed again instead; at most "
+        text += f"{size_text(host)} in host memory at a time{step_text(*counts)}"
+        return f"<pp_offload.patch: {state}, {text}>"
 
 
 class _Saving(HookScope):

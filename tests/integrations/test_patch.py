@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from pp_offload import OffloadActivations, OffloadConfig, errors, patch
 from pp_offload.__main__ import main
+from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import CachingTorchDispatchMode
 from pp_offload.backends import Backend
 from pp_offload.integrations.patches import patch as Patch
@@ -130,7 +131,7 @@ def test_numbers_are_those_without_and_bytes_leave(
         assert same_bits(run_step(model, inputs, in_flight=2, offload=False), expected)
     statistics = patched.statistics()
     assert statistics.bytes_offloaded == 3 * 2 * nbytes
-    moved = f"{statistics.bytes_offloaded / 2**20:,.1f} MiB offloaded"
+    moved = f"{size_text(statistics.bytes_offloaded)} offloaded"
     assert (moved if nbytes else "nothing offloaded") in repr(patched)
     gc.collect()
     assert_idle(patched)
@@ -262,7 +263,7 @@ def test_the_flag_of_trl_makes_a_context_of_ours() -> None:
         loss.backward()
         assert context.statistics().bytes_offloaded > 0
         moved = context.statistics().bytes_offloaded
-        assert moved > 2**18 and f", {moved / 2**20:,.1f} MiB offloaded" in repr(made)
+        assert moved > 2**18 and f", {size_text(moved)} offloaded" in repr(made)
     assert sft_trainer.get_act_offloading_ctx_manager is original
 
 
@@ -285,7 +286,7 @@ def test_a_script_runs_unchanged(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pp_offload", *arguments, "--length", "8"]
     done = run(command, tmp_path, environment(), cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert "<pp_offload.patch: active, 4.0 MiB offloaded" in done.stderr
+    assert "<pp_offload.patch: active, 4.00 MiB offloaded" in done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "what"), [([], "script"), (["simulate"], "file simulate")])
