@@ -30,7 +30,7 @@ from torch import Tensor, UntypedStorage
 from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._core.batch import Batch
 from pp_offload._core.geometry import Geometry
-from pp_offload._core.group import ChunkKey
+from pp_offload._core.group import Group
 from pp_offload._core.payloads import ByStorage, Payloads
 from pp_offload._core.saved import Saved
 
@@ -45,7 +45,7 @@ class Copy(NamedTuple):
         saved: Weak reference to the first tensor that was saved with it.
         counters: Aliases without memory, with the version counters of tensors saved at version 0.
         position: Index of the payload in the batch.
-        chunk: Microbatch that saved it; None if the group has no place in a step.
+        microbatch: Number of the one that saved it; None if the group has no place in a step.
     """
 
     storage: weakref.ref[UntypedStorage]
@@ -53,7 +53,7 @@ class Copy(NamedTuple):
     counters: tuple[Tensor, ...]
     batch: weakref.ref[Batch]
     position: int
-    chunk: ChunkKey | None = None
+    microbatch: int | None
 
 
 class SharedCopies:
@@ -72,7 +72,7 @@ class SharedCopies:
             copy, group = self.copies.get(key), members[0].group
             if copy is None or copy.storage() is not storage:
                 copy = self._last.get(key)
-            elif copy.chunk is None or group.key is None or copy.chunk == group.key.chunk:
+            elif copy.microbatch is None or microbatch_of(group) in (None, copy.microbatch):
                 continue  # another group of the same microbatch
             if copy is not None and copy.storage() is storage:
                 self._repeated.append(copy.storage)
@@ -109,8 +109,8 @@ class SharedCopies:
             else:
                 counters = () if members[0].version else counters
                 refs = weakref.ref(storage), weakref.ref(members[0])
-                chunk = chunk_of(members)
-                copy = Copy(*refs, counters, weakref.ref(batch), index, chunk)
+                number = microbatch_of(members[0].group)
+                copy = Copy(*refs, counters, weakref.ref(batch), index, number)
                 self.copies[storage._cdata] = copy
 
     def clear(self) -> None:
@@ -118,15 +118,16 @@ class SharedCopies:
         self._last, self.copies = self.copies, {}
 
 
-def chunk_of(members: Sequence[Saved]) -> ChunkKey | None:
-    key = members[0].group.key
-    return None if key is None else key.chunk
+def microbatch_of(group: Group) -> int | None:
+    return None if group.key is None else group.key.chunk.microbatch
 
 
 def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
     """Whether the copy has the bytes of ``members``; see NOTE [ Whose version ]."""
     first = copy.saved()
-    if first is None or copy.position in batch.changed or copy.chunk != chunk_of(members):
+    if first is None or copy.position in batch.changed:
+        return False
+    if copy.microbatch != microbatch_of(members[0].group):
         return False
     for member in members:
         if member.version != first.version or member.wrapper is not None:

@@ -26,7 +26,7 @@ from pp_offload._core.group import Group
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
-from pp_offload._core.shared import Copy, SharedCopies, chunk_of
+from pp_offload._core.shared import Copy, SharedCopies, microbatch_of
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
@@ -165,7 +165,7 @@ class SharedNumbers(SharedCopies):
             if storage is not None:
                 members = payloads.members[index]
                 refs = weakref.ref(storage), weakref.ref(members[0])
-                copy = Copy(*refs, (), weakref.ref(batch), index, chunk_of(members))
+                copy = Copy(*refs, (), weakref.ref(batch), index, microbatch_of(members[0].group))
                 self.copies[storage._cdata] = copy
 
 
