@@ -69,7 +69,7 @@ from pp_offload._core.verify import check_same, checksum_of
 from pp_offload.errors import OffloadError
 
 MOST_TRIALS = 30
-"""Trials at a place with tensors that prove no eps, such as zeros, before all is copied there."""
+"""Trials of tensors that prove nothing, such as zeros; from then on each thirtieth is tried."""
 
 _TORCH_NODES = frozenset(NODES.values())
 
@@ -227,7 +227,7 @@ class Recipes:
         self.may_reach, self.is_planned = mover.tier.disk is None, True
         self.refuses_gaps = False
         self._proofs: dict[Any, Any] = {}
-        """By kind: the eps of a norm, None without one, _REFUSED, or a number of trials so far."""
+        """By kind: the eps of a norm, None without one, _REFUSED, or how many proved nothing."""
 
         self._of_weights: Any = WeakIdKeyDictionary()
 
@@ -285,9 +285,8 @@ class Recipes:
             kind = weight.tensor.storage_offset(), *kind
         proof = proofs.get(kind, 0)
         if type(proof) is int:
-            if proof == MOST_TRIALS:
-                return UNKNOWN
-            eps = self._try(term, members[0], walk)
+            is_due = proof < MOST_TRIALS or proof % MOST_TRIALS == 0
+            eps = self._try(term, members[0], walk) if is_due else UNKNOWN
             proof = proofs[kind] = proof + 1 if eps is UNKNOWN else eps
         if proof is _REFUSED or type(proof) is int:
             return UNKNOWN

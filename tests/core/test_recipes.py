@@ -719,6 +719,18 @@ def test_a_tensor_of_zeros_proves_nothing() -> None:
     same_in_steps(run)
 
 
+def test_zeros_are_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a gate that stays 0 for some steps of a warm-up."""
+    monkeypatch.setattr("pp_offload._core.recipes.MOST_TRIALS", 2)
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        x, gate = (drawn(ROWS, COLUMNS, seed=seed).requires_grad_() for seed in (3, 4))
+        group(x, lambda x: F.silu(x * (gate * (step // 3))), is_on).sum().backward()
+        return gradients(x, gate)
+
+    assert same_in_steps(run, num_steps=3) == 0 < same_in_steps(run, num_steps=6)
+
+
 def test_a_norm_has_a_parameter_that_may_be_exchanged() -> None:
     weight = nn.Parameter(WEIGHT.detach().clone())
 
