@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import OffloadConfig, checkpoint, checkpoint_wrapper
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._checkpoint.selective import written_arguments
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,
@@ -190,6 +191,15 @@ def test_an_operator_that_writes_an_argument_runs_again(where: str) -> None:
         call(lambda x: F.rrelu(x.sin(), training=True).sin(), x).sum().backward()
         results.append([x.grad])
     assert same_bits(*results)
+
+
+def test_an_output_that_was_not_given_is_not_written() -> None:
+    """As of attention kernels; what they return is kept."""
+    with torch.library._scoped_library("test_kept", "FRAGMENT") as library:
+        library.define("attention(Tensor q, Tensor(a!)? out=None) -> Tensor")
+        op, q = torch.ops.test_kept.attention.default, torch.ones(2)
+        assert written_arguments(op, (q,), {}) == written_arguments(op, (q, None), {}) == []
+        assert written_arguments(op, (q,), {"out": q}) == [q]
 
 
 class Seen(TorchDispatchMode):

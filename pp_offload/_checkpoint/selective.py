@@ -261,4 +261,4 @@ def written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return written
+    return [value for value in written if value is not None]
