@@ -56,7 +56,6 @@ class ForwardOffload(NamedTuple):
     """Returns a context for the forward of a microbatch; a new step begins a step."""
 
     statistics: Callable[[], OffloadStatistics]
-
     close: Callable[[], None]
     """Removes groups; all activations leave only while the context is entered."""
 
@@ -109,10 +108,12 @@ class GroupForwards:
         except BaseException:
             self._handle.remove()
             raise
-        begin = self._manager.statistics()
-        self.statistics = lambda: self._manager.statistics().since(begin)  # also others' groups
+        self._begin = self._manager.statistics()  # the manager's: also of others' groups
+        self._ended: OffloadStatistics | None = None
         self._manager.num_attached += 1
-        self._is_open = True
+
+    def statistics(self) -> OffloadStatistics:
+        return self._ended or self._manager.statistics().since(self._begin)
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
@@ -146,8 +147,8 @@ class GroupForwards:
     def close(self) -> None:
         _MEMBERS.get(self._manager, WeakSet()).discard(self)
         self._handle.remove()
-        if self._is_open:
-            self._is_open = False
+        if self._ended is None:
+            self._ended = self.statistics()
             self._manager.num_attached -= 1
             self._manager.abort()
             self._manager.release_idle_memory()
