@@ -20,7 +20,7 @@ from helpers.products import PRODUCTS
 from helpers.ranks import run_ranks
 from helpers.toy import same_bits
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -131,38 +131,39 @@ def sharded(model: nn.Module) -> nn.Module:
 class Experts(nn.Module):
     """Whose weights are on ranks of a mesh, and used there as plain tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        weight = distribute_tensor(torch.randn(16, 16) / 4, mesh["tp"], [Shard(0)])
+        weight = distribute_tensor(torch.randn(16, 16) / 4, mesh, [Shard(0)])
         self.weight = nn.Parameter(weight)
-        fully_shard(self, mesh=mesh["dp"])
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to_local()
         return x + torch.tanh(x @ weight) @ weight.t()
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_gathered_parameters_that_are_used_as_plain_tensors_stay(
-    is_told: bool, one_rank: None
-) -> None:
+@pytest.mark.parametrize("told", ["before", "behind", "never"])
+def test_gathered_parameters_that_are_used_as_plain_tensors_stay(told: str, one_rank: None) -> None:
     """From the first step on; FSDP empties and refills their memory."""
-    model = nn.Sequential(*(Experts() for _ in range(3)))
-    seen: list[list[Tensor]] = []
-    for kind in (None, "late", "random"):
-        backend = SimulatedBackend(kind or "eager")
-        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
-        if is_told:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(*(Experts(mesh["tp"]) for _ in range(3)))
+    backends = [SimulatedBackend(kind) for kind in ("late", "random")]
+    options = {"min_offload_size": 1, "max_fwd_stash_size": 2}
+    contexts = [OffloadActivations(**options, backend=backend) for backend in backends]
+    for when in ("before", "behind"):
+        for context in contexts if told == when else ():
             context.keep_module(model)
-        with backend.activate():
+        for layer in model if when == "before" else ():
+            fully_shard(layer, mesh=mesh["dp"])
+    seen: list[list[Tensor]] = []
+    for context in (nullcontext(), *contexts):
+        with context.stash.backend.activate() if context in contexts else nullcontext():
             for step in range(2):
                 model.zero_grad()
-                with context if kind else nullcontext():
+                with context:
                     loss = model(torch.full((4, 16), 0.1 + step)).square().sum()
                 loss.backward()
                 seen.append([p.grad.to_local().clone() for p in model.parameters()])
-    assert context.statistics().bytes_offloaded > 0
+    assert all(context.statistics().bytes_offloaded > 0 for context in contexts)
     for got, expected in zip(seen[2:], seen[:2] * 2, strict=True):
         assert same_bits(got, expected)
 

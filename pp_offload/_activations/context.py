@@ -21,6 +21,7 @@ NOTE [ One hook, in one place ]
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -129,8 +130,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if top_pack() is None:  # else it may begin inside an excluded module
             _running.module = None  # the mark of an interrupted forward
         self.stash.begin()
-        model = self._model()
-        if model is None or is_sharded(model):
+        model, may_be_sharded = self._model(), "torch.distributed.fsdp" in sys.modules
+        if model is None or (may_be_sharded and any(map(is_sharded, model.modules()))):
             forward.call_with_modules(self._meet)
         forward.enter(PackHook(self.pack_hook), self)
 
@@ -143,7 +144,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             GroupStateError: This thread has not entered it.
         """
         self._scopes.leave(*args[1:2])
-        self.stash.send_if_full()
+        self.stash.end()
 
     def keep_module(self, model: Module) -> None:
         """Keep parameters and buffers on the device, also if a view of them is saved.
@@ -152,8 +153,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         it does in a model of FSDP, which gathers parameters anew in every forward.
         """
         check_kind("model", model, Module, "an nn.Module")
-        if not any(map(is_sharded, model.modules())):
-            self._model = weakref.ref(model)  # which may be sharded later
+        self._model = weakref.ref(model)
         self.stash.residents.add_module(model)
 
     update_model_params = keep_module

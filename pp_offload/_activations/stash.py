@@ -111,7 +111,6 @@ class ActivationStash:
         if not self._offloader.copies_free:
             self._warn_of_host()
         self._offloader.renew_if_torn()
-        self._forward.gathering.clear()
         if self._forward.open is not None:
             # What recipes need may have changed since its forward, as by a fused optimizer.
             self._forward.open.forget_makers()
@@ -225,6 +224,11 @@ class ActivationStash:
         """
         before, self._forward.number = self._forward.number, sequence_number()
         return before != self._forward.number
+
+    def end(self) -> None:
+        """End the forward of a microbatch."""
+        self._forward.gathering.clear()
+        self.send_if_full()
 
     def send_if_full(self) -> None:
         """Offload the gathered tensors if there are ``max_tensors``. To be called after the

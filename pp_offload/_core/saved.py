@@ -4,11 +4,7 @@
     Saved     stays with its group, or leaves with the group's batch
     Wrapped   a tensor made of other tensors, each saved by itself
 
-A tensor made of others, such as a DTensor, has no bytes of its own; it names the tensors inside it,
-and can make a tensor like itself around others::
-
-    wrapper, inner = take_apart(tensor)
-    same = wrapper.around(inner)
+A wrapper, such as a DTensor, names the tensors inside it, and is made again around others.
 
 NOTE [ Version check ]
     Autograd does not compare versions of tensors that were saved through hooks, so a program that
