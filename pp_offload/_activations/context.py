@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.use_pin_memory, self.use_streams = use_pin_memory, use_streams
         self.min_offload_size = self.min_tensor_size_bytes = min_offload_size  # TRL's name for it
         self.max_fwd_stash_size = max_fwd_stash_size
-        self._model: Callable[[], Module | None] = lambda: None
+        self._models: WeakSet[Module] = WeakSet()  # that it was told of
         self._scopes = HookScopes()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
 
@@ -130,8 +131,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if top_pack() is None:  # else it may begin inside an excluded module
             _running.module = None  # the mark of an interrupted forward
         self.stash.begin()
-        model, may_be_sharded = self._model(), "torch.distributed.fsdp" in sys.modules
-        if model is None or (may_be_sharded and any(map(is_sharded, model.modules()))):
+        parts: Iterable[Module] = ()
+        if "torch.distributed.fsdp" in sys.modules:
+            parts = chain.from_iterable(model.modules() for model in self._models)
+        if not self._models or any(map(is_sharded, parts)):
             forward.call_with_modules(self._meet)
         forward.enter(PackHook(self.pack_hook), self)
 
@@ -153,7 +156,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         it does in a model of FSDP, which gathers parameters anew in every forward.
         """
         check_kind("model", model, Module, "an nn.Module")
-        self._model = weakref.ref(model)
+        self._models.add(model)
         self.stash.residents.add_module(model)
 
     update_model_params = keep_module

@@ -8,6 +8,7 @@ a context they only note the tensor. Masks and positions, which layers share, st
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -69,6 +70,7 @@ class OffloadHiddenStates(OffloadActivations):
         )
         self.keep_module(model)
         self.pack_hook = partial(_pack_noted, self.stash)
+        self._model = weakref.ref(model)
 
     def _begin(self, forward: Forward) -> None:
         model = self._model()
