@@ -135,7 +135,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if "torch.distributed.fsdp" in sys.modules:
             parts = chain.from_iterable(model.modules() for model in self._models)
         if not self._models or any(map(is_sharded, parts)):
-            forward.call_with_modules(self._meet)
+            forward.call_with_modules(self._keep_memory_of)
         forward.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
@@ -152,8 +152,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def keep_module(self, model: Module) -> None:
         """Keep parameters and buffers on the device, also if a view of them is saved.
 
-        Without this, a hook on every module's forward finds the buffers, which takes some time. So
-        it does in a model of FSDP, which gathers parameters anew in every forward.
+        Without this, a hook on every module's forward finds the buffers, which takes some time. The
+        hook is also needed for a model of FSDP, which gathers parameters anew in each forward.
         """
         check_kind("model", model, Module, "an nn.Module")
         self._models.add(model)
@@ -164,9 +164,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def statistics(self) -> OffloadStatistics:
         return self.stash.statistics()
 
-    def _meet(self, module: Module) -> None:
-        """Keep buffers on the device: they change without a trace, even during a copy. A compiled
-        module hides the modules inside, so all of its buffers are kept at once.
+    def _keep_memory_of(self, module: Module) -> None:
+        """Keep on the device the parameters that FSDP gathers, and buffers: both change without a
+        trace, even during a copy. A compiled module hides the modules inside, so all of its buffers
+        are kept at once.
         """
         if is_sharded(module):
             self.stash.keep_gathered(module)
