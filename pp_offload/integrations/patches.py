@@ -78,14 +78,11 @@ class patch:  # noqa: N801  called as a function is
     ) -> None:
         global _active
         check_all(count_problem("min_offload_size", min_offload_size, 0, "bytes"))
-        self._options: dict[str, Any] = {
-            "config": config,
-            "min_offload_size": min_offload_size,
-            "backend": backend,
-        }
+        options = dict[str, Any](config=config, min_offload_size=min_offload_size, backend=backend)
         self._stash = ActivationStash(
-            "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **self._options
+            "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **options
         )
+        self._make_context: Any = partial(get_lora_act_offloading_ctx_manager, **options)
         self._contexts: list[OffloadActivations] = []  # of TRL's trainers
         self._undo = UndoStack()
         if _active is not None:
@@ -120,7 +117,7 @@ class patch:  # noqa: N801  called as a function is
 
     def _context_of(self, model: Module, **options: Any) -> OffloadActivations:
         """Make a context, with the parameters of TRL's ``get_act_offloading_ctx_manager``."""
-        context = get_lora_act_offloading_ctx_manager(model, **{**self._options, **options})
+        context: OffloadActivations = self._make_context(model, **options)
         self._contexts.append(context)
         return context
 

@@ -130,11 +130,14 @@ def test_models_of_one_loop_have_a_step_together() -> None:
         accelerator.backward(sum(losses))
         assert manager.step.is_complete()
     offloads[0].close()
+    moved = offloads[0].statistics().bytes_offloaded
     for _ in range(2):
         with offloads[1]:
             loss = models[1](torch.randn(4, 12)).sum()
         assert manager.step.num_chunks == 1
         accelerator.backward(loss)
+    assert offloads[1].statistics().bytes_offloaded > moved > 0
+    assert offloads[0].statistics().bytes_offloaded == moved, "it has ended"
     offloads[1].close()
 
 
