@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pp_offload.cli.device_speed import DeviceSpeed
+from pp_offload.cli.doctor import DeviceSpeed
 
 DEVICES = ("cpu", "cuda", "xpu", "emulated")
 

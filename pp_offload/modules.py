@@ -3,7 +3,8 @@
     handle = offload_modules(model, {"mlp": "layers.*.mlp", "core_attn": "layers.*.attn"})
 
 Each matching module becomes a group around its forward. Copies of the model have the same groups
-until the handle is removed; a pickled model has none.
+until the handle is removed; a pickled model has none. Checkpoints, compilers and parallel wrappers
+add a part to the names of modules, which a pattern may omit.
 
 NOTE [ Module forward ]
     PyTorch calls no hook after a forward that a KeyboardInterrupt ends. So a group is around the
@@ -15,6 +16,7 @@ NOTE [ Module forward ]
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -25,13 +27,15 @@ from torch.nn import Module
 
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind
-from pp_offload._common.module_names import listed, matching
 from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.eligibility import is_sharded
 from pp_offload._groups.plan import groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
+
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"})
+"""Names under which PyTorch's wrappers hold the wrapped module."""
 
 Patterns = Mapping[str, str | Collection[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots. Names
@@ -303,3 +307,34 @@ def no_match(model: Module, missing: Iterable[str]) -> str:
         near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
         lines.append(f"pattern '{pattern}' matches no module; near names: {near}")
     return "; ".join(lines) + "; expected names as in model.named_modules(), * for one part"
+
+
+def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
+    """Return the names of the modules that match a pattern.
+
+    A pattern that omits the names of wrappers matches the wrapper, not the module inside.
+    """
+    wanted = [pattern.split(".") for pattern in listed(patterns)]
+    names = [name for name, _ in model.named_modules() if name]
+    return [name for name in names if any(_fit(name.split("."), parts) for parts in wanted)]
+
+
+def listed(patterns: str | Collection[str]) -> list[str]:
+    """Return patterns as a list."""
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    if not parts:
+        return not wanted
+    first, *rest = parts
+    if wanted and _is_part(first, wanted[0]) and _fit(rest, wanted[1:]):
+        return True
+    return first in WRAPPERS and bool(rest) and _fit(rest, wanted)
+
+
+def _is_part(part: str, want: str) -> bool:
+    """Match a part of a name. A star stands for no wrapper, but for a module named ``module``."""
+    if part in WRAPPERS and part != "module":
+        return part == want
+    return fnmatch.fnmatchcase(part, want)

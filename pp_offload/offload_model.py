@@ -4,27 +4,27 @@
     optimizer = torch.optim.AdamW(model.parameters())  # on the host
 
 The next slice is copied to the device while the current one computes, in forward and, in reverse,
-in backward. Autograd saves references to parameters instead of tensors.
+in backward. Autograd saves references to parameters instead of tensors. Inputs are cut into
+microbatches, and outputs joined, wherever tensors stand in tuples, lists and dicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import brief, check_all, check_count, check_flag, count_problem
-from pp_offload._common.torch_private import ActivationWrapper
+from pp_offload._common.torch_private import ActivationWrapper, tree_flatten, tree_unflatten
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.checks import check_device, check_waiting, sharded_problem
-from pp_offload._slices.microbatches import join, split
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import HOST, SliceLayers, partition
@@ -132,7 +132,7 @@ class OffloadModel(CacheFigures, nn.Module):
             self._recompute.begin()
         run = SlicedRun(self._cache)
         try:
-            values = split(inputs, self._num_microbatches)
+            values = _split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
                 later = (each.places for each in slices[index + 1 :] if each.places.parameters())
                 slice_ = run.load(layers.places, [each.slice() for each in islice(later, 1)])
@@ -143,7 +143,7 @@ class OffloadModel(CacheFigures, nn.Module):
                     output if self._is_list and isinstance(output, tuple) else (output,)
                     for output in outputs
                 ]
-            return join(outputs)
+            return _join(outputs)
         except BaseException:
             self._cache.clear()
             raise
@@ -227,3 +227,63 @@ def _check_numbers(
 def _compute_all(slice_: OnDevice, layers: SliceLayers, *inputs: Any) -> Any:
     """Compute a slice under a checkpoint, which recomputes it in backward."""
     return slice_.compute(partial(layers, *inputs), saves=False)
+
+
+def _split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...]]:
+    """Return the arguments of each microbatch; a value without a batch dimension goes to each."""
+    if num_microbatches == 1:
+        return [inputs]
+    leaves, spec = tree_flatten(inputs)
+    if hiding := sorted({type(leaf).__name__ for leaf in leaves if _hides_tensors(leaf)}):
+        raise ValueError(
+            f"inputs of type {', '.join(hiding)} have tensors inside that would not be cut into "
+            "microbatches; expected tensors in tuples, lists and dicts, or num_microbatches=1"
+        )
+    sizes = sorted({len(leaf) for leaf in leaves if _has_batch(leaf)})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"the inputs have first dimensions {sizes}; expected tensors of one batch size, to cut "
+            f"them into {num_microbatches} microbatches"
+        )
+    size = max(1, -(-sizes[0] // num_microbatches))
+    num = max(1, -(-sizes[0] // size))  # an empty batch is one part, unchanged
+    parts = [leaf.split(size) if _has_batch(leaf) else [leaf] * num for leaf in leaves]
+    cut = [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
+    return [tuple(arguments) for arguments in cut]
+
+
+def _join(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of all microbatches, tensors along the first dimension."""
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten(output) for output in outputs]
+    structures = [structure for _, structure in flat]
+    if any(structure != structures[0] for structure in structures):
+        raise ValueError(
+            "the outputs of the microbatches differ in structure; take num_microbatches=1"
+        )
+    joined = [_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return tree_unflatten(joined, structures[0])
+
+
+def _has_batch(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() >= 1
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+    return not isinstance(leaf, Tensor) and any(isinstance(value, Tensor) for value in inside)
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    if all(map(_has_batch, leaves)):
+        return torch.cat(list(leaves))
+    first = leaves[0]
+    is_tensor = isinstance(first, Tensor)
+    if not is_tensor and all(leaf == first for leaf in leaves):
+        return first
+    what = f"a tensor of {first.dim()} dimensions" if is_tensor else f"{first!r}"
+    raise ValueError(
+        f"an output of {len(leaves)} microbatches is {what}; expected tensors with a batch "
+        "dimension, or the same plain value of each"
+    )

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import brief
-from pp_offload._common.module_names import listed
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.group import ChunkKey, WeightPassKey
@@ -28,6 +27,7 @@ from pp_offload.modules import (
     OffloadModulesHandle,
     Patterns,
     check_patterns,
+    listed,
     mark_modules,
     no_match,
 )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from pp_offload import PipelineOffloadManager, offload_modules
-from pp_offload._common.module_names import matching
+from pp_offload.modules import matching
 
 
 def step(model: nn.Module, manager: PipelineOffloadManager, *, chunk: bool = True) -> list[Tensor]:

@@ -24,7 +24,7 @@ NOTE [ Side streams ]
 
 NOTE [ Captures ]
     While a graph is captured no event may be queried, and only events of the same capture awaited:
-    see ``backends/captures.py``. So copies go to streams that know the capture. Device memory of
+    see ``backends/base.py``. So copies go to streams that know the capture. Device memory of
     one capture is not used outside of it. A graph owns the host memory that it copies to or from,
     for it may be launched at any time: such a place is never free again.
 """

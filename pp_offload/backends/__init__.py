@@ -6,8 +6,15 @@ import torch
 
 from pp_offload._common.checks import brief
 from pp_offload.backends.accelerator import AcceleratorBackend
-from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
-from pp_offload.backends.captures import captured, those_captured
+from pp_offload.backends.base import (
+    Allocated,
+    Backend,
+    Event,
+    Stream,
+    TimedEvent,
+    captured,
+    those_captured,
+)
 from pp_offload.backends.cpu import CpuBackend, HostTimed, timed_by_host
 
 __all__ = [

@@ -24,8 +24,7 @@ from pp_offload._common.torch_private import (
     set_accelerator_device,
     set_accelerator_stream,
 )
-from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
-from pp_offload.backends.captures import no_memory_in_captures
+from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent, no_memory_in_captures
 
 logger = logger_of(__name__)
 

@@ -18,8 +18,8 @@ from operator import add, attrgetter
 
 from pp_offload.plan.numbers import NumberDevice
 from pp_offload.plan.tape import Event, Mark, RankTapes, Repeated, Stretch, Tape
+from pp_offload.simulate.clocks import Link
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.link import Link
 
 
 @dataclass(frozen=True)

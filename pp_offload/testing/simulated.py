@@ -26,8 +26,7 @@ from torch import Tensor, UntypedStorage
 from pp_offload._common.checks import brief
 from pp_offload._common.operators import Operator, operator
 from pp_offload._common.torch_private import TorchDispatchMode
-from pp_offload.backends.base import Allocated, HasLiveStream, Stream
-from pp_offload.backends.captures import no_memory_in_captures
+from pp_offload.backends.base import Allocated, HasLiveStream, Stream, no_memory_in_captures
 from pp_offload.testing.streams import (
     POISON,
     QueuedCopy,

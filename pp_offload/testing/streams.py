@@ -28,8 +28,7 @@ from torch import Tensor
 
 from pp_offload._common.torch_private import neg_view, no_dispatch
 from pp_offload._common.workers import inside_torch, is_worker
-from pp_offload.backends.base import Event
-from pp_offload.backends.captures import CapturedEvent
+from pp_offload.backends.base import CapturedEvent, Event
 from pp_offload.errors import CaptureError, RaceError
 from pp_offload.testing.happens_before import RaceDetector, StreamClock, VectorClock, extent_of
 

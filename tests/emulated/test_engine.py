@@ -36,7 +36,7 @@ from pp_offload._groups import auto_bounds
 from pp_offload._groups.offloader import Offloader
 from pp_offload._memory.host_pool import MIN_SLAB_BYTES
 from pp_offload.backends import AcceleratorBackend, default_backend
-from pp_offload.cli.device_speed import DeviceSpeed
+from pp_offload.cli.doctor import DeviceSpeed
 
 pytestmark = pytest.mark.emulated
 

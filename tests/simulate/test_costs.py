@@ -16,10 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
-from pp_offload.simulate.clocks import HostClock, VirtualStream
+from pp_offload.simulate.clocks import HostClock, Link, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.device import ROUNDING_BYTES, DeviceMemory
-from pp_offload.simulate.link import Link
 
 aten = torch.ops.aten
 
