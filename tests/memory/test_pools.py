@@ -377,6 +377,13 @@ def test_allocates_what_was_asked_for(pool, shape, dtype) -> None:
     assert pool.allocate(shape, dtype) is tensor
 
 
+def test_memory_made_in_inference_mode_is_written_outside_too(pool) -> None:
+    with torch.inference_mode():
+        tensors = [pool.allocate((4,)), *Owner(small_pool(), [64]).host.views]
+    for tensor in tensors:
+        tensor.zero_()
+
+
 def test_the_longest_free_tensor_comes_first(pool) -> None:
     tensors = [pool.allocate((4,)) for _ in range(3)]
     for index in (2, 0, 1):
