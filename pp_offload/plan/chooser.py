@@ -43,12 +43,12 @@ from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.processes import collector_off
 from pp_offload._common.text import bytes_text, size_text
+from pp_offload._core.group import Place
 from pp_offload._groups.plan import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.fills import (
     Candidate,
     Fill,
-    Place,
     as_saved,
     first_saved,
     largest_first,

@@ -21,11 +21,9 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from pp_offload._core.group import Place
 from pp_offload._groups.which_stay import reversed_bits
 from pp_offload.plan.tape import RankTapes
-
-Place = tuple[int, int]
-"""Stage of a group, and position in the stage."""
 
 MOST_RUNS = 8
 """Runs of a fill: if no group of a kind fits, groups of another kind may."""
@@ -41,7 +39,7 @@ class Candidate(NamedTuple):
 
     @property
     def place(self) -> Place:
-        return self.stage, self.position
+        return Place(self.stage, self.position)
 
     @property
     def kind(self) -> tuple[int, int, str]:

@@ -21,9 +21,10 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._core.group import Place
 from pp_offload._groups.plan import options_of
 from pp_offload.config import OffloadConfig, without_plan
-from pp_offload.plan.fills import Place, first_saved
+from pp_offload.plan.fills import first_saved
 from pp_offload.plan.pipeline import check_smallest, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
