@@ -33,8 +33,6 @@ from helpers.sessions import (
 from helpers.toy import AwayBackend, Net, batches, inputs, train
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import batch_norm
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
@@ -306,16 +304,17 @@ def test_what_left_is_gone(
 
 
 @on_two_backends
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("waits_when", ["before", "in the group", "in backward"])
 def test_a_collective_leaves_when_somebody_has_waited_for_it(
     manager: PipelineOffloadManager,
     monkeypatch: pytest.MonkeyPatch,
     waits_when: str,
-    is_sharded: bool,
-    one_rank: None,
+    is_inside: bool,
 ) -> None:
-    """Its result is there when somebody waits, and the operation that saves it does not."""
+    """Its result is there when somebody waits, and the operation that saves it does not. So does a
+    tensor that is made of the result, such as a DTensor.
+    """
     device = manager.backend.device
     x, arriving = rows_on(2, device)
     begin_step()
@@ -328,10 +327,9 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
         return result
 
     monkeypatch.setattr(collectives, "wait_tensor", wait)
-    mesh = init_device_mesh("cpu", (1,))
     saved = collectives.AsyncCollectiveTensor(torch.full_like(arriving, torch.nan))
-    saved = DTensor.from_local(saved, mesh, [Shard(0)]) if is_sharded else saved
-    results = [saved._local_tensor if is_sharded else saved]
+    results = [saved]
+    saved = TwoTensor(saved, saved) if is_inside else saved
     if waits_when == "before":
         results[0].trigger_wait()
 
@@ -342,12 +340,11 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
         return y
 
     y = group(x.requires_grad_() * 1, compute)
-    del saved
     assert len(waits) == (waits_when != "in backward"), "the engine never waits"
     is_there = results.pop().completed
     y.sum().backward()
     seen = KeepsSaved.seen.pop()
-    seen = seen._local_tensor if is_sharded else seen
+    seen = seen.a if is_inside else seen
     assert manager.statistics().bytes_offloaded == (arriving.nbytes if is_there else 0)
     assert_same([seen.trigger_wait()], [arriving])
 
