@@ -25,6 +25,9 @@ class LiveBytes(TorchDispatchMode):
     without it.
     """
 
+    only_observes = True
+    """Tells pp_offload that operators give the same results inside: it may run them again."""
+
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.live = self.peak = 0

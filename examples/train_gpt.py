@@ -396,7 +396,7 @@ def work(options: argparse.Namespace) -> int:
             return 0
         print("\n" + format_figures(every), flush=True)
         if without is not None and options.device == "cpu":
-            print("a step is longer: on a CPU the cores that compute also copy", flush=True)
+            print("on a CPU the cores that compute also copy, so steps are longer", flush=True)
         if plan is not None:
             print("\n" + beside_the_plan(every, plan), flush=True)
         if options.json:

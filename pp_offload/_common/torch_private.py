@@ -152,10 +152,11 @@ def records_operators() -> bool:
 
 def has_modes_of_others() -> bool:
     """Whether a dispatch mode is active that is not this package's: operators may give others'
-    results in it.
+    results in it, unless it says that it ``only_observes``.
     """
-    kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]
-    return any([not kind.__module__.startswith("pp_offload.") for kind in kinds])
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if not type(mode).__module__.startswith("pp_offload.")]
+    return not all(getattr(mode, "only_observes", False) for mode in others)
 
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
