@@ -157,6 +157,7 @@ class HostPool:
         self._lent: dict[int, tuple[weakref.ref[Any], HostBytes]] = {}  # by id of the reference
         self._returned: deque[weakref.ref[Any]] = deque()
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
+        self._trimmed_peak_bytes = 0  # the highest peak that a trim forgot
         self._new_bytes, self._new_s = 0, 0.0  # allocated since the last settle(), and how long
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
@@ -190,9 +191,9 @@ class HostPool:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at once since :meth:`trim`."""
+        """The most bytes that were ever in use at once."""
         self._collect()
-        return self._peak_bytes
+        return max(self._peak_bytes, self._trimmed_peak_bytes)
 
     @property
     def num_payloads(self) -> int:
@@ -230,12 +231,12 @@ class HostPool:
         self._settled_bytes = peak
 
     def trim(self) -> None:
-        """Between phases: return slabs without bytes in use to the system, and forget the peak.
-
-        A slab that a copy still uses stays.
+        """Between phases: return slabs without bytes in use to the system. A slab that a copy still
+        uses stays. Later slabs fit the peak from now on.
         """
         self._collect()
         self._drop_slabs()
+        self._trimmed_peak_bytes = max(self._peak_bytes, self._trimmed_peak_bytes)
         self._peak_bytes = self._settled_bytes = 0
 
     def copies(self) -> list[Event]:

@@ -168,6 +168,7 @@ def test_trim_keeps_slabs_with_bytes_in_use_and_tells_the_allocator() -> None:
     assert trimmed == [2 * MIB]
     assert Owner(pool, [4 * MIB]).host.views[0].fill_(8).eq(8).all()
     assert owner.host.views[0].eq(7).all()
+    assert pool.peak_bytes == 6 * MIB, "the most ever"
 
 
 def test_a_refusal_names_the_budget_and_the_option_and_changes_nothing() -> None:
