@@ -72,13 +72,13 @@ def plan(given: Namespace) -> int:
         chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
         roomier = chooser.with_more_on_the_host(chosen)
     without = chooser.without_offload()
-    if given.output is not None:
-        chosen.save(given.output)
     say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
     if given.engine == "megatron":
         in_flight = [rank.num_in_flight for rank in without.ranks]
         say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")
     if given.output is not None:
+        with errors_of("--output", OSError):
+            chosen.save(given.output)
         say(_how_to_follow(chosen, given.output))
     return 0
 

@@ -31,7 +31,7 @@ from pp_offload._core.observers import time_of
 from pp_offload._memory import budget
 from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
-from pp_offload.cli.arguments import check_target, report, wrong
+from pp_offload.cli.arguments import check_target, errors_of, report, wrong
 from pp_offload.simulate import Hardware
 
 VARIABLES = (
@@ -58,7 +58,8 @@ def doctor(given: Namespace) -> int:
     device = default_backend().device if given.device is None else _device(given.device)
     if given.measure is not None:
         measured = _measured(device, given.measure_mib * MIB)
-        given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        with errors_of("--measure", OSError):
+            given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     facts_by_topic = facts_of(Path(tempfile.gettempdir()))
     lines = []
     for topic, facts in facts_by_topic.items():

@@ -46,6 +46,9 @@ def test_a_plan_that_the_engine_follows(tmp_path: Path) -> None:
     how = f'follow it with OffloadConfig(plan="{path}", min_offloaded_tensor_size=1)\n'
     assert output.endswith(f"written to {path}; {how}")
     assert OffloadPlan.load(path).limit_bytes == 560_000
+    code, output = run("plan", *SMALL, "--limit", "560kB", "-o", "/dev/full")
+    assert code == 2 and "433.00KiB" in output
+    assert "Invalid value for --output: [Errno 28] No space left on device" in output
     assert peaks(*SMALL, "--plan", path) == planned(path)
 
 
@@ -137,7 +140,7 @@ def test_the_limit_of_a_plan_and_a_plan_of_another_pipeline(tmp_path: Path) -> N
     code, output = run("simulate", *DEEP, "--plan", lower)
     assert code == 1 and output.endswith("above it is rank 0 by 1.00 MiB.\n"), output
     code, output = run("simulate", *DEEP, "--plan", path, "--ranks", 3)
-    assert code == 2 and "the plan is for 2 pipeline ranks, and this is rank 2" in output
+    assert code == 2 and "the plan is for 2 pipeline ranks, and here is a rank 2" in output
     code, output = run("simulate", *DEEP, "--plan", path, "--fraction", 0.5)
     assert code == 2 and "expected one way to say what stays" in output
 
@@ -244,7 +247,7 @@ WRONG = {
     "compare PLAN FILE --step 9": "PLAN or --step: step is 9, expected one of the trace: [5]",
     "compare TEXT FILE": "PLAN: TEXT holds no plan",
     "compare nothing.json FILE": "PLAN: [Errno 2] No such file",
-    "compare PLAN THREE": "PLAN or --step: the plan is for 2 pipeline ranks, and this is rank 2",
+    "compare PLAN THREE": "PLAN or --step: the plan is for 2 pipeline ranks, and here is a rank 2",
 }
 
 
