@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pp_offload._common.checks import check_all, count_problem
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.chunk import MainChunkOffloadHandler
@@ -83,9 +84,11 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 
         Raises:
             ConfigError: An option has an impossible value, or the manager has a plan already.
-            ValueError: ``vp_stage`` is outside ``vp_size``.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or ``pp_rank`` is no rank.
         """
         manager = the_manager()
+        if pp_rank is not None:
+            check_all(count_problem("pp_rank", pp_rank))
         self.step.options = _options(
             self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
         )

@@ -243,6 +243,14 @@ def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, del
     assert plans[0][0]
 
 
+@pytest.mark.parametrize("pp_rank", ["1", -3, 1.5, True])
+def test_a_rank_that_is_none_is_refused(pp_rank: Any) -> None:
+    with manager_of("late") as (manager, _):
+        with pytest.raises(ValueError, match="pp_rank is .* expected an integer of at least 0"):
+            models(manager, pp_rank=pp_rank)[0](torch.ones(9, requires_grad=True))
+        assert manager.step.pipeline_rank == 0
+
+
 @pytest.mark.parametrize("is_filled_again", [False, True])
 def test_what_is_discarded_before_its_copy_is_an_error(is_filled_again: bool) -> None:
     """Also where it is back before anybody looks: the copy may have read what others had there."""
