@@ -42,8 +42,8 @@ _LARGEST = (
     "init_chunk_handler to offload it"
 )
 _NONE_AT_ALL = (
-    "it saved no smaller one either: look whether the group is around the layer's forward and "
-    "outside torch.compile"
+    "it saved no smaller one either: look whether the group is around the layer's forward, outside "
+    "torch.compile and around no checkpoint of this package, which offloads its own inputs"
 )
 
 
