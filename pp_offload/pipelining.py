@@ -108,6 +108,7 @@ class AttachedSchedule:
         self._undo.set(self._schedule, _ATTACHED, self)
         plan = (config or manager.config).offload_plan
         if plan is not None:
+            plan.rank(self._stages[0].group_size - 1)  # on each rank: all know what the last lacks
             _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
         self._mark_modules(groups)
         if config is not None:

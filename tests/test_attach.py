@@ -191,7 +191,7 @@ def test_a_handle_tells_what_it_did(schedule: Any) -> None:
         (5, None, "groups is 5, expected a mapping of group names"),
         ({}, None, "groups is empty, expected.*leave it out"),
         ({"up": "*.up"}, {}, r"config is the dict.*OffloadConfig\(\*\*"),
-        (None, OffloadConfig(plan=plan_of()), "for 0 pipeline ranks, and this is rank 0"),
+        (None, OffloadConfig(plan=plan_of()), "for 0 pipeline ranks, and here is a rank 0"),
     ],
 )
 def test_bad_options_leave_the_schedule_alone(

@@ -124,8 +124,8 @@ class OffloadPlan:
         if number < len(self.ranks):
             return self.ranks[number]
         raise ConfigError(
-            f"the plan is for {len(self.ranks)} pipeline ranks, and this is rank {number}; expected"
-            " a plan for this pipeline: make one with as many ranks"
+            f"the plan is for {len(self.ranks)} pipeline ranks, and here is a rank {number}; "
+            "expected a plan for this pipeline: make one with as many ranks"
         )
 
     def to_dict(self) -> dict[str, Any]:

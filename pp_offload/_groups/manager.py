@@ -262,7 +262,7 @@ class Manager:
         if chunk is None and not self.num_attached and not is_in_region():
             raise GroupStateError(
                 f"{action} of group '{name}' without a chunk on thread {threading.get_ident()}; "
-                "call init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size) before each "
+                "call init_chunk_handler, with vp_size, vp_stage and so on by name, before each "
                 "microbatch's forward, on the thread that runs it, or attach a schedule"
             )
         return chunk
@@ -381,11 +381,13 @@ class Manager:
                 len(plan.kept),
             )
         smallest = self.step.smallest_numel
-        self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)
+        num = sum(key.vp_stage == 0 for key in plan.names)
+        rank = self.step.pipeline_rank
+        self.plan_check.check(self.config, rank, smallest_numel=smallest, num_microbatches=num)
         if plan.num_unplanned and plan != old:
             logger.warning(
-                "%d groups of a microbatch do not match the plan of OffloadConfig (unknown, or of "
-                "another size) and will be offloaded: %s",
+                "%d groups of a microbatch do not match the plan of OffloadConfig (only there, "
+                "only here, or of another size); those here will be offloaded: %s",
                 plan.num_unplanned,
                 why_unplanned(self.config, smallest),
             )

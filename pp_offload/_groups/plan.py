@@ -111,7 +111,9 @@ class Plan:
     """Names of each chunk's groups in forward order, from the last step."""
 
     num_unplanned: int = 0
-    """Number of a microbatch's groups that the options' plan lacks, or has with another size."""
+    """Number of a microbatch's groups that only the options' plan has, or has with another size, or
+    lacks.
+    """
 
     stay: Mapping[Place, int] = field(default_factory=dict)
     """Places whose groups stay below a limit, with the most bytes of a group that stays."""
@@ -170,6 +172,9 @@ def make_plan(
     planned = planned_groups(chunks, config, pipeline_rank)
     unplanned = {key.place for key, group in planned if group is None}
     rank = None if config.offload_plan is None else config.offload_plan.rank(pipeline_rank)
+    if rank is not None and chunks:
+        theirs = {Place(n, i) for n, stage in enumerate(rank.stages) for i in range(len(stage))}
+        unplanned |= theirs - {key.place for key, _ in planned}
     return Plan(
         kept=groups_to_keep(chunks, config, pipeline_rank) | at_places,
         names={chunk.key: chunk.names for chunk in chunks},

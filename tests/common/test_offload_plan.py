@@ -14,7 +14,8 @@ from helpers.toy import Net, batches, inputs, make_model, run_step, train
 
 from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload._groups.plan import PlanCheck, options_of
+from pp_offload._core.group import ChunkKey
+from pp_offload._groups.plan import ChunkShape, PlanCheck, make_plan, options_of
 
 GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
 RANK = RankPlan((GROUPS,), (("layers.1", "layers.3"), ()), 9, 8, 0.5, 0.3, 0.1, 7, 0.2)
@@ -143,5 +144,14 @@ def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
         manager.reset()
     options, groups = caplog.messages
     assert "min_offloaded_tensor_size 16, here 1" in options
+    assert "num_microbatches 8, here 2" in options
     assert "groups of a microbatch do not match the plan of OffloadConfig" in groups
     assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups
+
+
+@pytest.mark.parametrize("num_here", [1, 2, 3])
+def test_groups_that_only_the_plan_or_the_run_has_are_counted(num_here: int) -> None:
+    rank = RankPlan(((PlannedGroup("mlp", 8, False),) * 2,))
+    config = OffloadConfig(plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,)))
+    chunk = ChunkShape(ChunkKey(0, 0), ("mlp",) * num_here, (8,) * num_here)
+    assert make_plan((chunk,), config, 0).num_unplanned == abs(num_here - 2)
