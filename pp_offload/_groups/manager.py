@@ -262,8 +262,8 @@ class Manager:
         if chunk is None and not self.num_attached and not is_in_region():
             raise GroupStateError(
                 f"{action} of group '{name}' without a chunk on thread {threading.get_ident()}; "
-                "call init_chunk_handler(vp_size=..., vp_stage=...) before each microbatch's forward, "
-                "on the thread that runs it, or attach a schedule"
+                "call init_chunk_handler(vp_size=..., vp_stage=...) before each microbatch's "
+                "forward, on the thread that runs it, or attach a schedule"
             )
         return chunk
 
