@@ -214,12 +214,13 @@ def is_pending(tensor: Tensor) -> bool:
 
 
 def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
-    """Return a wrapper without its tensors, and aliases of these, which may be wrappers again; a
-    pending tensor itself, for no alias would tell when it is there.
+    """Return a wrapper without its tensors, and aliases of these, which may be wrappers again; the
+    result of a collective itself, for no alias would tell when it is there.
     """
     detached: Any = tensor.detach()
     names, context = detached.__tensor_flatten__()
-    parts = {n: p if is_pending(p := getattr(tensor, n)) else getattr(detached, n) for n in names}
+    is_result = {name: hasattr(getattr(tensor, name), "completed") for name in names}
+    parts = {name: getattr(tensor if is_result[name] else detached, name) for name in names}
     inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     attributes = {name: part for name, part in parts.items() if name not in inner}
     return Wrapper(type(tensor), context, tensor.shape, tensor.stride(), attributes), inner
