@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import torch
 from torch.nn import Module
@@ -52,25 +51,23 @@ class OffloadModulesHandle:
         hooks: ExitStack,
         groups: Sequence[_Group],
         modules: dict[str, list[str]],
-        running: Collection[str],
+        running: Sequence[str],
     ) -> None:
-        self._hooks, self._groups = hooks, groups
+        self._hooks, self._groups, self._running = hooks, groups, running
         self._is_removed = False
         self.modules = modules
         self.manager = PipelineOffloadManager.get_instance()
-        idle, expected = self.manager.idle_groups, [each for each in groups if each.name in running]
-        idle.expect(group.name for group in expected)
-        # A model without a handle may be dropped: its groups are then no longer expected.
-        self._forget = [finalize(group, idle.forget, [group.name]) for group in expected]
+        self._idle_groups = self.manager.idle_groups
+        self._idle_groups.expect(running)
 
     def remove(self) -> None:
         """Take the groups off the model and its copies. A second call does nothing.
 
         An open group is committed when its module's forward ends.
         """
+        if not self._is_removed:
+            self._idle_groups.forget(self._running)
         self._is_removed = True
-        for forget in self._forget:
-            forget()
         for group in self._groups:
             group.is_over = True  # also around copies of the model
         self._hooks.close()
@@ -101,7 +98,10 @@ def offload_modules(
 ) -> OffloadModulesHandle:
     """Make a group of every module whose name matches.
 
-    A chunk must be open when its forward runs: attach a schedule, or call ``init_chunk_handler``.
+    Groups work inside a microbatch: attach a schedule, or in a loop of your own call ``reset()``
+    before each step and ``init_chunk_handler(...)`` before each forward, both of
+    :class:`pp_offload.FineGrainedActivationOffloadingInterface`. They last until ``remove()``;
+    the handle need not be kept.
 
     Args:
         model: Model, whose parameters and buffers stay on the device.
@@ -158,7 +158,7 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
             _put_on(module, group)
             hooks.callback(_take_off, module, group)
             marked.append(group)
-        return OffloadModulesHandle(hooks.pop_all(), marked, names, running)
+        return OffloadModulesHandle(hooks.pop_all(), marked, names, sorted(running))
 
 
 class _Place(NamedTuple):

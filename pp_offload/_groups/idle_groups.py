@@ -26,7 +26,7 @@ NUM_STEPS = 3
 _NEVER_RAN = (
     "never ran: a step had forwards, but none went through the modules its patterns match; look "
     "whether the step calls them, and not a copy or a function of theirs; where the whole model is "
-    "compiled around them, compile each of them instead"
+    "compiled around them, compile each of them instead; remove() groups of a model that is gone"
 )
 _NEVER_COMMITTED = (
     "offloaded nothing: it was started {} times and never committed; call "
