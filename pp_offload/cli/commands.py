@@ -71,14 +71,19 @@ def plan(given: Namespace) -> int:
     with errors_of("--limit"):
         chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
         roomier = chooser.with_more_on_the_host(chosen)
-    without = chooser.without_offload()
+    without, failure = chooser.without_offload(), None
+    try:
+        if given.output is not None:
+            chosen.save(given.output)
+    except OSError as error:  # the text is printed in any case: the search may have taken long
+        failure = wrong("--output", str(error))
     say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
     if given.engine == "megatron":
         in_flight = [rank.num_in_flight for rank in without.ranks]
         say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")
+    if failure is not None:
+        raise failure
     if given.output is not None:
-        with errors_of("--output", OSError):
-            chosen.save(given.output)
         say(_how_to_follow(chosen, given.output))
     return 0
 
