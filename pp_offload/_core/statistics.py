@@ -11,7 +11,12 @@ COUNTERS = (
     "bytes_offloaded bytes_reloaded bytes_computed_again prefetched_reloads on_demand_reloads "
     "taken_back host_allocations disk_bytes_written disk_bytes_read".split()
 )
-"""Counters, which only grow while an engine lives. Other numbers are states and peaks."""
+"""Counters, which only grow while an engine lives. Other numbers are states, peaks and times."""
+
+STATES = (
+    "host_bytes_in_use host_bytes_reserved bytes_in_flight bytes_reloaded_unused live_tensors "
+    "disk_bytes_in_use".split()
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,7 @@ class OffloadStatistics:
     """Device bytes reloaded that autograd has not asked for yet."""
 
     live_tensors: int
-    """Payloads on the host or on disk: storages or gathered views. Small ones share a buffer, and
-    leave together, when no living saved tensor needs any of them.
-    """
+    """Payloads on the host or on disk: storages or gathered views; small ones leave together."""
 
     prefetched_reloads: int
     """Payloads reloaded before their group's backward began."""

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind
-from pp_offload._core.statistics import COUNTERS, OffloadStatistics
+from pp_offload._core.statistics import STATES, OffloadStatistics
 from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
@@ -115,8 +115,8 @@ class GroupForwards:
 
     def statistics(self) -> OffloadStatistics:
         now = self._manager.statistics()
-        moved = (self._ended or now).since(self._begin)
-        return replace(now, **{name: getattr(moved, name) for name in COUNTERS})
+        ended = self._ended or now.since(self._begin)
+        return replace(ended, **{name: getattr(now, name) for name in STATES})
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
@@ -151,7 +151,7 @@ class GroupForwards:
         _MEMBERS.get(self._manager, WeakSet()).discard(self)
         self._handle.remove()
         if self._ended is None:
-            self._ended = self._manager.statistics()
+            self._ended = self.statistics()
             self._manager.num_attached -= 1
             self._manager.abort()
             self._manager.release_idle_memory()
