@@ -83,12 +83,16 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
             max_inflight_offloads: See :class:`MainChunkOffloadHandler`.
 
         Raises:
-            ConfigError: An option has an impossible value, or the manager has a plan already.
+            ConfigError: An option has an impossible value, or the manager has a plan already, or
+                the plan of the options lacks this rank.
             ValueError: ``vp_stage`` is outside ``vp_size``, or ``pp_rank`` is no rank.
         """
         manager = the_manager()
         if pp_rank is not None:
             check_all(count_problem("pp_rank", pp_rank))
+            plan = manager.config.offload_plan
+            if plan is not None:
+                plan.rank(pp_rank)  # else the end of the step would raise, each time
         self.step.options = _options(
             self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
         )

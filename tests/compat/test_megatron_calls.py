@@ -21,12 +21,14 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pp_offload import (
+    ConfigError,
     CpuBackend,
     OffloadError,
     fine_grained_offloading_backward_record,
     fine_grained_offloading_forward_record,
 )
 from pp_offload import PipelineOffloadManager as IntroducedManager
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.compat.megatron import PipelineOffloadManager
 from pp_offload.testing.streams import unwatched
@@ -249,6 +251,18 @@ def test_a_rank_that_is_none_is_refused(pp_rank: Any) -> None:
         with pytest.raises(ValueError, match="pp_rank is .* expected an integer of at least 0"):
             models(manager, pp_rank=pp_rank)[0](torch.ones(9, requires_grad=True))
         assert manager.step.pipeline_rank == 0
+
+
+def test_a_rank_that_the_plan_lacks_is_refused_at_once() -> None:
+    """At the end of the step it would be too late: no step could end."""
+    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),))
+    with manager_of("late", plan=plan) as (manager, device):
+        for number in range(3):
+            step(models(manager)[0], batches(device.device, seed=number))
+        with pytest.raises(ConfigError, match="for 1 pipeline ranks, and here is a rank 1"):
+            step(models(manager, pp_rank=1)[0], batches(device.device))
+        manager.abort()
+        step(models(manager)[0], batches(device.device))
 
 
 @pytest.mark.parametrize("is_filled_again", [False, True])
