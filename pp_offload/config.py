@@ -83,7 +83,7 @@ class OffloadConfig:
             ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
 
             A group that is not in the plan, or has a different size, is offloaded, with one warning
-            in the log; then the engine chooses these limits itself.
+            in the log; then the engine chooses both limits itself.
         device_limit_bytes: In bytes, or a size such as ``"60GiB"``, default ``"auto"``. Limit on
             the device bytes of all tensors together. Each rank measures its first steps, then keeps
             as many groups as fit below the limit, with or without the tensors that

@@ -381,13 +381,13 @@ class Manager:
                 len(plan.kept),
             )
         smallest = self.step.smallest_numel
-        num = sum(key.vp_stage == 0 for key in plan.names)
-        rank = self.step.pipeline_rank
-        self.plan_check.check(self.config, rank, smallest_numel=smallest, num_microbatches=num)
+        self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)
         if plan.num_unplanned and plan != old:
-            logger.warning(
-                "%d groups of a microbatch do not match the plan of OffloadConfig (only there, "
-                "only here, or of another size); those here will be offloaded: %s",
+            warn_once(
+                logger,
+                self,
+                "%d groups of a microbatch do not match the plan of OffloadConfig (only there, or "
+                "only here or of another size, which will be offloaded): %s",
                 plan.num_unplanned,
                 why_unplanned(self.config, smallest),
             )

@@ -172,13 +172,13 @@ def make_plan(
     planned = planned_groups(chunks, config, pipeline_rank)
     unplanned = {key.place for key, group in planned if group is None}
     rank = None if config.offload_plan is None else config.offload_plan.rank(pipeline_rank)
-    if rank is not None and chunks:
-        theirs = {Place(n, i) for n, stage in enumerate(rank.stages) for i in range(len(stage))}
-        unplanned |= theirs - {key.place for key, _ in planned}
+    stages = rank.stages if rank is not None and chunks else ()
+    missing = {Place(n, i) for n, stage in enumerate(stages) for i in range(len(stage))}
+    missing -= {key.place for key, _ in planned}
     return Plan(
         kept=groups_to_keep(chunks, config, pipeline_rank) | at_places,
         names={chunk.key: chunk.names for chunk in chunks},
-        num_unplanned=len(unplanned),
+        num_unplanned=len(unplanned | missing),
         stay=places,
         lean=stay.lean,
         planned=() if rank is None else rank.stages,
