@@ -42,10 +42,10 @@ def offload_layers(
     """Keep parameters of a model's layers on the host, and load each layer when it computes.
 
     Args:
-        model: Changed in place. All that is not in the layers, and buffers, move to the device.
+        model: Changed in place. Parameters outside the layers, and all buffers, move to the device.
         layers: Name of an :class:`torch.nn.ModuleList` or :class:`torch.nn.Sequential` whose
             children are the layers, or several; ``*`` stands for one part between dots.
-        frozen_only: Only parameters that do not require grad now wait on the host.
+        frozen_only: Only parameters that do not require grad at this call wait on the host.
         num_resident: Most layers on the device at a time. With 1, a layer is loaded when it is
             needed; with 2, the next layer is prefetched meanwhile.
         device: Device that computes; by default the device of the parameters or, if they are on the

@@ -18,7 +18,7 @@ NOTE [ Never another bit ]
     A program may change a tensor in place where autograd does not see it, such as in ``no_grad``.
     Saved tensors count such changes. If a tensor on the way was not saved, a sum of the result's
     words is compared at each use. In dispatch modes of others operators may give other results: no
-    recipe is chosen in them, and none runs in them.
+    recipe is chosen in them, and none runs in them, unless the mode says that it ``only_observes``.
 
     A tensor of zeros proves nothing. One of equal numbers proves little, so the output must also
     lie in memory as the tensor does. The ``eps`` of a norm, which a node does not save, is tried,
