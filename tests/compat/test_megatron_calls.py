@@ -261,7 +261,7 @@ def test_a_rank_that_the_plan_lacks_is_refused_at_once() -> None:
             step(models(manager)[0], batches(device.device, seed=number))
         with pytest.raises(ConfigError, match="for 1 pipeline ranks, and here is a rank 1"):
             step(models(manager, pp_rank=1)[0], batches(device.device))
-        manager.abort()
+        off_interface.reset()
         step(models(manager)[0], batches(device.device))
 
 
