@@ -9,6 +9,7 @@ from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -54,6 +55,25 @@ def test_equal_bit_for_bit(
         gc.collect()
         assert_idle(activations)
     assert activations.statistics().bytes_offloaded > 0
+
+
+def test_casts_of_parameters_stay() -> None:
+    """Autocast's cache holds them until the forward ends, where memory is at its peak."""
+    backend = SimulatedBackend("late")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
+
+    def run(context: Any) -> list[Tensor]:
+        model.zero_grad()
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.linspace(-1, 1, 256).view(4, 64)).square().sum()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run(nullcontext())
+    with backend.activate():
+        assert same_bits(run(context), expected)
+    assert 0 < context.statistics().bytes_offloaded < 64 * 64 * 2
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])

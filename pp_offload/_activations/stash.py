@@ -20,10 +20,16 @@ from torch import Tensor
 from torch.nn import Module
 
 from pp_offload._common.processes import current, logger_of, warn_once
-from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
+from pp_offload._common.torch_private import (
+    is_in_autocast,
+    never_compiled,
+    records_operators,
+    sequence_number,
+)
 from pp_offload._core.eligibility import StorageSet
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
+from pp_offload._core.search import is_of_parameter
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
@@ -207,6 +213,8 @@ class ActivationStash:
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
+        if is_of_parameter(tensor.grad_fn, may_be_cast=True) and is_in_autocast():
+            return Resident(tensor)  # the cache of autocast holds a cast until the forward ends
         while self._forward.gathering:
             self.residents.add_gathered(self._forward.gathering.pop())
         if self.max_tensors is not None and self._is_another_operator():

@@ -150,6 +150,12 @@ def records_operators() -> bool:
     return _is_tracing()
 
 
+def is_in_autocast() -> bool:
+    """Whether a region of autocast is open, also while an operator runs, which is outside of it."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
 def has_modes_of_others() -> bool:
     """Whether a dispatch mode is active that is not this package's: operators may give others'
     results in it, unless it says that it ``only_observes``.

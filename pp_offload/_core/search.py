@@ -210,20 +210,28 @@ class Walk:
     def input(self, node: Any, name: str, edge: Any) -> Any:
         """Return the term of an input that comes to a node by ``edge`` and is saved as ``name``."""
         if name == PARAMETER:
-            if type(edge[0]) is not _LEAF or not _is_of_parameter(edge):
+            if type(edge[0]) is not _LEAF or not is_of_parameter(edge[0]):
                 return UNKNOWN
             self._search.recipes.eligibility.residents.add(edge[0].variable)
             self.has_gap = True
             return self._resident(Resident(edge[0].variable))
         if name:
-            packed = getattr(node, name).data
+            saved_as = getattr(node, name)
+            if type(saved_as) is tuple:  # of indices
+                if len(saved_as) != 1:
+                    return UNKNOWN
+                (saved_as,) = saved_as
+            packed = saved_as.data
             if type(packed) is Resident:
+                is_frozen = edge[0] is None and isinstance(packed.tensor, Parameter)
                 if edge[0] is None and may_be_statistics(packed.tensor):
-                    return UNKNOWN  # its kernels write it and count no change
+                    if not is_frozen:
+                        return UNKNOWN  # its kernels write it and count no change
+                    self.has_gap = True  # so it is compared
                 residents = self._search.recipes.eligibility.residents
-                if _is_of_parameter(edge):
+                if is_frozen or is_of_parameter(edge[0]):
                     residents.add(packed.tensor)
-                elif packed.tensor in residents and not isinstance(packed.tensor, Parameter):
+                elif packed.tensor in residents:
                     return UNKNOWN  # a buffer, which its module may change through .data
             if packed is not None:
                 return self._leaf(packed)
@@ -365,12 +373,12 @@ def _lies(tensor: Tensor) -> Any:
     return is_plain or order_of(tensor.shape, tensor.stride())
 
 
-def _is_of_parameter(edge: Any) -> bool:
-    """Whether a tensor that comes by this edge is a parameter, or a view of one."""
-    node = edge[0]
+def is_of_parameter(node: Any, *, may_be_cast: bool = False) -> bool:
+    """Whether a tensor that this node made is a parameter, or a view of one, or of its cast."""
     while node is not None and type(node) is not _LEAF:
         operator = operator_of(node)
-        if operator is None or not operator.is_view:
+        is_cast = may_be_cast and type(node) is _CAST
+        if operator is None or not (operator.is_view or is_cast):
             return False
         node = node.next_functions[0][0]
     return node is not None and isinstance(node.variable, Parameter)
