@@ -161,6 +161,12 @@ def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return x * mask * scale
 
 
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    if rows.dtype in (torch.bool, torch.uint8):
+        raise RuntimeError("the host would wait for their number")
+    return x[rows]
+
+
 _NAMED = {
     # Operators that save their input
     "Gelu": Operator(lambda x, kind: F.gelu(x, approximate=kind), ("self",), ("approximate",)),
@@ -192,11 +198,14 @@ _NAMED = {
     "Sub": Operator(lambda x, y, alpha: torch.sub(x, y, alpha=alpha), ("", ""), ("alpha",)),
     "Neg": Operator(torch.neg),
     "ToCopy": Operator(Tensor.to, attributes=("dtype",)),
+    "Index": Operator(_rows, ("", "indices")),
+    "IndexSelect": Operator(lambda x, at, dim: x.index_select(dim, at), ("", "index"), ("dim",)),
     "Clone": Operator(lambda x: x.clone(memory_format=torch.contiguous_format)),
     "Cat": Operator(lambda *args: torch.cat(args[:-1], args[-1]), ALL, ("dim",)),
     "Stack": Operator(lambda *args: torch.stack(args[:-1], args[-1]), ALL, ("dim",)),
     "Repeat": Operator(Tensor.repeat, attributes=("repeats",)),
     # Views
+    "Alias": Operator(lambda x: x, is_view=True),
     "View": Operator(torch.reshape, attributes=("shape",), is_view=True),
     "UnsafeView": Operator(torch.reshape, attributes=("shape",), is_view=True),
     "ReshapeAlias": Operator(torch.reshape, attributes=("shape",), is_view=True),

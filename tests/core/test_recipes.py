@@ -36,6 +36,8 @@ from pp_offload._groups.plan import Plan
 ROWS, COLUMNS = 6, 8
 WEIGHT = nn.Parameter(drawn(COLUMNS, seed=1))
 BIAS = nn.Parameter(drawn(COLUMNS, seed=2))
+FROZEN = nn.Parameter(drawn(COLUMNS, seed=3), requires_grad=False)
+SOME_ROWS = torch.tensor([3, 1, 0, 5, 4, 2])
 
 Make = Callable[[Tensor, Tensor], Tensor]
 
@@ -120,6 +122,8 @@ OPERATORS: dict[str, Make] = {
     "softmax": lambda a, b: a.softmax(-1),
     "log softmax": lambda a, b: a.log_softmax(0),
     "layer norm": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT, BIAS),
+    "frozen layer norm": lambda a, b: F.layer_norm(a, (COLUMNS,), FROZEN, FROZEN),
+    "product with a frozen parameter": lambda a, b: a * FROZEN,
     "layer norm without bias": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT),
     "composed rms norm": rms,
     "rms norm": lambda a, b: F.rms_norm(a, (COLUMNS,), WEIGHT, 1e-5),
@@ -130,12 +134,15 @@ OPERATORS: dict[str, Make] = {
     "repeat": lambda a, b: a.repeat(2, 1),
     "expanded": lambda a, b: a[:, None].expand(-1, 3, -1).reshape(-1, COLUMNS),
     "contiguous": lambda a, b: a.t().contiguous(),
+    "rows": lambda a, b: a[SOME_ROWS],
+    "selected rows": lambda a, b: a.index_select(0, SOME_ROWS),
     "rotary": rotated,
     "deep": lambda a, b: torch.tanh(-(a * b) + a.sigmoid()) * 2,
     "of a part": lambda a, b: F.gelu(a.chunk(2, -1)[1]),
     "of a transposed": lambda a, b: F.silu(a.view(2, -1, COLUMNS).transpose(0, 1)),
     "of a reshaped": lambda a, b: a.t().reshape(2, 4, -1).exp(),
     "of an expert": lambda a, b: F.silu(a.t().split([3, 5])[1]).split([len(a) - 3, 3], 1)[0].exp(),
+    "of all columns": lambda a, b: F.silu(a[:, :COLUMNS]),
     "of one unbound": lambda a, b: F.silu(a.unbind()[2]),
 }
 
@@ -295,6 +302,30 @@ def test_a_vector_of_statistics_is_no_input() -> None:
             statistics.mul_(2)
 
     check(one_group(compute, behind=kernel), again=False)
+
+
+def test_frozen_statistics_that_change_unseen_are_never_wrong() -> None:
+    """Between two microbatches, from the third step on: their copy is of the microbatch, too."""
+    statistics = nn.Parameter(torch.empty(COLUMNS), requires_grad=False)
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        x, outputs = drawn(ROWS, COLUMNS, seed=step).requires_grad_(), []
+        with torch.no_grad():
+            statistics.fill_(1.5)
+        for _ in range(2):
+            begin_microbatch(is_on)
+            outputs.append(group(x.sin(), lambda h: h.square() + (h * statistics).square(), is_on))
+            if step > 1:
+                with torch.autograd._unsafe_preserve_version_counter(statistics):
+                    statistics.mul_(2)
+        sum(outputs).sum().backward()
+        return gradients(x)
+
+    assert same_in_steps(run) > 0
+
+
+def test_rows_whose_number_the_host_would_wait_for_are_copied() -> None:
+    check(one_group(lambda x: x.sin()[x.detach().sum(1) > 0].square()), again=False)
 
 
 def test_an_input_whose_storage_its_owner_has_emptied() -> None:
