@@ -99,7 +99,7 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
 class Recipe:
     """Computes the bytes of a storage, for all saved tensors that are views of it."""
 
-    __slots__ = "_checksum _label _mover _num_threads _uses _uses_left given sums term".split()
+    __slots__ = "_checksum _label _mover _threads _uses _uses_left copies given sums term".split()
 
     def __init__(
         self,
@@ -112,7 +112,8 @@ class Recipe:
     ) -> None:
         self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
         self.sums = sums
-        self._num_threads = torch.get_num_threads()  # each thread has a number of its own
+        self.copies: Any = None  # of parameters for its group, which die together, as planned
+        self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._uses = self._uses_left = uses
         self.given: tuple[Any, int, Any] | None = None
         """Last tensor (weak reference after the last use), its version then, and its stream."""
@@ -133,7 +134,7 @@ class Recipe:
                 tensor = None  # a backward has changed it in place
         if tensor is None:
             device = self._mover.backend.device.type
-            tensor = _run(self.term, _unpacked, device, self._num_threads)
+            tensor = _run(self.term, _unpacked, device, self._threads)
             self._uses_left = self._uses
             if self.sums is not None:
                 self.sums.check(tensor, self._label)
@@ -265,7 +266,7 @@ class Recipes:
 
         def copy_parameters() -> None:
             for recipe, *_ in recipes:
-                recipe.term = recipe.term.with_leaves(copied)
+                recipe.term, recipe.copies = recipe.term.with_leaves(copied), copies
 
         return Chosen(recipes, search.reached, copy_parameters, copies)
 
