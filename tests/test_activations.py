@@ -59,8 +59,7 @@ def test_equal_bit_for_bit(
 
 def test_casts_of_parameters_stay() -> None:
     """Autocast's cache holds them until the forward ends, where memory is at its peak."""
-    backend = SimulatedBackend("late")
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    backend, model = SimulatedBackend("late"), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
 
     def run(context: Any) -> list[Tensor]:

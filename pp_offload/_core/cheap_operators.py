@@ -171,6 +171,12 @@ _NAMED = {
     # Operators that save their input
     "Gelu": Operator(lambda x, kind: F.gelu(x, approximate=kind), ("self",), ("approximate",)),
     "Silu": Operator(F.silu, ("self",)),
+    "Mish": Operator(F.mish, ("self",)),
+    "Hardswish": Operator(F.hardswish, ("self",)),
+    "LeakyRelu": Operator(F.leaky_relu, ("self",), ("negative_slope",)),
+    "Softplus": Operator(F.softplus, ("self",), ("beta", "threshold")),
+    "Glu": Operator(F.glu, ("self",), ("dim",)),
+    "Erf": Operator(torch.erf, ("self",)),
     "Mul": Operator(torch.mul, ("self", "other")),
     "Div": Operator(torch.div, ("self", "other")),
     "Pow": Operator(torch.pow, ("self",), ("exponent",)),

@@ -235,6 +235,9 @@ class Walk:
                     return UNKNOWN  # a buffer, which its module may change through .data
             if packed is not None:
                 return self._leaf(packed)
+        if edge[0] is None and type(node) is _ADD:
+            self.has_gap = True
+            return Number(1.0)  # as in x * (1 + tanh(...)); of another number or tensor bits differ
         if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
             return None if name in OPTIONAL else UNKNOWN
         saved = self._search.by_maker.get((edge[1], identity_of(edge[0])))
@@ -417,4 +420,6 @@ def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:
 
 
 _LEAF: Any = NODES["AccumulateGrad"]
-_CAST, _CLONE, _EXPAND = (NODES[f"{name}Backward0"] for name in ("ToCopy", "Clone", "Expand"))
+_ADD, _CAST, _CLONE, _EXPAND = (
+    NODES[f"{name}Backward0"] for name in ("Add", "ToCopy", "Clone", "Expand")
+)

@@ -150,7 +150,6 @@ def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
 
 @pytest.mark.parametrize("num_here", [1, 2, 3])
 def test_groups_that_only_the_plan_or_the_run_has_are_counted(num_here: int) -> None:
-    rank = RankPlan(((PlannedGroup("mlp", 8, False),) * 2,))
-    config = OffloadConfig(plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,)))
+    plan = OffloadPlan("", 0, 0.0, 0.0, (RankPlan(((PlannedGroup("mlp", 8, False),) * 2,)),))
     chunk = ChunkShape(ChunkKey(0, 0), ("mlp",) * num_here, (8,) * num_here)
-    assert make_plan((chunk,), config, 0).num_unplanned == abs(num_here - 2)
+    assert make_plan((chunk,), OffloadConfig(plan=plan), 0).num_unplanned == abs(num_here - 2)

@@ -37,7 +37,6 @@ ROWS, COLUMNS = 6, 8
 WEIGHT = nn.Parameter(drawn(COLUMNS, seed=1))
 BIAS = nn.Parameter(drawn(COLUMNS, seed=2))
 FROZEN = nn.Parameter(drawn(COLUMNS, seed=3), requires_grad=False)
-SOME_ROWS = torch.tensor([3, 1, 0, 5, 4, 2])
 
 Make = Callable[[Tensor, Tensor], Tensor]
 
@@ -110,6 +109,13 @@ def check(
 OPERATORS: dict[str, Make] = {
     "gelu": lambda a, b: F.gelu(a),
     "silu": lambda a, b: F.silu(a),
+    "mish": lambda a, b: F.mish(a),
+    "hardswish": lambda a, b: F.hardswish(a),
+    "leaky relu": lambda a, b: F.leaky_relu(a, 0.2),
+    "softplus": lambda a, b: F.softplus(a, 2),
+    "glu": lambda a, b: F.glu(a, 0),
+    "erf": lambda a, b: torch.erf(a),
+    "one more": lambda a, b: 1 + torch.tanh(a),
     "relu": lambda a, b: F.relu(a),
     "tanh": lambda a, b: torch.tanh(a),
     "exp": lambda a, b: a.exp(),
@@ -134,8 +140,8 @@ OPERATORS: dict[str, Make] = {
     "repeat": lambda a, b: a.repeat(2, 1),
     "expanded": lambda a, b: a[:, None].expand(-1, 3, -1).reshape(-1, COLUMNS),
     "contiguous": lambda a, b: a.t().contiguous(),
-    "rows": lambda a, b: a[SOME_ROWS],
-    "selected rows": lambda a, b: a.index_select(0, SOME_ROWS),
+    "rows": lambda a, b: a[[3, 1, 0, 5, 4, 2]],
+    "selected rows": lambda a, b: a.index_select(0, torch.arange(ROWS)),
     "rotary": rotated,
     "deep": lambda a, b: torch.tanh(-(a * b) + a.sigmoid()) * 2,
     "of a part": lambda a, b: F.gelu(a.chunk(2, -1)[1]),
@@ -304,28 +310,29 @@ def test_a_vector_of_statistics_is_no_input() -> None:
     check(one_group(compute, behind=kernel), again=False)
 
 
-def test_frozen_statistics_that_change_unseen_are_never_wrong() -> None:
-    """Between two microbatches, from the third step on: their copy is of the microbatch, too."""
+def test_frozen_statistics_that_change_unseen_behind_the_forward() -> None:
     statistics = nn.Parameter(torch.empty(COLUMNS), requires_grad=False)
 
     def run(is_on: bool, step: int) -> list[Tensor]:
-        x, outputs = drawn(ROWS, COLUMNS, seed=step).requires_grad_(), []
+        x = drawn(ROWS, COLUMNS, seed=step).requires_grad_()
         with torch.no_grad():
             statistics.fill_(1.5)
-        for _ in range(2):
-            begin_microbatch(is_on)
-            outputs.append(group(x.sin(), lambda h: h.square() + (h * statistics).square(), is_on))
-            if step > 1:
-                with torch.autograd._unsafe_preserve_version_counter(statistics):
-                    statistics.mul_(2)
-        sum(outputs).sum().backward()
+        y = group(x.sin(), lambda h: h.square() + (h * statistics).square(), is_on)
+        with torch.autograd._unsafe_preserve_version_counter(statistics):
+            statistics.mul_(step)
+        y.sum().backward()
         return gradients(x)
 
     assert same_in_steps(run) > 0
 
 
-def test_rows_whose_number_the_host_would_wait_for_are_copied() -> None:
-    check(one_group(lambda x: x.sin()[x.detach().sum(1) > 0].square()), again=False)
+@pytest.mark.parametrize(
+    "make", [lambda h: h + 2, lambda h: h + h.detach(), lambda h: h[h.detach().sum(1) > 0]]
+)
+def test_copied_if_it_is_made_with_what_was_not_saved(make: Callable[[Tensor], Tensor]) -> None:
+    """Of rows by a mask it is their number, for which the host would wait."""
+    make_and_save = lambda h: make(h).square().sum() + h.square().sum()  # noqa: E731
+    check(one_group(lambda x: make_and_save(x.sin())), again=False)
 
 
 def test_an_input_whose_storage_its_owner_has_emptied() -> None:

@@ -312,9 +312,7 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
     waits_when: str,
     is_inside: bool,
 ) -> None:
-    """Its result is there when somebody waits, and the operation that saves it does not. So does a
-    tensor that is made of the result, such as a DTensor.
-    """
+    """Who saves it does not wait. So does a tensor made of its result, as a DTensor is."""
     device = manager.backend.device
     x, arriving = rows_on(2, device)
     begin_step()
