@@ -179,7 +179,7 @@ def chain(x: Tensor, num_tensors: int) -> Tensor:
     if num_tensors == 0:
         return nothing(x)
     for _ in range(num_tensors):
-        x = torch._C._nn.leaky_relu(x, 0.5)  # saves its input
+        x = x.sin()  # saves its input
     return x
 
 

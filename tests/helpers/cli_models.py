@@ -30,7 +30,7 @@ def deep(num_stages: int, length: int, **options: Any) -> Modules:
     """Groups hold more than may be on its way at once, and nothing is computed again."""
 
     def layers() -> list[nn.Module]:
-        return [nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.Softplus()) for _ in range(6)]
+        return [nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.ELU()) for _ in range(6)]
 
     return modules(num_stages, length, layers, 1024, **options)
 
