@@ -235,7 +235,7 @@ class Walk:
                     return UNKNOWN  # a buffer, which its module may change through .data
             if packed is not None:
                 return self._leaf(packed)
-        if edge[0] is None and type(node) is _ADD:
+        if edge[0] is None and type(node) is _ADD and self._storage.device.type != "meta":
             self.has_gap = True
             return Number(1.0)  # as in x * (1 + tanh(...)); of another number or tensor bits differ
         if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
