@@ -164,7 +164,7 @@ def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
 def _rows(x: Tensor, rows: Tensor) -> Tensor:
     if rows.dtype in (torch.bool, torch.uint8):
         raise RuntimeError("the host would wait for their number")
-    return x[rows]
+    return torch.ops.aten.index(x, [rows])  # type: ignore[no-any-return]  # never a view
 
 
 _NAMED = {

@@ -224,10 +224,9 @@ class Walk:
             packed = saved_as.data
             if type(packed) is Resident:
                 is_frozen = edge[0] is None and isinstance(packed.tensor, Parameter)
-                if edge[0] is None and may_be_statistics(packed.tensor):
-                    if not is_frozen:
-                        return UNKNOWN  # its kernels write it and count no change
-                    self.has_gap = True  # so it is compared
+                self.has_gap |= is_frozen  # it may hold statistics, so each use is compared
+                if edge[0] is None and may_be_statistics(packed.tensor) and not is_frozen:
+                    return UNKNOWN  # its kernels write it and count no change
                 residents = self._search.recipes.eligibility.residents
                 if is_frozen or is_of_parameter(edge[0]):
                     residents.add(packed.tensor)
@@ -235,9 +234,6 @@ class Walk:
                     return UNKNOWN  # a buffer, which its module may change through .data
             if packed is not None:
                 return self._leaf(packed)
-        if edge[0] is None and type(node) is _ADD and self._storage.device.type != "meta":
-            self.has_gap = True
-            return Number(1.0)  # as in x * (1 + tanh(...)); of another number or tensor bits differ
         if edge[0] is None:  # an unsaved tensor without gradient, or no tensor
             return None if name in OPTIONAL else UNKNOWN
         saved = self._search.by_maker.get((edge[1], identity_of(edge[0])))
@@ -420,6 +416,4 @@ def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:
 
 
 _LEAF: Any = NODES["AccumulateGrad"]
-_ADD, _CAST, _CLONE, _EXPAND = (
-    NODES[f"{name}Backward0"] for name in ("Add", "ToCopy", "Clone", "Expand")
-)
+_CAST, _CLONE, _EXPAND = (NODES[f"{name}Backward0"] for name in ("ToCopy", "Clone", "Expand"))
