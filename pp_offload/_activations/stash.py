@@ -213,7 +213,7 @@ class ActivationStash:
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
-        if is_of_parameter(tensor.grad_fn, may_be_cast=True) and is_in_autocast():
+        if is_in_autocast() and is_of_parameter(tensor.grad_fn, may_be_cast=True):
             return Resident(tensor)  # the cache of autocast holds a cast until the forward ends
         while self._forward.gathering:
             self.residents.add_gathered(self._forward.gathering.pop())
