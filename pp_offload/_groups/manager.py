@@ -386,8 +386,8 @@ class Manager:
             warn_once(
                 logger,
                 self,
-                "%d groups of a microbatch do not match the plan of OffloadConfig (only there, or "
-                "only here or of another size, which will be offloaded): %s",
+                "%d groups of a microbatch differ from the plan of OffloadConfig (unknown, "
+                "missing, or of another size); those here will be offloaded: %s",
                 plan.num_unplanned,
                 why_unplanned(self.config, smallest),
             )

@@ -111,9 +111,7 @@ class Plan:
     """Names of each chunk's groups in forward order, from the last step."""
 
     num_unplanned: int = 0
-    """Number of a microbatch's groups that only the options' plan has, or has with another size, or
-    lacks.
-    """
+    """Number of a microbatch's groups that the options' plan lacks, or has alone or otherwise."""
 
     stay: Mapping[Place, int] = field(default_factory=dict)
     """Places whose groups stay below a limit, with the most bytes of a group that stays."""

@@ -232,7 +232,7 @@ class HostPool:
 
     def trim(self) -> None:
         """Between phases: return slabs without bytes in use to the system. A slab that a copy still
-        uses stays. Later slabs fit the peak from now on.
+        uses stays. Slabs are fitted anew, to the peak from now on.
         """
         self._collect()
         self._drop_slabs()

@@ -144,7 +144,7 @@ def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
         manager.reset()
     options, groups = caplog.messages
     assert "min_offloaded_tensor_size 16, here 1" in options
-    assert "groups of a microbatch do not match the plan of OffloadConfig" in groups
+    assert "groups of a microbatch differ from the plan of OffloadConfig" in groups
     assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups
 
 
