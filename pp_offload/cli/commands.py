@@ -8,15 +8,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload._common.text import GB, GIB, UNITS, format_table, parse_size, size_cell
 from pp_offload._groups.plan import OPTIONS
 from pp_offload.cli.arguments import check_target, errors_of, report, say, wrong
 from pp_offload.cli.doctor import doctor as doctor
-from pp_offload.cli.megatron import megatron_text
 from pp_offload.cli.pipelines import Pipeline, pipeline_of
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import ConfigError
@@ -84,7 +84,7 @@ def plan(given: Namespace) -> int:
     say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
     if given.engine == "megatron":
         in_flight = [rank.num_in_flight for rank in without.ranks]
-        say(f"\n{megatron_text(chosen, in_flight, given.min_numel)}")
+        say(f"\n{_megatron_text(chosen, in_flight, given.min_numel)}")
     if failure is not None:
         raise failure
     if given.output is not None:
@@ -162,6 +162,80 @@ def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
 
 def _figures(step: PipelineStep) -> dict[str, Any]:
     return {"seconds": step.seconds, "peak_bytes": [rank.peak_bytes for rank in step.ranks]}
+
+
+# Flags of Megatron-LM
+
+# Its engine offloads modules by kind, in all layers of all ranks. In each chunk it keeps a share of
+# the groups, the last ones, and on rank r in addition r times some bytes of a step.
+
+MEGATRON_MODULES = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+    *("fused_group_mlp", "gdp_qkv"),
+)
+"""Names that ``--offload-modules`` accepts: ``TransformerConfig.offload_modules`` of main."""
+
+MEGATRON_NOTE = """\
+Its engine keeps other groups than planned, as many or fewer: leave it room below the limit."""
+
+
+def _megatron_text(plan: OffloadPlan, in_flight: Sequence[int], min_numel: int) -> str:
+    """Format the flags of Megatron-LM for a plan, given the microbatches that each rank holds at a
+    time, and the elements of the smallest offloaded tensor.
+
+    Raises:
+        ArgumentError: An offloaded group has another name.
+    """
+    leaving = {group.name for rank in plan.ranks for group in _groups(rank) if not group.keeps}
+    if strangers := sorted(leaving - set(MEGATRON_MODULES)):
+        raise wrong(
+            "--for",
+            f"groups {', '.join(strangers)} leave, expected names of Megatron's modules: "
+            f"{', '.join(MEGATRON_MODULES)}; name the groups of the model after these",
+        )
+    if "attn_proj" in leaving:
+        leaving.add("core_attn")  # whose output it saves: Megatron refuses it alone
+    flags = []
+    if leaving:
+        share = max(_share(stage, leaving) for rank in plan.ranks for stage in rank.stages)
+        flags += [
+            "--fine-grained-activation-offloading",
+            f"--offload-modules {' '.join(name for name in MEGATRON_MODULES if name in leaving)}",
+            f"--min-offloaded-tensor-size {min_numel}",
+            f"--activation-offload-fraction {share:g}",
+            f"--delta-offload-bytes-across-pp-ranks {_delta(plan, in_flight, leaving, share)}",
+        ]
+    most_recomputed = max(len(names) for rank in plan.ranks for names in (*rank.recomputed, ()))
+    if most_recomputed:  # the first layers of each stage: Megatron has a single number for all
+        flags.append("--recompute-granularity full --recompute-method block")
+        flags.append(f"--recompute-num-layers {most_recomputed}")
+    if not flags:
+        return "Megatron-LM needs no flags: nothing is offloaded or recomputed."
+    note = [MEGATRON_NOTE] if leaving else []
+    return "\n".join(["Flags of Megatron-LM:", *(f"  {flag}" for flag in flags), *note])
+
+
+def _groups(rank: RankPlan) -> list[PlannedGroup]:
+    return [group for stage in rank.stages for group in stage if group.nbytes]
+
+
+def _share(stage: Sequence[PlannedGroup], names: set[str]) -> float:
+    """Return the offloaded share of a stage's groups, rounded up: Megatron rounds the rest down."""
+    keeps = [group.keeps for group in stage if group.name in names and group.nbytes]
+    return ceil(1e4 * keeps.count(False) / len(keeps)) / 1e4 if keeps else 0.0
+
+
+def _delta(plan: OffloadPlan, in_flight: Sequence[int], names: set[str], share: float) -> int:
+    """Return the bytes that each rank keeps more than the one before, in addition to the share."""
+    deltas = []
+    later_ranks = zip(plan.ranks[1:], in_flight[1:], strict=True)
+    for number, (rank, num) in enumerate(later_ranks, 1):
+        groups = [group for group in _groups(rank) if group.name in names]
+        stay_bytes = sum(group.nbytes for group in groups if group.keeps)
+        by_share = (1 - share) * sum(group.nbytes for group in groups)
+        spare_bytes = max(0.0, stay_bytes - by_share) * num / len(rank.stages)
+        deltas.append(int(spare_bytes / number))
+    return min(deltas, default=0)
 
 
 # Traces
