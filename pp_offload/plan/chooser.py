@@ -66,8 +66,7 @@ from pp_offload.plan.predictor import (
 )
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.pipeline import PipelineStep, RankStep
+from pp_offload.simulate.pipeline import PeerLink, PipelineStep, RankStep
 from pp_offload.simulate.schedules import PipelineOrder
 
 WORTH_IT = 1e-3

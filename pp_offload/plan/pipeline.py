@@ -20,8 +20,7 @@ from pp_offload.pipelining import backward_order
 from pp_offload.plan.numbers import Bytes, NumberChunk, NumberDevice, NumberManager
 from pp_offload.plan.tape import Event, RankTapes, Stretch
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import Messages, PeerLink
-from pp_offload.simulate.pipeline import PipelineStep, VirtualRank, run_step
+from pp_offload.simulate.pipeline import Messages, PeerLink, PipelineStep, VirtualRank, run_step
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import RankWork
 

@@ -28,8 +28,7 @@ from pp_offload.plan.fills import first_saved
 from pp_offload.plan.pipeline import check_smallest, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.pipeline import PipelineStep
+from pp_offload.simulate.pipeline import PeerLink, PipelineStep
 from pp_offload.simulate.schedules import PipelineOrder
 
 NUM_PROVEN = 4

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import DEVICES, Hardware
-from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.pipeline import PipelineStep, RankStep, run_pipeline
+from pp_offload.simulate.pipeline import PeerLink, PipelineStep, RankStep, run_pipeline
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Modules, Times
 

@@ -13,8 +13,7 @@ from typing import Any
 from pp_offload._common.text import format_table, size_cell, size_text
 from pp_offload.config import OffloadConfig
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.pipeline import PipelineStep, RankStep, run_pipeline
+from pp_offload.simulate.pipeline import PeerLink, PipelineStep, RankStep, run_pipeline
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Work
 
