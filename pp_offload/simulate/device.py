@@ -32,9 +32,13 @@ from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload._memory.addresses import has_storage
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.simulate.clocks import HostClock, Link, VirtualEvent, VirtualStream
-from pp_offload.simulate.costs import OperatorCosts, OperatorSeconds, tensors_in
+from pp_offload.simulate.costs import (
+    OperatorCosts,
+    OperatorSeconds,
+    accelerator_kernels,
+    tensors_in,
+)
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.kernels import accelerator_kernels
 
 NO_RESERVE = 0x4000
 """Flag MAP_NORESERVE of Linux, which Python names from 3.12 on."""
