@@ -40,7 +40,7 @@ ASKS_FOR_THE_MANAGER = {
     "pipelining",
     "modules",
     "summary",
-    "trace.session",
+    "trace.recorder",
 }
 
 ORDERS_COPIES = {
