@@ -40,7 +40,7 @@ from helpers.random_pipelines import Choice, choices, each_number, limits, plann
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose
-from pp_offload.plan.fills import first_saved
+from pp_offload.plan.search import first_saved
 
 NUM_LIMITS = 5
 

@@ -18,10 +18,9 @@ from torch.nn import functional as F
 
 from pp_offload import OffloadConfig, recompute_layers
 from pp_offload.config import AUTO, without_plan
-from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser, predict, record
-from pp_offload.plan.fills import first_saved
-from pp_offload.plan.pipeline import predict_each
-from pp_offload.plan.predictor import NUM_PROVEN
+from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, predict, record, search
+from pp_offload.plan.pipeline import NUM_PROVEN, predict_each
+from pp_offload.plan.search import first_saved
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder, PipelineStep
 from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 
@@ -324,7 +323,7 @@ def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
     how = drawn.order, tapes, drawn.hardware
     own = [rank.bounds for rank in predict(*how, config=plain, peers=drawn.peers).ranks]
     is_free = AUTO in (plain.max_in_flight_bytes, plain.prefetch_bytes)
-    for part in chooser.BOUNDS if is_free else [1]:
+    for part in search.BOUNDS if is_free else [1]:
         bounds = [(max(1, int(part * flying)), max(1, int(part * ahead))) for flying, ahead in own]
         for bits in product([False, True], repeat=len(places)):
             yield choice_of(config_of(set(compress(places, bits)), bounds))

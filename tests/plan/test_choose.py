@@ -29,13 +29,13 @@ from pp_offload.plan import (
     RankPlan,
     RankTapes,
     choose,
-    chooser,
     front,
     predict,
+    search,
 )
 from pp_offload.plan.chooser import peak_of
-from pp_offload.plan.fills import Candidate, Fill
-from pp_offload.plan.predictor import NUM_PROVEN
+from pp_offload.plan.pipeline import NUM_PROVEN
+from pp_offload.plan.search import Candidate, Fill
 from pp_offload.plan.table import table
 from pp_offload.simulate import run_pipeline
 from pp_offload.simulate.device import ROUNDING_BYTES
@@ -51,7 +51,7 @@ def few_bounds(
     small_floor: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "all_bounds" not in request.fixturenames:
-        monkeypatch.setattr(chooser, "BOUNDS", chooser.BOUNDS[:1])
+        monkeypatch.setattr(search, "BOUNDS", search.BOUNDS[:1])
 
 
 MOST_LONGER = 1.03
@@ -299,12 +299,11 @@ def filled(
     candidates: list[Candidate], limit: int, peak: Callable[[Sequence[Candidate]], int]
 ) -> tuple[list[int], int]:
     """Positions of what stays, and how many peaks were needed."""
-    at = {group.place: group for group in candidates}
     fill, num = Fill(candidates, limit), 0
     while fill.is_trying:
-        fill.learn(peak([at[place] for place in fill.stay]))
+        fill.learn(peak(fill.stay))
         num += 1
-    return [position for _, position in fill.stay], num
+    return [group.position for group in fill.stay], num
 
 
 def summed(stay: Sequence[Candidate]) -> int:

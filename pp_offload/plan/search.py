@@ -1,0 +1,395 @@
+"""Search of the best way for one limit: groups that stay, layers recomputed, and bounds.
+
+    Search(predictor, limit_bytes).best()
+
+    fill = Fill(as_saved(tapes), limit_bytes)    # of one rank
+    while fill.is_trying:
+        fill.learn(peak_with(fill.stay))
+    fill.stay                                    # the groups that stay
+
+A fill predicts nothing: it proposes groups that stay, and is given the peak with them. So all ranks
+are filled at the same time, each from the peaks of the same predicted steps.
+
+NOTE [ No plan is faster ]
+    The step without offload is a lower bound. Each rank runs its operators in the same order with
+    any plan; a plan adds waits, and a wait never makes an operator begin earlier. So the search
+    ends with a plan whose step is as short.
+
+NOTE [ When to recompute ]
+    Recomputation always takes time, a copy only if the link is overloaded. So ways without
+    recomputation are tried first. If the step could be shorter with a single layer recomputed,
+    ranks that are above the limit without offload recompute layers: as few as suffice, but no fewer
+    than the number from which more layers do not make compute and its waits shorter. The number is
+    searched on all ranks at once, by halves, because the number of one rank has little effect on
+    other ranks.
+
+NOTE [ Which bounds ]
+    Orders are tried within the bounds that an engine chooses if all groups leave. If the link is
+    overloaded, compute waits with any bounds, and copies in flight take room in which groups could
+    stay. So the best order is also tried within parts of these bounds, and within those that an
+    engine would choose for the groups that leave in the best way so far.
+
+NOTE [ Spread out ]
+    The link is always busy if groups that leave are spread over a forward, between groups that
+    stay. If groups that leave are saved one after the other, the link is first overloaded, and then
+    idle. So groups stay in the order of the reversed bits of their positions, as with an engine's
+    limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from operator import mul
+from typing import NamedTuple
+
+from pp_offload._core.group import Place
+from pp_offload._groups.which_stay import reversed_bits
+from pp_offload.config import AUTO
+from pp_offload.plan.pipeline import (
+    Bounds,
+    Choice,
+    Nums,
+    Predictor,
+    RankChoice,
+    Tried,
+    choice_of,
+    nums_of,
+)
+from pp_offload.plan.tape import RankTapes
+from pp_offload.simulate.pipeline import RankStep
+
+WORTH_IT = 1e-3
+"""Part of a step that another way must be able to save to be tried."""
+
+NEARLY = 0.02
+"""Ways whose short step is longer than the shortest by this part are dropped."""
+
+BOUNDS = (1.0, 0.5, 0.0)
+"""Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]. With the last
+part one group at a time is in flight.
+"""
+
+NUM_IMPROVED = 4
+"""Number of the best ways in which single groups are tried."""
+
+SAME = 1e-6
+"""Steps that differ by at most this part count as equal."""
+
+MOST_RUNS = 8
+"""Runs of a fill: if no group of a kind fits, groups of another kind may."""
+
+Play = Callable[[Choice], Tried]
+"""Function that predicts the step of a choice."""
+
+
+# Groups that stay on a rank
+
+
+class Candidate(NamedTuple):
+    """A group that may stay."""
+
+    nbytes: int
+    stage: int
+    name: str
+    position: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.stage, self.position)
+
+    @property
+    def kind(self) -> tuple[int, int, str]:
+        """Size, stage and name, which are equal for groups that take the same memory."""
+        return self.nbytes, self.stage, self.name
+
+
+def first_saved(tapes: RankTapes) -> list[Candidate]:
+    """List groups with something to move, the first saved first."""
+    return [
+        Candidate(tape.nbytes(group), stage, group.name, position)
+        for stage, tape in sorted(tapes.stages.items())
+        for position, group in enumerate(tape.groups)
+        if group.payloads
+    ]
+
+
+def as_saved(tapes: RankTapes) -> list[Candidate]:
+    """Sort groups, the largest first. Of equal groups the last saved comes first, because backward
+    needs it first.
+    """
+    return sorted(first_saved(tapes), reverse=True)
+
+
+def largest_first(tapes: RankTapes) -> list[Candidate]:
+    """Sort groups, the largest first; of equal groups, the first saved first."""
+    return sorted(first_saved(tapes), key=lambda group: -group.nbytes)
+
+
+def spread_out(tapes: RankTapes) -> list[Candidate]:
+    """Sort groups in the order of NOTE [ Spread out ]."""
+    last_first = first_saved(tapes)[::-1]
+    order = partial(reversed_bits, num=len(last_first))
+    return [last_first[index] for index in sorted(range(len(last_first)), key=order)]
+
+
+class Fill:
+    """Search of the groups that stay on one rank, in this order, a proposal after the other.
+
+    Attributes:
+        stay: Groups to try next; in the end the groups that stay. Empty if the peak is above the
+            limit even if all groups leave.
+        is_trying: Whether another peak is needed.
+    """
+
+    def __init__(self, groups: Sequence[Candidate], limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._proposals = self._search(groups)
+        self.stay = next(self._proposals)
+        self.is_trying = True
+
+    def learn(self, peak_bytes: int) -> None:
+        """Note the peak of the proposal, and make the next proposal."""
+        try:
+            self.stay = self._proposals.send(peak_bytes <= self._limit_bytes)
+        except StopIteration as end:
+            self.stay, self.is_trying = end.value, False
+
+    def _search(
+        self, groups: Sequence[Candidate]
+    ) -> Generator[Sequence[Candidate], bool, Sequence[Candidate]]:
+        """Add as many groups as fit; then more groups, without the kinds that did not fit."""
+        if (yield groups):
+            return groups
+        stay, more = list[Candidate](), list(groups)
+        if not (yield stay):
+            return stay
+        for _ in range(MOST_RUNS):
+            fits, too_many = 0, len(more)
+            while too_many - fits > 1:
+                middle = (fits + too_many) // 2
+                if (yield [*stay, *more[:middle]]):
+                    fits = middle
+                else:
+                    too_many = middle
+            stay += more[:fits]
+            more = [group for group in more[fits:] if group.kind != more[fits].kind]
+            # All may have a lower peak than fewer: less is reloaded.
+            if not more or (yield [*stay, *more]):
+                return [*stay, *more]
+        return stay
+
+
+# Ways
+
+Order = Callable[[RankTapes], list[Candidate]]
+"""Function that sorts groups in the order in which they are chosen to stay."""
+
+ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
+
+
+class Search:
+    """Search of the best way for one limit."""
+
+    def __init__(self, predictor: Predictor, limit_bytes: int) -> None:
+        self._predictor, self._limit_bytes = predictor, limit_bytes
+
+    def best(self) -> Tried | None:
+        """Return the shortest way that fits as an engine follows it; None if no way fits."""
+        predictor = self._predictor
+        fitting = self._each_settled(self._ways(), predictor.short)
+        if predictor.has_few and fitting and not self._is_enough(fitting[0]):
+            improved = map(self._improved, fitting[:NUM_IMPROVED])
+            fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
+        shortest_s = fitting[0].step.seconds if fitting else 0.0
+        nearly = [way for way in fitting if not is_longer(way.step.seconds, shortest_s, NEARLY)]
+        return self._best_proven(nearly) or self._best_proven(fitting[len(nearly) :])
+
+    def _best_proven(self, ways: Sequence[Tried]) -> Tried | None:
+        """Return the shortest of these ways in steps with all microbatches."""
+        best: Tried | None = None
+        for way in self._each_settled(ways, self._predictor.whole):
+            if best is not None and best.cost <= way.cost:
+                break
+            proven = self._settled(way, self._predictor.proven)
+            if proven is not None and (best is None or proven.cost < best.cost):
+                best = proven
+        return best
+
+    def _each_settled(self, ways: Iterable[Tried], play: Play) -> list[Tried]:
+        """Settle each way, and return those that fit, the shortest first."""
+        settled = [self._settled(way, play) for way in ways]
+        fitting = {id(way.step): way for way in settled if way is not None}  # each choice once
+        return sorted(fitting.values(), key=lambda way: way.cost)
+
+    def _settled(self, way: Tried, play: Play) -> Tried | None:
+        """Take groups off ranks above the limit until all fit: first one, then two, four and so on.
+        Return None if a rank is above the limit even if all groups leave.
+        """
+        choice, num = way.choice, 1
+        while not self._fits(tried := play(choice)):
+            less = tuple(
+                old if self._fits(rank) else old._replace(stay=old.stay[:-num])
+                for old, rank in zip(choice, tried.step.ranks, strict=True)
+            )
+            if less == choice:
+                return None
+            choice, num = less, 2 * num
+        return tried
+
+    def _fits(self, step: Tried | RankStep) -> bool:
+        return step.peak_bytes <= self._limit_bytes
+
+    def _best_of(self, ways: Sequence[Tried]) -> Tried:
+        """Return the shortest way that fits; if none fits, the shortest of all."""
+        return min(ways, key=lambda way: (not self._fits(way), way.cost))
+
+    def _ways(self) -> list[Tried]:
+        """Try ways, first without recomputed layers. Some may be above the limit."""
+        predictor = self._predictor
+        ways = self._filled(predictor.no_layers)
+        best = self._best_of(ways)
+        # Ranks that are above the limit if all groups stay may recompute their layers.
+        without = predictor.without_offload(predictor.no_layers)
+        needy = [not self._fits(rank) for rank in without.ranks]
+        layers = tuple(map(mul, predictor.all_layers, needy))
+        ranks = range(len(layers))
+        single = (tuple(int(each == rank) for each in ranks) for rank in ranks if layers[rank])
+        if not self._is_enough(best) and any(self._may_be_shorter(nums, best) for nums in single):
+            ways += self._filled(self._enough(layers))
+            ways.append(self._fill(layers, predictor.first_bounds, ORDERS[0]))
+        return [*ways, self.mixed(ways)]
+
+    def _filled(self, nums: Nums) -> list[Tried]:
+        """Fill the ranks in each order, then within other bounds in the best order, or, with few
+        groups, in each order again. The search ends at a way than which no plan can be much faster.
+        """
+        predictor, filled = self._predictor, list[Tried]()
+        for order in ORDERS:
+            filled.append(self._fill(nums, predictor.first_bounds, order))
+            if self._is_enough(filled[-1]):
+                return filled
+        if AUTO not in (predictor.config.max_in_flight_bytes, predictor.config.prefetch_bytes):
+            return filled
+        order = ORDERS[filled.index(self._best_of(filled))]
+        orders = ORDERS if predictor.has_few else (order,)
+        for part in BOUNDS[1:]:
+            bounds = _scaled(predictor.first_bounds, part)
+            filled += [self._fill(nums, bounds, each) for each in orders]
+        own = predictor.own_bounds(self._best_of(filled).choice)
+        return [*filled, self._fill(nums, own, order)]
+
+    def _is_enough(self, way: Tried) -> bool:
+        """Whether no way with as many layers recomputed can be much better."""
+        return not self._may_be_shorter(nums_of(way.choice), way)
+
+    def _may_be_shorter(self, nums: Nums, way: Tried) -> bool:
+        """Whether another way, with ``nums`` layers recomputed, may fit in place of one that does
+        not, or be shorter; see NOTE [ No plan is faster ].
+        """
+        if not self._fits(way):
+            return True
+        least_s = self._predictor.without_offload(nums, is_short=True).seconds
+        return is_longer(way.step.seconds, least_s, WORTH_IT)
+
+    def mixed(self, ways: Sequence[Tried]) -> Tried:
+        """Combine for each rank its choice from the way in which the rank costs least."""
+
+        def least(rank: int) -> RankChoice:
+            best = min(ways, key=lambda way: self._cost(way.step.ranks[rank]))
+            return best.choice[rank]
+
+        return self._predictor.short(tuple(map(least, range(len(self._predictor.no_layers)))))
+
+    def _improved(self, way: Tried) -> Tried:
+        """Exchange a group on a rank, as long as that makes the step shorter."""
+        while True:
+            neighbours = map(self._predictor.short, self._neighbours(way.choice))
+            best = self._best_of([way, *neighbours])
+            if not is_longer(way.step.seconds, best.step.seconds, SAME):
+                return way
+            way = best
+
+    def _neighbours(self, choice: Choice) -> Iterator[Choice]:
+        """Yield choices with one more group that stays, one less, or one exchanged."""
+        for rank, tapes in enumerate(self._predictor.tapes_of(nums_of(choice))):
+            stay = choice[rank].stay
+            for out in (None, *stay):
+                rest = tuple(place for place in stay if place != out)
+                for more in ((), *((place,) for place in _all_places(tapes) if place not in stay)):
+                    changed = choice[rank]._replace(stay=rest + more)
+                    yield (*choice[:rank], changed, *choice[rank + 1 :])
+
+    def _fill(self, nums: Nums, bounds: Sequence[Bounds], order: Order) -> Tried:
+        """Keep as much on each rank as fits, as if other ranks did not change. Return the shortest
+        way of the search: sometimes it keeps less than the last one.
+        """
+        fills = [Fill(order(tapes), self._limit_bytes) for tapes in self._predictor.tapes_of(nums)]
+        ways = list[Tried]()
+        while True:
+            stays = [_places_of(fill.stay) for fill in fills]
+            ways.append(self._predictor.short(choice_of(nums, bounds, stays)))
+            if not any(fill.is_trying for fill in fills):
+                return self._best_of(ways[::-1])
+            for fill, rank in zip(fills, ways[-1].step.ranks, strict=True):
+                if fill.is_trying:
+                    fill.learn(rank.peak_bytes)
+
+    def _enough(self, layers: Nums) -> Nums:
+        """Search the number of layers that each rank recomputes, of at most ``layers``; see
+        NOTE [ When to recompute ].
+        """
+        too_few = [-(not above) for above, _ in self._costs(self._predictor.no_layers)]
+        enough, costs = [*layers], self._costs(layers)
+        while any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
+            trial = tuple((few + most + 1) // 2 for few, most in zip(too_few, enough, strict=True))
+            for rank, cost in enumerate(self._costs(trial)):
+                if cost > costs[rank]:
+                    too_few[rank] = min(trial[rank], enough[rank] - 1)
+                else:
+                    enough[rank], costs[rank] = trial[rank], cost
+        return tuple(enough)
+
+    def _costs(self, nums: Nums) -> list[tuple[int, float]]:
+        """Fill the ranks in one order, and return the costs of all ranks."""
+        filled = self._fill(nums, self._predictor.first_bounds, ORDERS[0])
+        return list(map(self._cost, filled.step.ranks))
+
+    def _cost(self, rank: RankStep) -> tuple[int, float]:
+        """Return a rank's bytes above the limit, and its seconds without waits for other ranks."""
+        seconds = rank.seconds - sum(rank.waited_s.values())
+        return max(0, rank.peak_bytes - self._limit_bytes), float(f"{seconds:.6e}")
+
+
+def lowest(predictor: Predictor) -> Tried:
+    """Return the way with the lowest peak of those tried for any limit: all groups leave or stay,
+    and no layers or all are recomputed; or each rank's choice with the lowest peak among these.
+    """
+    corners = [
+        predictor.short(choice_of(nums, _scaled(predictor.first_bounds, part), stays))
+        for nums in (predictor.no_layers, predictor.all_layers)
+        for part in BOUNDS
+        for stays in (repeat(()), map(_all_places, predictor.tapes_of(nums)))
+    ]
+    corners.append(Search(predictor, 0).mixed(corners))
+    return predictor.proven(min(corners, key=lambda tried: tried.peak_bytes).choice)
+
+
+def _all_places(tapes: RankTapes) -> tuple[Place, ...]:
+    """List the places of all groups with something to move."""
+    return _places_of(as_saved(tapes))
+
+
+def _places_of(groups: Iterable[Candidate]) -> tuple[Place, ...]:
+    return tuple(group.place for group in groups)
+
+
+def _scaled(bounds: Iterable[Bounds], part: float) -> list[Bounds]:
+    """Scale both bounds, to at least 1: with 0 in flight compute would wait for each copy."""
+    return [(max(1, int(part * flying)), max(1, int(part * ahead))) for flying, ahead in bounds]
+
+
+def is_longer(seconds: float, other_s: float, part: float) -> bool:
+    """Whether a step is longer than another one, by ``part`` of itself at least."""
+    return other_s < seconds * (1 - part)
