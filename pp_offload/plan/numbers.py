@@ -320,16 +320,16 @@ class NumberChunk(Chunk):
         for index in [
             each.number for each in again if isinstance(each, Mark) and each.kind == "use"
         ]:
-            if index in members and not members[index]:  # a part that only recipes use
-                twin = Saved(self._tensor(index), group)
-            else:
-                twin = (members[index] if index in members else self._saved[index])[0].twin(group)
             if index in members:
-                members[index].append(twin)
-            elif twin.tensor is None:
+                own = members[index]  # empty for a part that only recipes use
+                twin = own[0].twin(group) if own else Saved(self._tensor(index), group)
+                own.append(twin)
+            else:
                 member = self._saved[index][0]
-                twin.batch, twin.index = member.batch, member.index
-                reached.append(twin)
+                twin = member.twin(group)
+                if twin.tensor is None:
+                    twin.batch, twin.index = member.batch, member.index
+                    reached.append(twin)
             leaves.append(twin)
         return Call(partial(_computed, self._device, again, leaves), ())
 

@@ -148,8 +148,7 @@ def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
     forward_s, backward_s = _seconds(tape)
     num: Counter[str] = Counter()
     for position, group in enumerate(tape.groups):
-        copied = [tape.payloads[index] for index in group.payloads]
-        copied = [payload for payload in copied if payload.again is None]
+        copies_s = [link.seconds(each.nbytes, to_host=True) for each in tape.copied(group)]
         yield GroupProfile(
             name=group.name,
             layer=num[group.name],
@@ -157,7 +156,7 @@ def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
             nbytes=tape.nbytes(group),
             forward_ms=forward_s[position] * 1e3,
             backward_ms=backward_s[position] * 1e3,
-            copy_ms=sum(link.seconds(each.nbytes, to_host=True) for each in copied) * 1e3,
+            copy_ms=sum(copies_s) * 1e3,
         )
         num[group.name] += 1
 

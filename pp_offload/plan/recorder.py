@@ -170,20 +170,20 @@ class Recorder(Observer):
         first = len(self.chunk.payloads)
         recipes = payloads.chosen.recipes if payloads.chosen else []
         needed_for = {
-            id(leaf): storage for recipe, _, storage in recipes for leaf in _leaves(recipe.term)
+            leaf: storage for recipe, _, storage in recipes for leaf in _leaves(recipe.term)
         }
-        self.chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
+        self.chunk.inputs.update(needed_for)
         for index, nbytes in enumerate(payloads.sizes):
             tensor, members = payloads.tensors[index], payloads.members[index]
             storage = tensor.untyped_storage()
             if index in payloads.views:
-                if any(id(saved) not in needed_for for saved in members):
+                if any(saved not in needed_for for saved in members):
                     self._refuse(
                         f"group '{group.name}' saves a view of shape {tuple(tensor.shape)} that is "
                         "copied without the rest of its storage, expected whole storages"
                     )
                     continue
-                storage = needed_for[id(members[0])]
+                storage = needed_for[members[0]]
             self._note(group.name, nbytes, storage, members, made.get(index))
         for saved in payloads.chosen.reached if payloads.chosen else ():
             self._bring_anew(saved.batch)

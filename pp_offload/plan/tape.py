@@ -142,10 +142,14 @@ class Tape:
     sent_back_bytes: int
     """Bytes that a microbatch sends to the stage before."""
 
+    def copied(self, group: GroupTape) -> list[Payload]:
+        """Return the payloads that are copied if a group of the tape leaves."""
+        payloads = [self.payloads[index] for index in group.payloads]
+        return [payload for payload in payloads if payload.again is None]
+
     def nbytes(self, group: GroupTape) -> int:
         """Return the bytes that a group of the tape may send."""
-        payloads = [self.payloads[index] for index in group.payloads]
-        return sum([payload.nbytes for payload in payloads if payload.again is None])
+        return sum([payload.nbytes for payload in self.copied(group)])
 
     def staying(self) -> Tape:
         """Make the tape of the same stage without offload: stretches, without groups."""

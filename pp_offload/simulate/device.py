@@ -177,12 +177,11 @@ class _Clocked(TorchDispatchMode):
             return copy
         schema, device = operator(func), self._device
         takes_time = not (schema.is_view or schema.is_allocation)
-        seconds = 0.0
         try:
             if takes_time:
                 outputs, seconds = device.costs.run(func, args, kwargs)
             else:
-                outputs = func(*args, **kwargs)
+                outputs, seconds = func(*args, **kwargs), 0.0
         except RuntimeError as failure:
             if not schema.may_depend_on_data:
                 raise
