@@ -200,7 +200,6 @@ class NumberManager(Manager):
 
     def __init__(self, config: OffloadConfig, device: NumberDevice) -> None:
         super().__init__(config=config, backend=device)
-        self.num_attached = 1
         self.idle_groups.num_steps_left = 0  # predictions do not warn of idle groups
 
     def _say_what_steps_cost(self) -> None:

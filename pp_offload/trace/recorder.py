@@ -147,8 +147,8 @@ class _VirtualStreams:
     """
 
     def __init__(self, add: Callable[[str, str, float, float], Any]) -> None:
-        self.waits: list[tuple[str, Lap]] = []
-        """Waits of compute for copies since compute last worked, by name."""
+        self.waits: list[tuple[str, Any]] = []
+        """Names and laps of waits of compute for copies since compute last worked."""
 
         self._add = add
         self._operators: Any = None
@@ -167,9 +167,7 @@ class _VirtualStreams:
         """Note work of compute, and its waits before."""
         waits, self.waits = self.waits, []
         for name, lap in waits:
-            begin: Any = lap.begin
-            end: Any = lap.end
-            wait_s, until_s = max(ready_s, begin.time_s), min(end.time_s, begin_s)
+            wait_s, until_s = max(ready_s, lap.begin.time_s), min(lap.end.time_s, begin_s)
             if wait_s < until_s:
                 self._stalled(tl.WAITS_FOR_OTHERS, ready_s, wait_s)
                 self._stalled(name, wait_s, until_s)
