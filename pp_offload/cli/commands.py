@@ -27,6 +27,7 @@ from pp_offload.simulate import PeerLink, PipelineStep
 from pp_offload.simulate.compare import compare as run_both
 from pp_offload.trace import Timeline, Trace, compare_with_plan, read
 from pp_offload.trace.figures import WAITS, Kind, RankStep, numbers_of_steps, rank_steps
+from pp_offload.trace.picture import draw
 from pp_offload.trace.timeline import COUNTERS
 
 # Steps on virtual devices
@@ -75,18 +76,16 @@ def plan(given: Namespace) -> int:
     with errors_of("--limit"):
         chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
         roomier = chooser.with_more_on_the_host(chosen)
-    without, failure = chooser.without_offload(), None
+    without = chooser.without_offload()
+    say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
     try:
         if given.output is not None:
-            chosen.save(given.output)
-    except OSError as error:  # the text is printed in any case: the search may have taken long
-        failure = wrong("--output", str(error))
-    say(f"{pipeline.title}\n\n{table(chosen, without, roomier)}")
-    if given.engine == "megatron":
-        in_flight = [rank.num_in_flight for rank in without.ranks]
-        say(f"\n{_megatron_text(chosen, in_flight, given.min_numel)}")
-    if failure is not None:
-        raise failure
+            with errors_of("--output", OSError):
+                chosen.save(given.output)
+    finally:  # also if the file cannot be written: the search may have taken long
+        if given.engine == "megatron":
+            in_flight = [rank.num_in_flight for rank in without.ranks]
+            say(f"\n{_megatron_text(chosen, in_flight, given.min_numel)}")
     if given.output is not None:
         say(_how_to_follow(chosen, given.output))
     return 0
@@ -241,7 +240,7 @@ def _delta(plan: OffloadPlan, in_flight: Sequence[int], names: set[str], share: 
 # Traces
 
 MS = 1e-3
-DISK = Kind.WRITE, Kind.READ
+DISK = {Kind.WRITE: "written GiB", Kind.READ: "read GiB"}
 
 HEAD = "rank,step ms,busy,for reload,offload,disk,others,off GB/s,back GB/s".split(",")
 
@@ -266,7 +265,10 @@ def trace(given: Namespace) -> int:
     if given.png is None:
         text = _table(timeline, step, shown)
     else:
-        text = _draw(given.png, timeline, step, ranks)
+        check_target("--png", given.png)
+        with errors_of("--png", ImportError, OSError):
+            draw(timeline, given.png, ranks=ranks, step=step)
+        text = f"step {step} of ranks {', '.join(map(str, ranks))} is in {given.png}"
     plain = {"step": step, "ranks": [rank.as_dict() for rank in shown]}
     report(text, plain, as_json=given.json)
     return 0
@@ -288,25 +290,15 @@ def _read(paths: Sequence[Path]) -> Timeline:
         return read(*paths)
 
 
-def _draw(png: Path, timeline: Timeline, step: int, ranks: list[int]) -> str:
-    from pp_offload.trace.picture import draw
-
-    check_target("--png", png)
-    with errors_of("--png", ImportError, OSError):
-        draw(timeline, png, ranks=ranks, step=step)
-    return f"step {step} of ranks {', '.join(map(str, ranks))} is in {png}"
-
-
 def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:
     counters = [name for name in COUNTERS if any(name in rank.peak_bytes for rank in ranks)]
-    has_disk = any(rank.times[kind] for rank in ranks for kind in DISK)
-    disk_head = ["written GiB", "read GiB"] if has_disk else []
-    rows = [[*HEAD, *disk_head, *(f"peak {name}" for name in counters)]]
+    disk = DISK if any(rank.times[kind] for rank in ranks for kind in DISK) else {}
+    rows = [[*HEAD, *disk.values(), *(f"peak {name}" for name in counters)]]
     for rank in ranks:
         times = [rank.end_s - rank.begin_s, rank.seconds_of(Kind.OPERATORS) or None]
         times += [rank.waited_s[kind] for kind in WAITS]
         rates = [rank.copied(kind)[1] for kind in (Kind.OFFLOAD, Kind.RELOAD)]
-        sizes: list[Any] = [rank.copied(kind)[0] for kind in DISK] if has_disk else []
+        sizes: list[Any] = [rank.copied(kind)[0] for kind in disk]
         sizes += [rank.peak_bytes.get(name) for name in counters]
         cells = [_number(x, unit) for row, unit in ((times, MS), (rates, GB)) for x in row]
         cells += ["-" if nbytes is None else size_cell(nbytes, digits=3) for nbytes in sizes]

@@ -71,11 +71,11 @@ def pipeline_of(given: Namespace) -> Pipeline:
         f"{num_stages} stage{'s' * (num_stages > 1)} each, {given.microbatches} microbatches of "
         f"{given.length} tokens; {names} may leave"
     )
+    option = "MODEL" if given.hf is None else "--hf"
     if given.optimizer is not None:
         work.optimizer = optimizer_of(given.optimizer)
         title += f"; {given.optimizer} ends a step"
-    option = "MODEL" if given.hf is None else "--hf"
-    option += "" if given.optimizer is None else " or --optimizer"
+        option += " or --optimizer"
     return Pipeline(order, work, hardware, title, option)
 
 
