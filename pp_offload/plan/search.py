@@ -2,12 +2,12 @@
 
     Search(predictor, limit_bytes).best()
 
-    fill = Fill(as_saved(tapes), limit_bytes)    # of one rank
+    fill = Fill(as_saved(tapes))                 # of one rank
     while fill.is_trying:
-        fill.learn(peak_with(fill.stay))
+        fill.learn(peak_with(fill.stay) <= limit_bytes)
     fill.stay                                    # the groups that stay
 
-A fill predicts nothing: it proposes groups that stay, and is given the peak with them. So all ranks
+A fill predicts nothing: it proposes groups that stay, and learns whether these fit. So all ranks
 are filled at the same time, each from the peaks of the same predicted steps.
 
 NOTE [ No plan is faster ]
@@ -140,19 +140,18 @@ class Fill:
     Attributes:
         stay: Groups to try next; in the end the groups that stay. Empty if the peak is above the
             limit even if all groups leave.
-        is_trying: Whether another peak is needed.
+        is_trying: Whether the search goes on.
     """
 
-    def __init__(self, groups: Sequence[Candidate], limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, groups: Sequence[Candidate]) -> None:
         self._proposals = self._search(groups)
         self.stay = next(self._proposals)
         self.is_trying = True
 
-    def learn(self, peak_bytes: int) -> None:
-        """Note the peak of the proposal, and make the next proposal."""
+    def learn(self, fits: bool) -> None:
+        """Note whether the proposal fits, and make the next proposal."""
         try:
-            self.stay = self._proposals.send(peak_bytes <= self._limit_bytes)
+            self.stay = self._proposals.send(fits)
         except StopIteration as end:
             self.stay, self.is_trying = end.value, False
 
@@ -325,7 +324,7 @@ class Search:
         """Keep as much on each rank as fits, as if other ranks did not change. Return the shortest
         way of the search: sometimes it keeps less than the last one.
         """
-        fills = [Fill(order(tapes), self._limit_bytes) for tapes in self._predictor.tapes_of(nums)]
+        fills = [Fill(order(tapes)) for tapes in self._predictor.tapes_of(nums)]
         ways = list[Tried]()
         while True:
             stays = [_places_of(fill.stay) for fill in fills]
@@ -334,7 +333,7 @@ class Search:
                 return self._best_of(ways[::-1])
             for fill, rank in zip(fills, ways[-1].step.ranks, strict=True):
                 if fill.is_trying:
-                    fill.learn(rank.peak_bytes)
+                    fill.learn(self._fits(rank))
 
     def _enough(self, layers: Nums) -> Nums:
         """Search the number of layers that each rank recomputes, of at most ``layers``; see

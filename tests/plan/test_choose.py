@@ -299,9 +299,9 @@ def filled(
     candidates: list[Candidate], limit: int, peak: Callable[[Sequence[Candidate]], int]
 ) -> tuple[list[int], int]:
     """Positions of what stays, and how many peaks were needed."""
-    fill, num = Fill(candidates, limit), 0
+    fill, num = Fill(candidates), 0
     while fill.is_trying:
-        fill.learn(peak(fill.stay))
+        fill.learn(peak(fill.stay) <= limit)
         num += 1
     return [group.position for group in fill.stay], num
 
