@@ -269,7 +269,8 @@ _entered: list[torch.library.Library] = []
 
 @contextmanager
 def accelerator_kernels() -> Iterator[None]:
-    """Inside the context, run an accelerator's kernels on ``meta``, on every thread.
+    """Inside the context, run an accelerator's kernels on ``meta``, on every thread; see
+    NOTE [ Kernels ].
 
     Raises:
         RuntimeError: They are replaced already.

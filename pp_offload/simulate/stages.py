@@ -28,8 +28,6 @@ from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import check_number
 from pp_offload.simulate.schedules import PipelineOrder
 
-META = torch.device("meta")
-
 
 class RankWork:
     """Work of a rank, whose manager is in use during each call. This class does nothing."""
@@ -300,7 +298,7 @@ def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> Pipeli
         work.stages[index],
         index,
         order.num_stages,
-        META,
+        torch.device("meta"),
         input_args=work.samples[index],
         output_args=work.samples[index + 1],
     )
