@@ -24,7 +24,7 @@ from pp_offload._common.processes import collector_off
 from pp_offload._common.text import bytes_text, size_text
 from pp_offload._groups.plan import options_of
 from pp_offload.config import OffloadConfig
-from pp_offload.plan.pipeline import Predictor, Tried, nums_of
+from pp_offload.plan.pipeline import Predictor, Tried, nums_of, peak_of
 from pp_offload.plan.search import SAME, WORTH_IT, Search, is_longer, lowest
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -239,8 +239,3 @@ def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
         is_slower = bool(best) and best[-1].seconds < plan.seconds
         best.append(replace(best[-1], limit_bytes=plan.limit_bytes) if is_slower else plan)
     return best
-
-
-def peak_of(step: PipelineStep | OffloadPlan) -> int:
-    """Peak of the fullest rank, in bytes."""
-    return max(rank.peak_bytes for rank in step.ranks)

@@ -257,6 +257,11 @@ def nums_of(choice: Choice) -> Nums:
     return tuple(rank.num_recomputed for rank in choice)
 
 
+def peak_of(step: PipelineStep | OffloadPlan) -> int:
+    """Peak of the fullest rank, in bytes."""
+    return max(rank.peak_bytes for rank in step.ranks)
+
+
 @dataclass(frozen=True)
 class Tried:
     """A choice, and the predicted step."""
@@ -267,7 +272,7 @@ class Tried:
     @property
     def peak_bytes(self) -> int:
         """Peak of the fullest rank."""
-        return max(rank.peak_bytes for rank in self.step.ranks)
+        return peak_of(self.step)
 
     @property
     def cost(self) -> tuple[float, int]:

@@ -196,9 +196,8 @@ class Search:
 
     def best(self) -> Tried | None:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
-        predictor = self._predictor
-        fitting = self._each_settled(self._ways(), predictor.short)
-        if predictor.has_few and fitting and not self._is_enough(fitting[0]):
+        fitting = self._each_settled(self._ways(), self._predictor.short)
+        if self._predictor.has_few and fitting and not self._is_enough(fitting[0]):
             improved = map(self._improved, fitting[:NUM_IMPROVED])
             fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
         shortest_s = fitting[0].step.seconds if fitting else 0.0

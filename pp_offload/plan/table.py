@@ -18,7 +18,8 @@ from typing import Any
 from pp_offload._common import pictures as art
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.text import GIB, MIB, format_table, size_cell, size_text
-from pp_offload.plan.chooser import Front, peak_of
+from pp_offload.plan.chooser import Front
+from pp_offload.plan.pipeline import peak_of
 from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
 from pp_offload.plan.record import neighbours
 from pp_offload.simulate.pipeline import PipelineStep, RankStep

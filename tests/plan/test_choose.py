@@ -33,8 +33,7 @@ from pp_offload.plan import (
     predict,
     search,
 )
-from pp_offload.plan.chooser import peak_of
-from pp_offload.plan.pipeline import NUM_PROVEN
+from pp_offload.plan.pipeline import NUM_PROVEN, peak_of
 from pp_offload.plan.search import Candidate, Fill
 from pp_offload.plan.table import table
 from pp_offload.simulate import run_pipeline
