@@ -40,6 +40,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils.checkpoint import SAC_IGNORED_OPS, get_device_states, set_device_states
 
 from pp_offload._activations.stash import ActivationStash
+from pp_offload._common.operators import operator
 from pp_offload._common.torch_private import (
     DispatchKey,
     OpOverload,
@@ -257,8 +258,5 @@ def written_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
     schema = getattr(op, "_schema", None)  # a higher-order operator has none
     if schema is None or not schema.is_mutable:
         return []
-    written = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return [value for value in written if value is not None]
+    operands = operator(op).operands(args, kwargs)
+    return [value for value, kind in operands if kind == "write" and value is not None]

@@ -46,11 +46,11 @@ class Operator:
         self.takes_rows = name in _TAKE_ROWS
         self.may_depend_on_data = not _DEPEND_ON_DATA.isdisjoint(func.tags)
         self._parameters: list[tuple[int, str, str]] = []
-        if not name.startswith(_METADATA_ONLY):
-            for index, argument in enumerate(schema.arguments):
-                alias = argument.alias_info
-                kind = "write" if alias is not None and alias.is_write else "read"
-                self._parameters.append((index, argument.name, kind))
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._parameters.append((index, argument.name, "write"))
+            elif not name.startswith(_METADATA_ONLY):
+                self._parameters.append((index, argument.name, "read"))
 
     def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, str]]:
         """Return arguments whose bytes the operator touches, each with ``read`` or ``write``."""
