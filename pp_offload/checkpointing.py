@@ -5,12 +5,16 @@ Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dic
     recompute_layers(model, ["layers.0", "layers.4"])  # as a whole
     block = checkpoint_wrapper(block, offload_inputs=True)  # one module
     y = checkpoint(function, x, offload_inputs=True)  # one call
+    run = checkpoint_function(offload_inputs=True)  # the engine of both, for equal options
+    y = run(function, x)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
@@ -23,19 +27,23 @@ from pp_offload._checkpoint.options import (
     SelectiveOpACParams,
     params_for,
 )
-from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute_layers
-from pp_offload._checkpoint.shared import (
-    CheckpointedModule,
-    checkpoint,
-    checkpoint_function,
-    checkpoint_wrapper,
-)
-from pp_offload._common.checks import brief, check_kind
+from pp_offload._checkpoint.recompute import Recompute, shared_for
+from pp_offload._common.checks import brief, check_flag, check_kind
 from pp_offload._common.torch_private import CheckpointWrapper, apply_activation_checkpointing
 from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)
+
+OP_OPTIONS = {option.name for option in fields(SelectiveOpACParams)} - {
+    option.name for option in fields(FullACParams)
+}
+
+INSTEAD = {
+    "context_fn": "name operators in checkpoint_function(offload_ops_keys=[...])",
+    "debug": "call torch.utils.checkpoint.checkpoint to look for the operator that differs",
+}
+"""Arguments of PyTorch's checkpoint that would reach the function, and what to do instead."""
 
 
 class ActivationCheckpointing:
@@ -198,6 +206,222 @@ def _follow(model: Module, recompute: Recompute) -> None:
 def _begin(recompute: Recompute, module: Module, inputs: Any) -> None:
     recompute.check_idle()
     recompute.begin()
+
+
+class RecomputedLayers:
+    """Undoes :func:`recompute_layers`; ``recompute.counts`` say what was done so far."""
+
+    def __init__(self, model: Module, names: Collection[str], recompute: Recompute) -> None:
+        self.recompute = recompute
+        self.names = tuple(names)
+        self._model = model
+        self._layers = {name: model.get_submodule(name) for name in names}
+        for name, layer in self._layers.items():
+            model.set_submodule(name, CheckpointWrapper(layer, checkpoint_fn=recompute))
+
+    def remove(self) -> None:
+        while self._layers:
+            self._model.set_submodule(*self._layers.popitem())
+
+    def __enter__(self) -> RecomputedLayers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def recompute_layers(
+    model: Module, names: Collection[str], *, preserve_rng_state: bool = True
+) -> RecomputedLayers:
+    """Have backward recompute these layers as a whole: groups in them do nothing.
+
+    Call this before FSDP2 shards the model, and before a schedule is attached. An offload plan
+    lists the layers: ``recompute_layers(stage, plan.rank(0).recomputed[0])``.
+
+    Args:
+        model: Changed in place. Names in its state dict do not change.
+        names: Names of modules in it. A group begins and ends inside one of them, or outside.
+        preserve_rng_state: Draw the same random numbers again, for dropout.
+
+    Returns:
+        A handle to undo it; also a context manager.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``names`` are no names.
+        ValueError: A module does not exist, is named twice, is a part of another one, or has
+            checkpoints already. The model is unchanged.
+    """
+    check_kind("model", model, Module, "an nn.Module")
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"names is {brief(names)}, expected a list of names of modules")
+    for name in names:
+        _check_layer(model, name, names)
+    if len(set(names)) != len(names):
+        raise ValueError(f"names is {list(names)}, expected each name once")
+    params = FullACParams(preserve_rng_state=preserve_rng_state)
+    recompute = Recompute(params, warns_of_groups=False)
+    return RecomputedLayers(model, names, recompute)
+
+
+def is_recomputed(model: Module, name: str) -> bool:
+    """Whether :func:`recompute_layers` was called for this module."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        return False
+    partial = layer.checkpoint_fn if isinstance(layer, CheckpointWrapper) else None
+    recompute = getattr(partial, "func", None)
+    return isinstance(recompute, Recompute) and not recompute.warns_of_groups
+
+
+def is_inside_recomputed(model: Module, name: str) -> bool:
+    """Whether a module is such a layer, or in one, so that its groups never run."""
+    parts = name.split(".")
+    return any(is_recomputed(model, ".".join(parts[:num])) for num in range(1, len(parts) + 1))
+
+
+def _check_layer(model: Module, name: str, names: Collection[str]) -> None:
+    check_kind("a name of names", name, str, "the name of a module")
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"there is no module {name!r} in the model: {error}") from error
+    outer = [prefix for prefix in names if name.startswith(f"{prefix}.")]
+    if layer is model or outer:
+        where = f"is a part of {outer[0]!r}" if outer else "is the model itself"
+        raise ValueError(f"{name!r} {where}, expected modules of which none is in another")
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
+    if any(isinstance(module, CheckpointWrapper) for module in (*around, *layer.modules())):
+        raise ValueError(f"{name!r} has a checkpoint already, expected none; choose one of the two")
+
+
+def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Recompute:
+    """Return a function that runs other functions under a checkpoint with these options.
+
+    The result fits where such a function is expected: ``f(function, *args, **kwargs)`` returns
+    the result of ``function``, which runs again in backward.
+
+    Args:
+        backend: Device to work on; the accelerator if present, else the CPU. Make a backend once:
+            each has an engine of its own, which lives as long as the backend.
+        options: Options of :class:`FullACParams`, or of :class:`SelectiveOpACParams` if operators
+            are named.
+
+    Returns:
+        The same object for equal options and the same backend. It has ``counts`` of its work so
+        far, and, if anything is offloaded, ``stash.statistics()``.
+
+    Raises:
+        ValueError: An option cannot be right or does not exist; the message names near ones.
+        TypeError: ``backend`` is no backend.
+    """
+    kind = SelectiveOpACParams if OP_OPTIONS & options.keys() else FullACParams
+    return shared_for(kind(**options), backend)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    offload_inputs: bool = False,
+    min_offload_size: int = 1024,
+    config: OffloadConfig | None = None,
+    backend: Backend | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function``, keep only its inputs, and have backward run it again.
+
+    Args:
+        function: A module, or any function of tensors. Without grad it is called plainly.
+        args, kwargs: Arguments of ``function``. Tensors are found in containers, too.
+        use_reentrant, preserve_rng_state, determinism_check, early_stop: PyTorch's options.
+        offload_inputs, min_offload_size, config: See :class:`FullACParams`.
+        backend: Device to work on; the accelerator if present, else the CPU.
+
+    Returns:
+        The result of ``function``.
+
+    Raises:
+        ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
+        TypeError: ``function`` cannot be called, or ``config`` or ``backend`` is none.
+
+    Source: PyTorch ``torch.utils.checkpoint.checkpoint``.
+    """
+    if not callable(function):
+        raise TypeError(f"function is {brief(function)}, expected a module or another callable")
+    for name in INSTEAD.keys() & kwargs.keys():
+        raise ValueError(f"checkpoint has no {name}, expected none; {INSTEAD[name]}")
+    run = checkpoint_function(
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        offload_inputs=offload_inputs,
+        min_offload_size=min_offload_size,
+        config=OffloadConfig() if config is None else config,
+        backend=backend,
+    )
+    return run(function, *args, **kwargs)
+
+
+class CheckpointedModule(CheckpointWrapper):
+    """A module that backward recomputes. :func:`checkpoint_wrapper` makes these."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """Engine with ``params``, ``counts`` and, with offload, ``stash.statistics()``."""
+        return cast(Recompute, cast(Any, self.checkpoint_fn).func)  # the function is a partial
+
+    def extra_repr(self) -> str:
+        params = self.recompute.params
+        names = [name for name in ("offload_inputs", "use_reentrant") if getattr(params, name)]
+        return ", ".join(f"{name}=True" for name in names)
+
+
+def checkpoint_wrapper(
+    module: Module,
+    offload_to_cpu: bool = False,
+    *,
+    backend: Backend | None = None,
+    **options: Any,
+) -> CheckpointedModule:
+    """Have backward recompute ``module``, and offload its inputs if wanted.
+
+    Names in the state dict do not change. Attributes are found through the wrapper, which may be
+    copied and, without a ``backend``, pickled.
+
+    Args:
+        module: Not changed. Without grad it is called plainly.
+        offload_to_cpu: ``offload_inputs`` by fairscale's name.
+        backend: Device to work on; the accelerator if present, else the CPU.
+        options: Options of :func:`checkpoint_function`.
+
+    Returns:
+        The wrapper, to put in the place of ``module``.
+
+    Raises:
+        ValueError: ``module`` is wrapped already, or an option cannot be right or does not exist.
+        TypeError: ``module`` is no module, or ``backend`` no backend.
+
+    Source: fairscale ``checkpoint_wrapper``; PyTorch ``checkpoint_wrapper``.
+    """
+    check_kind("module", module, Module, "an nn.Module")
+    check_flag("offload_to_cpu", offload_to_cpu)
+    if isinstance(module, CheckpointWrapper):
+        raise ValueError(
+            f"module is a {type(module).__name__}, which is computed again already; expected a "
+            "module without: twice costs time and frees nothing"
+        )
+    if offload_to_cpu:
+        options = {"offload_inputs": True, **options}
+    recompute = checkpoint_function(backend=backend, **options)
+    if recompute.stash is not None:
+        recompute.stash.residents.add_module(module)
+    return CheckpointedModule(module, checkpoint_fn=recompute)
 
 
 __all__ = [

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind
 from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import never_compiled
@@ -33,6 +32,7 @@ from pp_offload._core.eligibility import is_sharded
 from pp_offload._groups.plan import groups_sum
 from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload.checkpointing import is_inside_recomputed
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"})
 """Names under which PyTorch's wrappers hold the wrapped module."""

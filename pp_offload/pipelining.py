@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import brief
 from pp_offload._common.offload_plan import RankPlan
 from pp_offload._common.undo import UndoStack
@@ -21,6 +20,7 @@ from pp_offload._core.group import ChunkKey, WeightPassKey
 from pp_offload._groups.manager import Manager, differences
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload.checkpointing import is_recomputed
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (

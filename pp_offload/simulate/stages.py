@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.torch_private import prepare_stage
 from pp_offload._megatron.manager import use_backend
-from pp_offload.checkpointing import recompute_layers
+from pp_offload.checkpointing import is_recomputed, recompute_layers
 from pp_offload.modules import Patterns, matching
 from pp_offload.pipelining import attach
 from pp_offload.simulate.costs import tensors_in

@@ -8,8 +8,7 @@ from helpers.toy import batches, make_model, run_step, same_bits
 from torch import nn
 
 from pp_offload import PipelineOffloadManager, offload_modules
-from pp_offload._checkpoint.recomputed_layers import is_recomputed
-from pp_offload.checkpointing import recompute_layers
+from pp_offload.checkpointing import is_recomputed, recompute_layers
 
 NUM_LAYERS = 4
 

@@ -17,7 +17,7 @@ ROWS = [
     ("_core",),
     ("_groups",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
-    ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
+    ("checkpointing", "modules", "pipelining", "activations", "offload_model", "layers", "summary"),
     (
         "testing",
         "simulate",
