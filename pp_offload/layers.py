@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pp_offload._common.checks import check_count, check_flag, check_kind, near
 from pp_offload._slices.cache import SliceCache
-from pp_offload._slices.checks import check_device, check_waiting, waiting_parameters
 from pp_offload._slices.offloaded_layers import OffloadedLayers, install, offloaded_in
 from pp_offload._slices.plain_copies import PlainCopies
+from pp_offload._slices.waiting import check_device, check_waiting, waiting_parameters
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError

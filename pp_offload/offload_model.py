@@ -24,11 +24,16 @@ from pp_offload._common.checks import brief, check_all, check_count, check_flag,
 from pp_offload._common.torch_private import ActivationWrapper, tree_flatten, tree_unflatten
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
-from pp_offload._slices.checks import check_device, check_waiting, sharded_problem
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import HOST, SliceLayers, partition
-from pp_offload._slices.to_host import move_buffers, move_to_host
+from pp_offload._slices.waiting import (
+    check_device,
+    check_waiting,
+    move_buffers,
+    move_to_host,
+    sharded_problem,
+)
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError

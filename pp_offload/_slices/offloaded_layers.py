@@ -43,7 +43,7 @@ from pp_offload._hooks.regions import is_in_backward, is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import Exchange, Places
-from pp_offload._slices.to_host import move, move_buffers, move_to_host
+from pp_offload._slices.waiting import move, move_buffers, move_to_host
 from pp_offload.errors import OffloadError
 
 
