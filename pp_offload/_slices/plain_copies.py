@@ -96,7 +96,10 @@ class PlainCopies:
         with self._lock:
             self.poll()
             with outside_inference_mode():  # the program and other threads may write these
-                targets = self._gradient_memory(sources) if to_host else self._on_device(sources)
+                if to_host:
+                    targets = self._gradient_memory(sources)
+                else:
+                    targets = [torch.empty_like(each, device=backend.device) for each in sources]
             # Sources are computed, and earlier users of the targets' memory have ended.
             copy_stream.wait_event(stream.record_event())
             copy = PendingCopy(targets, sources, copy_stream, stream, label, checksums)
@@ -108,9 +111,6 @@ class PlainCopies:
             backend.copy(copy_stream, targets, list(sources), label)
             copy.end()
         return copy
-
-    def _on_device(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.empty_like(like, device=self.backend.device) for like in likes]
 
     def _keep_bounded(self, last_bytes: int) -> None:
         """Have compute wait for copies to the host until few enough bytes are in flight.

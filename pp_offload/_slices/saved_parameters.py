@@ -87,10 +87,8 @@ class OnDevice:
         self._gradients = Gradients(run.cache.copies, self._slice.label)
         self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
         self._loaded = loaded
-        self._tensors: Sequence[Tensor] | None = self._joined(loaded)
-
-    def _joined(self, loaded: Sequence[Tensor]) -> list[Tensor]:
-        return on_device(self._slice.parameters, loaded, self._gradients)
+        self._tensors: Sequence[Tensor] | None
+        self._tensors = on_device(self._slice.parameters, loaded, self._gradients)
 
     def compute(
         self, call: Callable[[], Any], more: Sequence[Exchange] = (), *, saves: bool = True
@@ -108,7 +106,8 @@ class OnDevice:
     def _compute_again(self, call: Callable[[], Any]) -> Any:
         for parameter, then in zip(self._slice.parameters, self._stamps, strict=True):
             check_unchanged(parameter, then, self._slice.label)
-        tensors = self._joined(self._run.reload(self._index))
+        loaded = self._run.reload(self._index)
+        tensors = on_device(self._slice.parameters, loaded, self._gradients)
         return self._slice.compute(tensors, call)
 
     def release(self, *, is_needed: bool = False) -> None:
