@@ -22,7 +22,7 @@ from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import brief, check_all, check_count, check_flag, count_problem
 from pp_offload._common.torch_private import ActivationWrapper, tree_flatten, tree_unflatten
-from pp_offload._hooks.regions import is_recomputing
+from pp_offload._hooks import is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun

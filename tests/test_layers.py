@@ -15,7 +15,7 @@ MOST_LINES = {
     "_common": 1150,
     "_core": 4600,
     "_groups": 3300,
-    "_hooks": 450,
+    "_hooks": 400,
     "_megatron": 1250,
     "_memory": 1400,
     "_slices": 1600,

@@ -41,12 +41,15 @@ from pp_offload._common.torch_private import forward_pre_hooks, never_compiled
 from pp_offload._core.eligibility import is_sharded
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, moved_text
-from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
-from pp_offload._hooks.regions import (
+from pp_offload._hooks import (
+    HookScope,
+    HookScopes,
     PackHook,
+    exact_exit,
     is_in_region,
     is_left_to_checkpoint,
     top_pack,
+    unpack,
     warn_of_region,
 )
 from pp_offload.backends import Backend

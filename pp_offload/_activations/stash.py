@@ -38,7 +38,7 @@ from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.step import StepRecord
 from pp_offload._groups.step_line import log_gain
-from pp_offload._hooks.regions import is_in_backward
+from pp_offload._hooks import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default

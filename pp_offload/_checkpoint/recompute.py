@@ -39,8 +39,7 @@ from pp_offload._common.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from pp_offload._hooks.hook_scopes import saving
-from pp_offload._hooks.regions import PackHook, expected, is_left_to_checkpoint, is_recomputing
+from pp_offload._hooks import PackHook, expected, is_left_to_checkpoint, is_recomputing, saving
 from pp_offload.backends import Backend, check_backend
 
 ATTRIBUTE = "_pp_offload_checkpoints"

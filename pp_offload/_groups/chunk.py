@@ -28,7 +28,7 @@ from pp_offload._core.group import ChunkKey, Group, GroupKey, GroupState
 from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkRecord, ChunkShape, GroupBytes, groups_sum
-from pp_offload._hooks.regions import is_in_region, warn_of_region
+from pp_offload._hooks import is_in_region, warn_of_region
 from pp_offload.errors import GroupStateError
 
 

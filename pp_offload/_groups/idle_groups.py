@@ -16,7 +16,7 @@ from torch import Size
 from pp_offload._common.processes import logger_of
 from pp_offload._core.eligibility import Eligibility
 from pp_offload._groups.plan import ChunkRecord
-from pp_offload._hooks.regions import was_warned_of
+from pp_offload._hooks import was_warned_of
 
 logger = logger_of(__name__)
 

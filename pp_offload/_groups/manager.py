@@ -33,7 +33,7 @@ from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
 from pp_offload._groups.step_line import Gain, log_gain
-from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
+from pp_offload._hooks import is_in_region, is_recomputing, warn_of_region
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
 from pp_offload.errors import GroupStateError, OffloadError

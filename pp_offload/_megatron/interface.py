@@ -21,8 +21,7 @@ from torch import Tensor
 
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
-from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
-from pp_offload._hooks.regions import PackHook, is_recomputing
+from pp_offload._hooks import HookScope, PackHook, exact_exit, is_recomputing, saving
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import GroupStateError
 

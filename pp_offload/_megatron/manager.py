@@ -22,8 +22,15 @@ from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._groups.manager import Manager
 from pp_offload._groups.plan import GroupBytes
-from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit, unpack
-from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
+from pp_offload._hooks import (
+    HookScope,
+    HookScopes,
+    PackHook,
+    exact_exit,
+    is_in_backward,
+    is_left_to_checkpoint,
+    unpack,
+)
 from pp_offload._megatron.chunk import ChunkOffloadHandler, GraphState
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.backends import Backend, Stream, check_backend

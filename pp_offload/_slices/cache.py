@@ -26,7 +26,7 @@ from torch import Tensor
 from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import queue_callback
 from pp_offload._core.statistics import OffloadStatistics
-from pp_offload._hooks.regions import is_in_backward
+from pp_offload._hooks import is_in_backward
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
 from pp_offload._slices.slices import Slice, stamp
 from pp_offload.errors import OffloadError

@@ -39,7 +39,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from pp_offload._common.torch_private import never_compiled, tree_leaves
-from pp_offload._hooks.regions import is_in_backward, is_recomputing
+from pp_offload._hooks import is_in_backward, is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import Exchange, Places

@@ -43,7 +43,7 @@ from torch.nn import Parameter
 from pp_offload._common.torch_private import neg_view, never_compiled, set_versions, top_hooks
 from pp_offload._core.geometry import Geometry, flat_bytes
 from pp_offload._core.saved import Resident, modified
-from pp_offload._hooks.regions import Chaining, is_in_backward
+from pp_offload._hooks import Chaining, is_in_backward
 from pp_offload._memory.addresses import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from pp_offload._common.checks import brief
-from pp_offload._hooks.hook_scopes import saving
+from pp_offload._hooks import saving
 from pp_offload._memory.addresses import has_storage
 from pp_offload.errors import OffloadError
 

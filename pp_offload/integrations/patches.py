@@ -29,8 +29,7 @@ from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leav
 from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, step_text
-from pp_offload._hooks.hook_scopes import HookScope, HookScopes, exact_exit
-from pp_offload._hooks.regions import PackHook, is_left_to_checkpoint
+from pp_offload._hooks import HookScope, HookScopes, PackHook, exact_exit, is_left_to_checkpoint
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError, SavedTensorModifiedError

@@ -35,6 +35,7 @@ from pp_offload import (
     OffloadActivations,
     OffloadError,
     PipelineOffloadManager,
+    _hooks,
     checkpoint_function,
     checkpoint_wrapper,
     offload_layers,
@@ -44,8 +45,7 @@ from pp_offload import (
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.torch_private import checkpoint_wrapper as torch_wrapper
 from pp_offload._common.torch_private import top_hooks
-from pp_offload._hooks import regions
-from pp_offload._hooks.regions import all_packs, is_in_backward, top_pack
+from pp_offload._hooks import all_packs, is_in_backward, top_pack
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.checkpointing import FullACParams, SelectiveOpACParams
 from pp_offload.testing import SimulatedBackend
@@ -107,7 +107,7 @@ PLACES = ("start", "middle", "end")
 
 @pytest.fixture(autouse=True)
 def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_warned", set())
+    monkeypatch.setattr(_hooks, "_warned", set())
 
 
 def by_functions(function: Function, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import GroupStateError, OffloadActivations, PipelineOffloadManager, offload_modules
-from pp_offload._hooks.regions import all_packs
+from pp_offload._hooks import all_packs
 from pp_offload.backends import CpuBackend
 
 Graph = tuple[Net, Tensor, Tensor]

@@ -49,8 +49,7 @@ from pp_offload import (
 from pp_offload._activations.context import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
-from pp_offload._hooks.hook_scopes import HookScope
-from pp_offload._hooks.regions import all_packs, top_pack
+from pp_offload._hooks import HookScope, all_packs, top_pack
 from pp_offload.backends import Backend, CpuBackend
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -135,7 +134,7 @@ def hooks_of_this_test_only() -> Iterator[None]:
 
 
 FILES = files(
-    *("_hooks/hook_scopes", "_hooks/regions", "_megatron/interface", "_megatron/manager"),
+    *("_hooks", "_megatron/interface", "_megatron/manager"),
     *("_activations/context", "_checkpoint/recompute", "modules", "offload_model", "_slices/*"),
 )
 

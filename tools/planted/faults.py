@@ -314,7 +314,7 @@ PACKAGE = {
         "_memory/disk_file:DiskFile.read_into", "!= extent.checksum", "is None", _BOUNDS
     ),
     "hooks stay where a forward is cut off": Fault(
-        "_hooks/hook_scopes:HookScope.leave",
+        "_hooks:HookScope.leave",
         "if top_pack() is self._pack or self._pack in all_packs():",
         "if failure is None:",
         _CUT_OFF,
