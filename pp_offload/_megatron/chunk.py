@@ -349,20 +349,17 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         return self.graphs.is_in_replay
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
-        """See :meth:`Chunk.close`; then compute may have to wait for earlier groups."""
+        """See :meth:`Chunk.close`; then compute waits until few enough groups are in flight."""
         super().close(group, released)
-        if group.state is GroupState.OFFLOADED and self.max_inflight_offloads is not None:
-            self._limit(group.name, self.max_inflight_offloads)
-
-    def _limit(self, name: str, most: int) -> None:
-        """Note the copies queued last; have compute wait until ``most`` groups are in flight."""
-        mover = self.offloader.engine.mover
+        most, mover = self.max_inflight_offloads, self.offloader.engine.mover
+        if group.state is not GroupState.OFFLOADED or most is None:
+            return
         with mover.lock:  # a backward on another thread removes finished copies
             queue = mover.in_flight.queue
             last = queue[-1].offloaded if queue else None
         if last is None:
             return
-        in_flight = self._in_flight[name]
+        in_flight = self._in_flight[group.name]
         in_flight.append(last)
         while len(in_flight) > most:
             self.offloader.engine.guarded(mover.wait_up_to, in_flight.popleft())

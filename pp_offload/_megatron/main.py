@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pp_offload._common.checks import check_all, count_problem
+from pp_offload._common.checks import check_count
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.chunk import MainChunkOffloadHandler
@@ -89,7 +89,7 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         """
         manager = the_manager()
         if pp_rank is not None:
-            check_all(count_problem("pp_rank", pp_rank))
+            check_count("pp_rank", pp_rank)
             plan = manager.config.offload_plan
             if plan is not None:
                 plan.rank(pp_rank)  # else the end of the step would raise, each time
@@ -133,7 +133,7 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
         name: str,
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
-        self._delay(group_hook, (name,), forced_released_tensors)
+        super().push_offload_groups(partial(group_hook, name), forced_released_tensors)
 
 
 _FACE = PipelineOffloadManager()

@@ -183,15 +183,12 @@ class PipelineOffloadManager(Manager):
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
         """Queue a commit for :meth:`flush_delayed_groups`. The queue keeps no tensor alive."""
-        self._delay(group_hook, (), forced_released_tensors)
+        tensors = checked_tensors("forced_released_tensors", forced_released_tensors)
+        self.offloader.delay(group_hook, tensors)
 
     def flush_delayed_groups(self) -> None:
         """Run the queued commits, in forward order."""
         self.offloader.commit_delayed()
-
-    def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
-        tensors = checked_tensors("forced_released_tensors", given)
-        self.offloader.delay(partial(hook, *names), tensors)
 
     # Hooks
 

@@ -86,7 +86,6 @@ class OnDevice:
         self._slice = run.slices[index]
         self._gradients = Gradients(run.cache.copies, self._slice.label)
         self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
-        self._loaded = loaded
         self._tensors: Sequence[Tensor] | None
         self._tensors = on_device(self._slice.parameters, loaded, self._gradients)
 
@@ -100,7 +99,7 @@ class OnDevice:
         """
         if self._tensors is None:
             return self._run.cache.locked(self._compute_again, call)
-        pack = self._pack() if saves and torch.is_grad_enabled() else None
+        pack = self._pack(self._tensors) if saves and torch.is_grad_enabled() else None
         return self._slice.compute(self._tensors, call, more, pack)
 
     def _compute_again(self, call: Callable[[], Any]) -> Any:
@@ -112,14 +111,14 @@ class OnDevice:
 
     def release(self, *, is_needed: bool = False) -> None:
         """Drop the device tensors. With ``is_needed``, note that backward will need the slice."""
-        self._loaded, self._tensors = (), None
+        self._tensors = None
         if is_needed and self._slice.parameters:
             self._run.needed.add(self._index)
 
-    def _pack(self) -> Chaining:
-        run, index, loaded = self._run, self._index, self._loaded
+    def _pack(self, tensors: Sequence[Tensor]) -> Chaining:
+        run, index = self._run, self._index
         places = {
-            tensor.untyped_storage()._cdata: i for i, tensor in enumerate(loaded) if tensor.numel()
+            tensor.untyped_storage()._cdata: i for i, tensor in enumerate(tensors) if tensor.numel()
         }
         outer = top_hooks(False)
 

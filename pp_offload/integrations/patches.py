@@ -23,7 +23,7 @@ from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.selective import same_version_counter, storages_of, written_arguments
-from pp_offload._common.checks import check_all, count_problem
+from pp_offload._common.checks import check_count
 from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leaves, tree_map
 from pp_offload._common.undo import UndoStack
@@ -76,7 +76,7 @@ class patch:  # noqa: N801  called as a function is
         backend: Backend | None = None,
     ) -> None:
         global _active
-        check_all(count_problem("min_offload_size", min_offload_size, 0, "bytes"))
+        check_count("min_offload_size", min_offload_size, unit="bytes")
         options = dict[str, Any](config=config, min_offload_size=min_offload_size, backend=backend)
         self._stash = ActivationStash(
             "save_on_cpu", max_tensors=MAX_TENSORS, has_limit=True, **options

@@ -97,12 +97,8 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         Work runs as outside: only the rules are simulated, not replay.
         """
         self.synchronize()
-        self._timeline.begin_capture(self._current)
-        try:
+        with self._timeline.captured(self._current):
             yield
-            self._timeline.check_joined(self._current)
-        finally:
-            self._timeline.end_capture()
 
     def new_stream(self, name: str) -> SimulatedStream:
         """Make another compute stream, unordered with others.

@@ -54,21 +54,15 @@ class SimulatedEvent:
         In the order ``late`` an event of a compute stream is seen only by synchronizing.
         """
         timeline = self.stream.timeline
-        with timeline.lock:
-            timeline.enter()
-            timeline.forbid_in_capture("an event is queried")
-            timeline.forbid_captured(self)
-            return self._is_seen()
-
-    def _is_seen(self) -> bool:
-        timeline = self.stream.timeline
         host = timeline.detector.host
-        if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.past):
-            return False
-        if self.is_reached():
+        with timeline.lock:
+            timeline.begin_question(self, "an event is queried")
+            if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.past):
+                return False
+            if not self.is_reached():
+                return False
             host.merge(self.past)
             return True
-        return False
 
     def synchronize(self) -> None:
         """Run everything before this point, and have the host wait for it.
@@ -83,9 +77,7 @@ class SimulatedEvent:
                 timeline.detector.thread_clock().merge(self.past)
             return
         with timeline.lock:
-            timeline.enter()
-            timeline.forbid_in_capture("an event is synchronized")
-            timeline.forbid_captured(self)
+            timeline.begin_question(self, "an event is synchronized")
             self.finish()
 
     def finish(self) -> None:
@@ -175,9 +167,22 @@ class Timeline:
         self._random = random.Random(seed)
         self.lock = threading.RLock()
 
-    def begin_capture(self, stream: SimulatedStream) -> None:
+    @contextmanager
+    def captured(self, origin: SimulatedStream) -> Iterator[None]:
+        """Capture a graph inside, on ``origin`` and the streams that join it.
+
+        Raises:
+            CaptureError: At the end, ``origin`` has not waited for all that was captured.
+        """
         self._num_captures += 1
-        self.capture = stream.capture = self._num_captures
+        self.capture = origin.capture = self._num_captures
+        try:
+            yield
+            self._check_joined(origin)
+        finally:
+            self.capture = 0
+            for stream in self.streams.values():
+                stream.capture = 0
 
     def join_capture(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Add ``stream`` to the capture of an event that it waits for.
@@ -199,24 +204,24 @@ class Timeline:
         if self.capture:
             raise CaptureError(f"{what} in {_capture(self.capture)}; expected it before or after")
 
-    def forbid_captured(self, event: SimulatedEvent) -> None:
-        """Raise :class:`CaptureError` if ``event`` was captured: it is not reached by capturing."""
+    def begin_question(self, event: SimulatedEvent, what: str) -> None:
+        """Begin a call that asks whether ``event`` is reached.
+
+        Raises:
+            CaptureError: A graph is captured, or ``event`` was: it is not reached by capturing.
+        """
+        self.enter()
+        self.forbid_in_capture(what)
         if event.capture:
             raise CaptureError(f"an event recorded in {_capture(event.capture)} is asked about")
 
-    def check_joined(self, origin: SimulatedStream) -> None:
-        """Raise :class:`CaptureError` if ``origin`` has not waited for all that was captured."""
+    def _check_joined(self, origin: SimulatedStream) -> None:
         for stream in self.streams.values():
             if stream.capture and not origin.clock.past.covers(stream.last_event().past):
                 raise CaptureError(
                     f"{_capture(self.capture)} ends, but stream {origin.clock.name} has not waited "
                     f"for stream {stream.clock.name}; expected it joined"
                 )
-
-    def end_capture(self) -> None:
-        self.capture = 0
-        for stream in self.streams.values():
-            stream.capture = 0
 
     def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
         """Make a stream, unordered with others.
