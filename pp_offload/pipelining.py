@@ -239,19 +239,16 @@ class AttachedSchedule:
 
 def _rank_of(stages: list[Any]) -> int:
     """Pipeline rank of the stages."""
-    return int(getattr(stages[0], "group_rank", 0))
+    return int(stages[0].group_rank)
 
 
 def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
     """Collect the known facts of a schedule that a plan's options also record."""
     kind = type(schedule)
-    facts = {
-        "num_microbatches": getattr(schedule, "_n_microbatches", None),
-        "num_ranks": getattr(stages[0], "group_size", None),
-    }
+    facts = {"num_microbatches": schedule._n_microbatches, "num_ranks": stages[0].group_size}
     if kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_"):
         facts["schedule"] = kind.__name__  # not for a list of actions, which is unnamed
-    return {name: fact for name, fact in facts.items() if fact is not None}
+    return facts
 
 
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
@@ -352,7 +349,7 @@ def backward_order(
 def _order_of(schedule: Any, stages: list[Any]) -> BackwardOrder:
     numbers = [stage.stage_index for stage in stages]
     late = [stage.stage_index for stage in stages if stage.is_first and not stage.dw_builder]
-    return backward_order(actions_of(schedule, stages[0].group_rank), numbers, late)
+    return backward_order(actions_of(schedule, _rank_of(stages)), numbers, late)
 
 
 class Action(NamedTuple):
