@@ -30,7 +30,8 @@ from pp_offload._common.text import size_text
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.eligibility import is_sharded
 from pp_offload._groups.plan import groups_sum
-from pp_offload._megatron.interface import run_in_group
+from pp_offload._hooks import PackHook, saving
+from pp_offload._megatron.interface import fine_grained_offloading_group_commit
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.checkpointing import is_inside_recomputed
 
@@ -57,8 +58,7 @@ class OffloadModulesHandle:
         self._is_removed = False
         self.modules = modules
         self.manager = PipelineOffloadManager.get_instance()
-        self._idle_groups = self.manager.idle_groups
-        self._idle_groups.expect(running)
+        self.manager.idle_groups.expect(running)
 
     def remove(self) -> None:
         """Take the groups off the model and its copies. A second call does nothing.
@@ -66,7 +66,7 @@ class OffloadModulesHandle:
         An open group is committed when its module's forward ends.
         """
         if not self._is_removed:
-            self._idle_groups.forget(self._running)
+            self.manager.idle_groups.forget(self._running)
         self._is_removed = True
         for group in self._groups:
             group.is_over = True  # also around copies of the model
@@ -241,8 +241,21 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.group.is_over:
             return self.__wrapped__(*args, **kwargs)
-        compute = partial(self.__wrapped__, *args, **kwargs)
-        return run_in_group(self.group.name, compute, partial(_keep_buffers, self._module))
+        name, manager = self.group.name, PipelineOffloadManager.get_instance()
+        chunk = manager.open_chunk("start", name)
+        if chunk is None or chunk.is_idle(name):
+            return self.__wrapped__(*args, **kwargs)
+        group = chunk.start(name)
+        try:
+            for buffer in self._module.buffers():  # each time: a copied or moved model has new ones
+                manager.offloader.engine.eligibility.residents.add(buffer)
+            output = saving(PackHook(group.pack), partial(self.__wrapped__, *args, **kwargs))
+        except BaseException as error:
+            group.has_failed = True
+            if isinstance(error, Exception):  # the program may handle it, and go on
+                fine_grained_offloading_group_commit(None, name)
+            raise
+        return fine_grained_offloading_group_commit(output, name)
 
 
 _COMPILED = "_compiled_call_impl"
@@ -268,13 +281,6 @@ def _groups_around(module: Module) -> list[_Group]:
     """List the groups of a module; for a copied module also groups whose handle was removed."""
     forwards = [vars(module).get(attribute) for attribute in ("forward", _COMPILED)]
     return [forward.group for forward in forwards if isinstance(forward, _Forward)]
-
-
-def _keep_buffers(module: Module) -> None:
-    """Keep buffers on the device at each forward: a copied or moved model has new buffers."""
-    residents = PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents
-    for buffer in module.buffers():
-        residents.add(buffer)
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:

@@ -12,7 +12,7 @@ A saved tensor refers to its group, so backward asks for no manager.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
-from pp_offload._hooks import HookScope, PackHook, exact_exit, is_recomputing, saving
+from pp_offload._hooks import HookScope, PackHook, exact_exit, is_recomputing
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import GroupStateError
 
@@ -139,23 +139,6 @@ def _record_and_join(event: Any) -> None:
 
 
 # A group around code
-
-
-def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]) -> Any:
-    """Return ``call()``, run as a group of this name; ``begun`` is called when the group opens."""
-    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
-    if chunk is None or chunk.is_idle(name):
-        return call()
-    group = chunk.start(name)
-    try:
-        begun()
-        output = saving(PackHook(group.pack), call)
-    except BaseException as error:
-        group.has_failed = True
-        if isinstance(error, Exception):  # the program may handle it, and go on
-            fine_grained_offloading_group_commit(None, name)
-        raise
-    return fine_grained_offloading_group_commit(output, name)
 
 
 class FineGrainedActivationOffloadingInterface:
