@@ -7,9 +7,7 @@ from pp_offload.fine_grained_activation_offload import (
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, own_rank
 from pp_offload._megatron.chunk import ChunkOffloadHandler, OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedActivationOffloadingInterface,
@@ -45,8 +43,7 @@ def debug_rank(message: str) -> None:
 
 def log_on_rank(message: str, rank: int) -> None:
     """Log ``message`` on this rank alone, as a warning."""
-    own_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if own_rank == rank:
+    if (own_rank() or 0) == rank:
         logger.warning("%s", message)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pp_offload._common.processes import logger_of
+from pp_offload._common.processes import logger_of, own_rank
 from pp_offload._common.text import format_table, size_cell, size_text
 from pp_offload._common.torch_private import default_store
 from pp_offload._groups.plan import GroupBytes, groups_sum
@@ -100,7 +100,7 @@ def print_offload_summary_table(
     """
     own = {"bytes": dict(total_offload_bytes), "more": dict(local_duplicate_summary or {})}
     rows = _gather(own, process_group)
-    if _rank(process_group) == 0:
+    if own_rank(process_group) in (None, 0):
         lines = [
             f"rank {rank}, {name}: {num} copies of what was copied before, {size_text(nbytes)}"
             for rank, row in enumerate(rows)
@@ -137,7 +137,7 @@ def _mib(nbytes: int) -> str:
 def _gather(
     row: Mapping[str, Any], process_group: dist.ProcessGroup | None
 ) -> list[Mapping[str, Any]]:
-    if not (dist.is_available() and dist.is_initialized()):
+    if own_rank() is None:
         return [dict(row)]
     _wait_for_all(dist.get_process_group_ranks(process_group))
     rows: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(process_group))]
@@ -179,9 +179,3 @@ def _wait_for_all(ranks: Sequence[int]) -> None:
             "summary_table() on each rank of the process group; call it outside of "
             "'if rank == 0', or summary_table(local=True), which needs no other rank"
         )
-
-
-def _rank(process_group: dist.ProcessGroup | None) -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(process_group)
-    return 0

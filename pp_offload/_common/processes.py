@@ -1,7 +1,7 @@
-"""The current process, its log and its garbage collector. Threads, copies in flight and files do
-not follow a fork.
+"""The current process: its number, rank, log and garbage collector.
 
-Owners of such resources note :func:`current`, and call :func:`check` before each use.
+Threads, copies in flight and files do not follow a fork. Owners of such resources note
+:func:`current`, and call :func:`check` before each use.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ def current() -> int:
     return HERE[0]
 
 
+def own_rank(process_group: dist.ProcessGroup | None = None) -> int | None:
+    """Return the rank of this process in a group; None without process groups."""
+    has_groups = dist.is_available() and dist.is_initialized()
+    return dist.get_rank(process_group) if has_groups else None
+
+
 def logger_of(name: str) -> logging.Logger:
     """Make a logger whose lines begin with the package, and the rank if there is one."""
     logger = logging.getLogger(name)
@@ -41,8 +47,8 @@ def logger_of(name: str) -> logging.Logger:
 
 
 def _name_rank(record: logging.LogRecord) -> bool:
-    has_rank = dist.is_available() and dist.is_initialized()
-    record.msg = f"pp_offload{f' [rank {dist.get_rank()}]' if has_rank else ''}: {record.msg}"
+    rank = own_rank()
+    record.msg = f"pp_offload{'' if rank is None else f' [rank {rank}]'}: {record.msg}"
     return True
 
 
