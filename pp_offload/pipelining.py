@@ -8,9 +8,9 @@ actions, so prefetch is right from the first step; without such a list the first
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from pp_offload._common.checks import brief
@@ -104,8 +104,8 @@ class AttachedSchedule:
             raise
 
     def _attach(self, groups: Patterns | None, config: OffloadConfig | None) -> None:
-        manager = self.manager
-        self._undo.set(self._schedule, _ATTACHED, self)
+        manager, undo = self.manager, self._undo
+        undo.set(self._schedule, _ATTACHED, self)
         plan = (config or manager.config).offload_plan
         if plan is not None:
             plan.rank(self._stages[0].group_size - 1)  # on each rank: all know what the last lacks
@@ -116,16 +116,16 @@ class AttachedSchedule:
         facts = _facts_of(self._schedule, self._stages)
         manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
         self._split = self._order.split_backward(manager.config)
-        self._undo.add(self._leave_manager)
+        undo.add(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
         for vp_stage, stage in enumerate(self._stages):
-            self._undo.set(stage, _ATTACHED, self)
-            self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
-            backward = functools.partial(self._backward, vp_stage, BackwardPass.INPUT)
-            self._wrap(stage, "backward_one_chunk", backward)
-            backward = functools.partial(self._backward, vp_stage, BackwardPass.WEIGHT)
-            self._wrap(stage, "backward_weight_one_chunk", backward)
-        self._wrap(self._schedule, "step", self._step)
+            undo.set(stage, _ATTACHED, self)
+            undo.wrap(stage, "forward_one_chunk", partial(self._forward, vp_stage))
+            backward = partial(self._backward, vp_stage, BackwardPass.INPUT)
+            undo.wrap(stage, "backward_one_chunk", backward)
+            backward = partial(self._backward, vp_stage, BackwardPass.WEIGHT)
+            undo.wrap(stage, "backward_weight_one_chunk", backward)
+        undo.wrap(self._schedule, "step", self._step)
 
     def detach(self) -> None:
         """Restore the schedule and the modules. A second call does nothing."""
@@ -179,15 +179,6 @@ class AttachedSchedule:
             for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
                 if tensor not in residents:
                     residents.add(tensor)
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        inner = getattr(owner, name)
-
-        @functools.wraps(inner)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(inner, *args, **kwargs)
-
-        self._undo.set(owner, name, wrapper)
 
     def _forward(
         self,

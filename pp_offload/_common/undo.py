@@ -1,15 +1,16 @@
 """Calls that undo what was done.
 
 undo = UndoStack()
-undo.set(owner, "name", value)  # an attribute
-undo.add(restore, owner)        # before a change itself, so that no interrupt comes between
-undo.run()                      # the last first; after an interrupt, call it again
+undo.set(owner, "name", value)   # an attribute
+undo.wrap(owner, "step", timed)  # a method: timed(step, *args) is called in its place
+undo.add(restore, owner)         # before a change itself, so that no interrupt comes between
+undo.run()                       # the last first; after an interrupt, call it again
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 
@@ -29,6 +30,16 @@ class UndoStack:
         else:  # it has that of a class, or none
             self.add(_remove, owner, name)
         setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Call ``around`` in place of a method, with the method first, until :meth:`run`."""
+        inner = getattr(owner, name)
+
+        @wraps(inner)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(inner, *args, **kwargs)
+
+        self.set(owner, name, wrapper)
 
     def run(self) -> None:
         while self._calls:

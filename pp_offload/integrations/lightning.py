@@ -7,7 +7,6 @@ The callback acts after strategies have wrapped and sharded the module.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from pp_offload._common.undo import UndoStack
@@ -26,8 +25,6 @@ except ImportError:
             "neither lightning nor pytorch_lightning is installed; "
             "pip install 'pp_offload[lightning]'"
         ) from missing
-
-WRAPPED = "training_step"
 
 
 class ActivationOffload(Callback):
@@ -74,15 +71,13 @@ class ActivationOffload(Callback):
         self._undo.run()
         self._offload = offload = offload_of(pl_module, *self._wanted)
         self._figures, self._last_step = Figures(offload.statistics), trainer.global_step
-        inner = getattr(pl_module, WRAPPED)
 
-        @functools.wraps(inner)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
+        def training_step(inner: Any, *args: Any, **kwargs: Any) -> Any:
             with offload.forward(trainer.global_step):
                 return inner(*args, **kwargs)
 
         self._undo.add(offload.close)
-        self._undo.set(pl_module, WRAPPED, training_step)
+        self._undo.wrap(pl_module, "training_step", training_step)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
