@@ -18,7 +18,7 @@ MOST_LINES = {
     "_hooks": 400,
     "_megatron": 1250,
     "_memory": 1400,
-    "_slices": 1600,
+    "_slices": 1500,
     "backends": 750,
     "cli": 1150,
     "compat": 150,
