@@ -255,7 +255,7 @@ def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
 
 def _check_free(stages: list[Any]) -> None:
     for stage in stages:
-        if _ATTACHED in getattr(stage, "__dict__", {}):
+        if _ATTACHED in vars(stage):
             raise OffloadError(
                 f"stage {stage.stage_index} is attached through another schedule; detach() "
                 "the handle of that schedule first"
