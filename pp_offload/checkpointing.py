@@ -208,6 +208,9 @@ def _begin(recompute: Recompute, module: Module, inputs: Any) -> None:
     recompute.begin()
 
 
+# Named layers, as a whole
+
+
 class RecomputedLayers:
     """Undoes :func:`recompute_layers`; ``recompute.counts`` say what was done so far."""
 
@@ -294,6 +297,9 @@ def _check_layer(model: Module, name: str, names: Collection[str]) -> None:
     around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
     if any(isinstance(module, CheckpointWrapper) for module in (*around, *layer.modules())):
         raise ValueError(f"{name!r} has a checkpoint already, expected none; choose one of the two")
+
+
+# Single calls and modules
 
 
 def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Recompute:

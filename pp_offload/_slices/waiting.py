@@ -185,6 +185,9 @@ def waiting_parameters(
     return waiting
 
 
+# Moves
+
+
 def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> None:
     """Move parameters to host memory from which the device can copy beside compute.
 
