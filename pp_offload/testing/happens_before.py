@@ -5,8 +5,8 @@ The host has a clock too: work that it has seen finish comes before all work it 
 accesses to the same bytes, of which one writes and one is a copy, must be ordered by these clocks.
 They are checked when they are issued, so a run that was right by luck is an error all the same.
 
-    history = detector.see(tensor.untyped_storage(), stream.clock, is_host=False)
-    detector.access(stream.clock, history, tensor, "read", "attn")  # raises RaceError
+    history = detector.see(tensor.untyped_storage(), stream, is_host=False)
+    detector.access(stream, history, tensor, "read", "attn")  # raises RaceError
 
 Conflicts between two compute operations are out of scope and not reported.
 """
@@ -117,7 +117,7 @@ class Access(NamedTuple):
 
 
 class StreamClock:
-    """Vector clock of a stream, and the stream's name."""
+    """Base of a stream: its name, and the vector clock of what precedes its next work."""
 
     def __init__(self, name: str, *, is_copy: bool) -> None:
         self.name = name

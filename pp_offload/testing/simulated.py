@@ -123,7 +123,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         """
         assert isinstance(stream, SimulatedStream) and stream.is_copy
         self._timeline.enter()
-        stream.clock.advance(self._timeline.detector.host)
+        stream.advance(self._timeline.detector.host)
         pairs = list(zip(targets, sources, strict=True))
         for target, source in pairs:
             self._check_copy(stream, source, "read", label, is_host=stream is self.h2d)
@@ -144,7 +144,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
             raise no_memory_in_captures(nbytes)
         with unwatched():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(POISON)
-        self._timeline.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
+        self._timeline.detector.see(buffer.untyped_storage(), self._current, is_host=True)
         return buffer
 
     def activate(self) -> AbstractContextManager[object]:
@@ -164,8 +164,8 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
     ) -> None:
         detector = self._timeline.detector
-        history = detector.see(tensor.untyped_storage(), self._current.clock, is_host=is_host)
-        detector.access(stream.clock, history, tensor, kind, label)
+        history = detector.see(tensor.untyped_storage(), self._current, is_host=is_host)
+        detector.access(stream, history, tensor, kind, label)
 
 
 class Watch(TorchDispatchMode):
@@ -202,21 +202,21 @@ class Watch(TorchDispatchMode):
         self, schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self._timeline.enter()
-        detector, clock = self._timeline.detector, self._live().clock
-        touched = [  # all made before this operator, which the clock does not know yet
-            (detector.see(storage, clock, is_host=False), tensor, kind)
+        detector, stream = self._timeline.detector, self._live()
+        touched = [  # all made before this operator, which the stream does not know yet
+            (detector.see(storage, stream, is_host=False), tensor, kind)
             for value, kind in schema.operands(args, kwargs)
             for tensor, storage in _with_bytes(value)
         ]
-        clock.advance(detector.host)
+        stream.advance(detector.host)
         for history, tensor, kind in touched:
-            detector.access(clock, history, tensor, kind, schema.label)
+            detector.access(stream, history, tensor, kind, schema.label)
 
     def _see_outputs(self, outputs: Any) -> None:
         """Note which stream made each storage."""
-        clock = self._live().clock
+        stream = self._live()
         for _, storage in _with_bytes(outputs):
-            self._timeline.detector.see(storage, clock, is_host=False)
+            self._timeline.detector.see(storage, stream, is_host=False)
 
 
 def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:

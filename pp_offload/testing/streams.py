@@ -86,19 +86,15 @@ class SimulatedEvent:
         self.stream.timeline.detector.host.merge(self.past)
 
 
-class SimulatedStream:
+class SimulatedStream(StreamClock):
     """A compute stream, which the host runs at once, or a copy stream, which has a queue."""
 
-    def __init__(self, timeline: Timeline, clock: StreamClock) -> None:
+    def __init__(self, timeline: Timeline, name: str, *, is_copy: bool) -> None:
+        super().__init__(name, is_copy=is_copy)
         self.timeline = timeline
-        self.clock = clock
         self.queue: deque[QueuedCopy | SimulatedEvent] = deque()
         self.num_done = 0
         self.capture = 0
-
-    @property
-    def is_copy(self) -> bool:
-        return self.clock.is_copy
 
     def wait_event(self, event: Event) -> None:
         """Order all later work of this stream after ``event``; compute makes its copies run."""
@@ -108,7 +104,7 @@ class SimulatedStream:
         with self.timeline.lock:
             self.timeline.enter()
             self.timeline.join_capture(self, event)
-            self.clock.past.merge(event.past)
+            self.past.merge(event.past)
             if not self.is_copy:
                 self.timeline.force(event)
             elif not event.is_reached():
@@ -127,7 +123,7 @@ class SimulatedStream:
 
     def last_event(self) -> SimulatedEvent:
         """Make an event after everything queued so far, for the simulator's own use."""
-        past = self.clock.past.merged(self.timeline.detector.host)
+        past = self.past.merged(self.timeline.detector.host)
         return SimulatedEvent(self, self.num_done + len(self.queue), past)
 
     def synchronize(self) -> None:
@@ -194,7 +190,7 @@ class Timeline:
             return
         if stream.capture or event.capture != self.capture:
             raise CaptureError(
-                f"stream {stream.clock.name}, in {_capture(stream.capture)}, waits for an event "
+                f"stream {stream.name}, in {_capture(stream.capture)}, waits for an event "
                 f"recorded in {_capture(event.capture)}; expected one of the same capture"
             )
         stream.capture = event.capture
@@ -217,10 +213,10 @@ class Timeline:
 
     def _check_joined(self, origin: SimulatedStream) -> None:
         for stream in self.streams.values():
-            if stream.capture and not origin.clock.past.covers(stream.last_event().past):
+            if stream.capture and not origin.past.covers(stream.last_event().past):
                 raise CaptureError(
-                    f"{_capture(self.capture)} ends, but stream {origin.clock.name} has not waited "
-                    f"for stream {stream.clock.name}; expected it joined"
+                    f"{_capture(self.capture)} ends, but stream {origin.name} has not waited "
+                    f"for stream {stream.name}; expected it joined"
                 )
 
     def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
@@ -231,7 +227,7 @@ class Timeline:
         """
         if name in self.streams:
             raise ValueError(f"stream {name!r} exists; expected a new name")
-        stream = SimulatedStream(self, StreamClock(name, is_copy=is_copy))
+        stream = SimulatedStream(self, name, is_copy=is_copy)
         self.streams[name] = stream
         return stream
 
