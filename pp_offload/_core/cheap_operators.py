@@ -259,6 +259,23 @@ OPERATORS = {
 """Operators by type of node; only nodes that torch makes for its own operators."""
 
 
+IDENTITIES = frozenset(
+    """megatron.core.tensor_parallel.mappings._CopyToModelParallelRegion
+    torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction
+    torch.nn.modules._functions.BackwardHookFunction""".split()
+)
+"""Functions whose outputs are views of all of their inputs; they act in backward alone."""
+
+
+def behind(edge: tuple[Any, int]) -> tuple[Any, int]:
+    """Return the edge by which the tensor came to functions that only hand it on, if to any."""
+    node, index = edge
+    function = getattr(node, "_forward_cls", None)
+    if function is None or f"{function.__module__}.{function.__name__}" not in IDENTITIES:
+        return edge
+    return behind(node.next_functions[index])
+
+
 def identity_of(node: Any) -> object:
     """Return an object for this node alone, as long as it lives. Numbers of nodes repeat on other
     threads, and Python objects of nodes come and go.

@@ -56,6 +56,7 @@ from pp_offload._core.cheap_operators import (
     Guess,
     Made,
     Number,
+    behind,
     identity_of,
     require,
     viewed,
@@ -84,11 +85,12 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
     """
     if tensor._version:
         return None  # the node does not have the value it was before
-    node: Any = tensor.grad_fn
-    kind = type(node)
-    if kind not in _TORCH_NODES:
-        return None
-    index, operator = tensor.output_nr, OPERATORS.get(kind)
+    node, index = tensor.grad_fn, tensor.output_nr
+    if type(node) not in _TORCH_NODES:
+        node, index = behind((node, index))
+        if type(node) not in _TORCH_NODES:
+            return None
+    operator = OPERATORS.get(type(node))
     if operator is None:
         return None, index, identity_of(node)
     if index and not operator.is_view:

@@ -25,6 +25,7 @@ from pp_offload._core.cheap_operators import (
     Guess,
     Number,
     attributes_of,
+    behind,
     call_of,
     identity_of,
     kind_of,
@@ -120,7 +121,7 @@ class Search:
         views = []
         while (operator := operator_of(root[0])) is not None and operator.is_view:
             views.append(root)
-            root = root[0].next_functions[0]
+            root = behind(root[0].next_functions[0])
         if operator is None or root[1] != 0 or not storage.nbytes():
             return None
         first = members[0].here
@@ -209,6 +210,7 @@ class Walk:
 
     def input(self, node: Any, name: str, edge: Any) -> Any:
         """Return the term of an input that comes to a node by ``edge`` and is saved as ``name``."""
+        edge = behind(edge)
         if name == PARAMETER:
             if type(edge[0]) is not _LEAF or not is_of_parameter(edge[0]):
                 return UNKNOWN
@@ -396,7 +398,7 @@ def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:
     flat = storage_bytes(tensor)
     if flat is None or node is None or not node.next_functions[0][0]:
         return UNKNOWN
-    before, index = node.next_functions[0]
+    before, index = behind(node.next_functions[0])
     kinds = type(node), type(before)
     walk.kind += kinds
     if kinds[0] is _CAST and tensor.dtype is torch.float32:

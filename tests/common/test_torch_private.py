@@ -40,7 +40,9 @@ SOURCES = {
     "distributed/pipelining/schedules.py": "_n_microbatches _stage _stages _load_csv",
     "distributed/pipelining/stage.py": "_prepare_backward_infra _prepare_forward_infra",
     "distributed/fsdp/fully_sharded_data_parallel.py": "_fsdp_wrapped_module",
+    "distributed/fsdp/_fully_shard/_fsdp_param_group.py": "RegisterPostBackwardFunction",
     "_dynamo/eval_frame.py": "_orig_mod",
+    "autograd/function.py": "_forward_cls",
 }
 """Private attributes of other objects, which are looked for in the source of torch."""
 

@@ -24,6 +24,7 @@ from helpers.ranks import WORKERS, run_ranks
 
 import pp_offload
 from pp_offload import CpuBackend, fine_grained_activation_offload, use_backend
+from pp_offload._core.cheap_operators import IDENTITIES
 from pp_offload.compat import megatron
 
 Table = dict[str, dict[str, tuple[str, str]]]
@@ -373,6 +374,14 @@ def test_its_own_schedules(world: int, expected: dict[str, str], tmp_path: Path)
             assert facts["reloaded"] > 0 and facts["offloaded"] > 0
             assert set(facts["groups"]) == GROUPS
             assert facts["live"] == facts["in_use"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("megatron_core")
+def test_recipes_look_behind_functions_that_are_there() -> None:
+    for path in IDENTITIES:
+        module, _, name = path.rpartition(".")
+        assert issubclass(getattr(import_module(module), name), torch.autograd.Function)
 
 
 @pytest.mark.slow

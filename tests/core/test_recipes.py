@@ -24,6 +24,7 @@ from helpers.sessions import (
 from helpers.sessions import group as group_alone
 from helpers.threaded import at_once
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -39,6 +40,7 @@ BIAS = nn.Parameter(drawn(COLUMNS, seed=2))
 FROZEN = nn.Parameter(drawn(COLUMNS, seed=3), requires_grad=False)
 
 Make = Callable[[Tensor, Tensor], Tensor]
+hand_on: Any = BackwardHookFunction.apply
 
 
 def rms(a: Tensor, b: Tensor) -> Tensor:
@@ -150,6 +152,15 @@ OPERATORS: dict[str, Make] = {
     "of all columns": lambda a, b: F.silu(a[:, :COLUMNS]),
     "of one unbound": lambda a, b: F.silu(a.unbind()[2]),
 }
+
+
+def hooked(make: Make) -> Make:
+    """As modules with hooks for their backward, or sharded modules, hand tensors on."""
+    return lambda a, b: hand_on(make(*hand_on(a, b)))[0]
+
+
+for name in ("tanh", "deep", "cat", "layer norm", "expanded", "of a reshaped", "of an expert"):
+    OPERATORS[f"{name} of hooked modules"] = hooked(OPERATORS[name])
 
 OF_BFLOAT16: dict[str, Make] = {
     "wider": lambda a, b: a.float(),
