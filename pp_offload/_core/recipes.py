@@ -219,16 +219,13 @@ class Recipes:
 
     Attributes:
         is_planned: Whether a plan may choose which groups stay.
-        may_reach: Whether recipes may need what earlier groups saved. False with a disk: from
-            there it could come back too late.
         refuses_gaps: Whether recipes no longer pass tensors whose version nobody compares, as one
             was changed in place.
     """
 
     def __init__(self, mover: Any, eligibility: Eligibility) -> None:
         self.mover, self.eligibility = mover, eligibility
-        self.may_reach, self.is_planned = mover.tier.disk is None, True
-        self.refuses_gaps = False
+        self.is_planned, self.refuses_gaps = True, False
         self._proofs: dict[Any, Any] = {}
         """By kind: the eps of a norm, None without one, _REFUSED, or how many proved nothing."""
 

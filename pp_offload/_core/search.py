@@ -310,7 +310,7 @@ class Walk:
         group, recipes = self._search.group, self._search.recipes
         earlier, tensor = saved.group, saved.tensor
         is_closed = earlier.engine is group.engine and earlier.state is not earlier.state.OPEN
-        if not is_closed or not recipes.may_reach or saved.wrapper is not None:
+        if not is_closed or saved.wrapper is not None:
             return UNKNOWN
         if saved.recipe is not None:
             return self._recipe_of(saved)
@@ -323,6 +323,8 @@ class Walk:
         batch = saved.batch
         if batch.mover is not recipes.mover or saved.index in batch.changed:
             return UNKNOWN
+        if batch.passage is not None or batch.write is not None:
+            return UNKNOWN  # it could come back too late from the disk
         if batch.sizes[saved.index] > self._most_bytes:
             return UNKNOWN
         self.kind += batch.specs[saved.index][1], kind_of(_geometry(saved))

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -367,8 +368,8 @@ def test_an_input_whose_storage_its_owner_has_emptied() -> None:
 
 
 @pytest.mark.parametrize("kind", ["late", "threads"])
-def test_an_input_that_left_with_an_earlier_group(kind: str) -> None:
-    """But not one that is computed there, which is copied."""
+def test_an_input_that_left_with_an_earlier_group(kind: str, tmp_path: Path) -> None:
+    """But not one that is computed there, which is copied, or that only a disk has."""
 
     def run(is_on: bool) -> list[Tensor]:
         x = drawn(ROWS, COLUMNS).requires_grad_()
@@ -381,6 +382,10 @@ def test_an_input_that_left_with_an_earlier_group(kind: str) -> None:
     check(run, kind)
     check(run, kind, prefetch_bytes=0, max_in_flight_bytes=0)
     assert copied(run, "cheap") == saved_bytes(4)  # x, its sine, b, and c
+    disk: dict[str, Any] = {"tiers": ("host", "disk"), "disk_dir": tmp_path}
+    check(run, kind, **disk)
+    assert copied(run, "cheap", **disk) == saved_bytes(4)
+    assert copied(run, "cheap", **disk | {"tiers": ("disk",)}) == saved_bytes(5)
 
 
 def test_an_output_that_was_changed_in_place_is_not_computed_again() -> None:
