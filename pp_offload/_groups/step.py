@@ -89,9 +89,10 @@ class StepRecord:
     def begin_backward(self, chunk: Chunk) -> None:
         """Note that backward reached ``chunk``; the chunk before it may be over."""
         before, self.in_backward = self.in_backward, chunk
-        if not self._backward:  # memory is highest when the first backward begins
-            self._live_at_peak = frozenset(self._forward)
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
+            live = [key for key in self._forward if self._is_in_flight(key)]
+            if len(live) > len(self._live_at_peak):
+                self._live_at_peak = frozenset(live)
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
         if before is not None and before is not chunk:
@@ -236,6 +237,7 @@ class StepRecord:
             chunk.reset()
         self._forward.clear()
         self._weight_passes.clear()
+        self._live_at_peak = frozenset()
         self._numbers.clear()
         self.smallest_numel = None
         self._is_partly_forgotten = False

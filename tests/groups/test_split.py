@@ -105,6 +105,10 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
             before, peak.nbytes = manager.statistics(), 0
             assert_right(manager, on, off, step, delay)
             steps.append(manager.statistics().since(before))
+        at_peak = sum(each.saved for each in manager.step.summary.values())
+        records = [record.group_bytes.values() for record in manager.step.records()]
+        in_all = sum(each.saved for record in records for each in record)
+    assert at_peak * MICROBATCHES == in_all * (3 + delay), "those that wait for W are in flight"
     on_demand = [step.on_demand_reloads for step in steps]
     assert on_demand[0] > 0, "of the first microbatch nothing is known"
     assert on_demand[2:] == [0, 0]
