@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import NoOpManager, OffloadActivations
-from pp_offload._activations.output_head import (
+from pp_offload._common import processes
+from pp_offload.activations import (
     get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._common import processes
 from pp_offload.backends import Backend
 from pp_offload.simulate import VirtualBackend
 from pp_offload.testing import SimulatedBackend

@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.nn import Module
 
-from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind
 from pp_offload._core.statistics import STATES, OffloadStatistics
 from pp_offload._groups.manager import Manager
+from pp_offload.activations import get_lora_act_offloading_ctx_manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.modules import Patterns, offload_modules

@@ -20,7 +20,6 @@ from torch.nn import Module, Parameter
 from torch.utils.checkpoint import CheckpointPolicy, get_device_states
 
 from pp_offload._activations.context import OffloadActivations
-from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.selective import same_version_counter, storages_of, written_arguments
 from pp_offload._common.checks import check_count
@@ -30,6 +29,7 @@ from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics, step_text
 from pp_offload._hooks import HookScope, HookScopes, PackHook, exact_exit, is_left_to_checkpoint
+from pp_offload.activations import get_lora_act_offloading_ctx_manager
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError, SavedTensorModifiedError

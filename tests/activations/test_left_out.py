@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from pp_offload._activations.context import OffloadActivations, exclude, is_excluded
-from pp_offload._activations.output_head import (
+from pp_offload.activations import (
     find_head,
     get_lora_act_offloading_ctx_manager,
     unwrapped,
