@@ -226,23 +226,6 @@ def test_wrong_flags_are_explained(script: str, capsys: pytest.CaptureFixture[st
         assert message in f"{stopped.value.code} {errors}", flags
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("checkpoint_and_offload.py", CHECKPOINT),
-        ("offload_model.py", OFFLOAD_MODEL),
-        ("finetune_lora.py", FINETUNE),
-        ("stream_layers.py", STREAM),
-        ("simulate_llama.py", "--quick"),
-        ("plan_llama.py", PLAN),
-    ],
-)
-def test_it_runs_as_a_script(script: str, flags: str) -> None:
-    output = run_example(script, *flags.split()).stdout
-    assert EQUAL in output or len(rows_of(output)) == 2
-
-
 # Benchmarks
 
 BENCHMARKS = ROOT / "benchmarks"
