@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from torch.nn import Parameter
 from pp_offload._common.torch_private import neg_view, never_compiled, set_versions, top_hooks
 from pp_offload._core.geometry import Geometry, flat_bytes
 from pp_offload._core.saved import Resident, modified
-from pp_offload._hooks import Chaining, is_in_backward
+from pp_offload._hooks import Chaining, is_in_backward, unpack
 from pp_offload._memory.addresses import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
@@ -123,13 +123,17 @@ class OnDevice:
         outer = top_hooks(False)
 
         @never_compiled
-        def pack(tensor: Tensor) -> ParameterReference | Resident | Chained:
+        def pack(tensor: Tensor) -> Any:
             if has_storage(tensor):
                 place = places.get(tensor.untyped_storage()._cdata)
                 if place is not None:
                     run.needed.add(index)
                     return ParameterReference(run, index, place, tensor)
-            return Resident(tensor) if outer is None else Chained(tensor, *outer)
+            if outer is None:
+                return Resident(tensor)
+            packed = outer[0](tensor)
+            # Recipes look for our own objects in the nodes, so nothing is put around them.
+            return packed if outer[1] is unpack else Chained(packed, outer[1])
 
         chaining = Chaining(pack)
         chaining.outer = None if outer is None else outer[0]
@@ -172,20 +176,15 @@ def check_unchanged(parameter: Parameter, then: tuple[int, int], label: str) -> 
         )
 
 
-class Chained:
-    """Another saved tensor, as the hooks around the model packed it."""
+class Chained(NamedTuple):
+    """A tensor that hooks of other code around the model packed, and their unpack hook."""
 
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(
-        self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-    ) -> None:
-        self._packed = pack(tensor)
-        self._unpack = unpack
+    packed: Any
+    hook: Callable[[Any], Tensor]
 
     @never_compiled
     def unpack(self) -> Tensor:
-        return self._unpack(self._packed)
+        return self.hook(self.packed)
 
 
 class Gradients:

@@ -18,9 +18,12 @@ from helpers.sliced import (
     ROWS,
     WIDTH,
     Offload,
+    Square,
     as_slices,
+    both_ways,
     each_way,
     first_in_first_out,
+    input_for,
     inputs_for,
     mlp,
     one_by_one,
@@ -95,6 +98,24 @@ def test_inside_other_hooks(activations: OffloadActivations, offload: Offload) -
     activation = ROWS * WIDTH * 4
     assert statistics.bytes_offloaded >= (0 if offload is run_again else 9 * 3 * activation)
     assert statistics.bytes_offloaded % activation == 0, "no parameter is among them"
+
+
+@on_two_backends
+@both_ways
+def test_activations_are_computed_again_as_without(active: Backend, offload: Offload) -> None:
+    """Recipes recognize saved tensors, whose hooks are around those for parameters."""
+    layers = nn.Sequential(*(nn.Sequential(Square(), nn.GELU(), Square()) for _ in range(4)))
+    results, moved_bytes = [], []
+    for model in plain_and_offloaded(layers, offload, active)[:2]:
+        activations = OffloadActivations(min_offload_size=1, backend=active)
+        with activations:
+            y = model(input_for(active))
+        y.sum().backward()
+        results.append([y.detach().cpu(), *state(model)])
+        statistics = activations.statistics()
+        moved_bytes.append((statistics.bytes_computed_again, statistics.bytes_offloaded))
+    assert same_bits(*results)
+    assert moved_bytes[0] == moved_bytes[1] and moved_bytes[0][0] >= 3 * ROWS * WIDTH * 4
 
 
 @pytest.mark.parametrize(
