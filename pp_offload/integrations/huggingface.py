@@ -88,11 +88,7 @@ class OfModel:
             self.prepare(None, None)  # reports an error in the options now
 
     def prepare(self, args: Any, model: Module | None) -> Any:
-        """Return the offload of a model; make it for a new model.
-
-        Raises:
-            ValueError: The choice is neither True nor False, nor a word, nor a mapping of options.
-        """
+        """Return the offload of a model; make it for a new model."""
         name, chosen = self._name, self._wanted
         if chosen is None:
             name, chosen = f"{name} of the trainer's arguments", getattr(args, name, True)
@@ -226,9 +222,7 @@ class LayerOffloadingMixin(TrainerMixin):
         kwargs: Further arguments of the trainer.
 
     Raises:
-        TypeError: An option is unknown; or a trainer is before this one among the bases of a class.
-        ValueError: The value of an option is invalid; or the choice whether anything is offloaded
-            is neither True nor False.
+        TypeError, ValueError: As :class:`ActivationOffloadingMixin` does.
 
     Source: axolotl ``LayerOffloadingMixin``.
     """
@@ -237,8 +231,13 @@ class LayerOffloadingMixin(TrainerMixin):
         self, *args: Any, layer_offloading: Mapping[str, Any] | bool | None = None, **kwargs: Any
     ) -> None:
         self._layers = OfModel("layer_offloading", layer_offloading, _make_layers)
-        super().__init__(*args, **kwargs)
-        self._offload_layers()
+        try:
+            super().__init__(*args, **kwargs)
+            self._offload_layers()
+        except BaseException:
+            if self._layers.made is not None:  # no caller gets the handle
+                self._layers.made.close()
+            raise
 
     @property
     def layer_offload(self) -> OffloadedLayers | None:
@@ -246,8 +245,7 @@ class LayerOffloadingMixin(TrainerMixin):
         return self._layers.made
 
     def _offload_layers(self) -> None:
-        args, model = self.args, getattr(self, "model", None)  # type: ignore[attr-defined]
-        self._layers.prepare(args, model)
+        self._layers.prepare(self.args, getattr(self, "model", None))  # type: ignore[attr-defined]
 
     def _move_model_to_device(self, model: Module, device: Any) -> None:
         """Offload the layers, and move the rest as the trainer does."""
