@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pp_offload._common.checks import check_count, check_flag, check_kind, near
 from pp_offload._slices.cache import SliceCache
-from pp_offload._slices.offloaded_layers import OffloadedLayers, install, offloaded_in
+from pp_offload._slices.offloaded_layers import OffloadedLayers, install
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.waiting import check_device, check_waiting, waiting_parameters
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
-from pp_offload.errors import OffloadError
 from pp_offload.modules import matching
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -40,6 +39,8 @@ def offload_layers(
     config: OffloadConfig | None = None,
 ) -> OffloadedLayers:
     """Keep parameters of a model's layers on the host, and load each layer when it computes.
+
+    A call for layers that wait already closes their earlier handle.
 
     Args:
         model: Changed in place. Parameters outside the layers, and all buffers, move to the device.
@@ -62,7 +63,6 @@ def offload_layers(
             or share memory, or belong to RNNs, TorchScript or hooks that compute weights; the model
             is a ``DistributedDataParallel``.
         TypeError: An argument is of another kind.
-        OffloadError: Layers wait on the host already.
 
     Source: the idea of axolotl's ``layer_offloading``.
     """
@@ -72,7 +72,7 @@ def offload_layers(
     backend = _backend(model, device, backend)
     containers = _containers(model, layers)
     named = _layers_of(containers)
-    _check_model(model, named)
+    _check_model(model)
     check_count("num_resident", num_resident, least=1)
     waiting = waiting_parameters(model, named, frozen_only=frozen_only)
     check_waiting(model, named, waiting)
@@ -178,16 +178,10 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
     return layers
 
 
-def _check_model(model: Module, layers: dict[str, Module]) -> None:
+def _check_model(model: Module) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
             "is; expected a plain module; call offload_layers() before it is wrapped, which works "
             "where all parameters are on one device"
-        )
-    taken = [name for name, layer in layers.items() if offloaded_in(layer)]
-    if taken:
-        raise OffloadError(
-            f"layers {taken} wait on the host already; expected each to be given once; close() the "
-            "handle that came first"
         )

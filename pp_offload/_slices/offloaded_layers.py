@@ -192,7 +192,7 @@ class StreamedForward:
     def __init__(self, handle: OffloadedLayers, number: int, layer: Module, places: Places) -> None:
         self.places = places
         self.number = number
-        self._handle = handle
+        self.handle = handle
         self._layer = layer
         self._own: Callable[..., Any] | None = vars(layer).get("forward")
         self._is_closed = False
@@ -207,7 +207,7 @@ class StreamedForward:
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))):
-            self._handle._is_reentrant = True
+            self.handle._is_reentrant = True
         return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
 
     def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
@@ -221,7 +221,7 @@ class StreamedForward:
             # A checkpoint around the layer matches saved tensors by position, so if a backward in
             # the forward runs the layer again, references are saved again.
             return self._arrived.compute(call, saves=saves and is_recomputing())
-        return self._handle._cache.locked(self._handle._compute, self, call, saves)
+        return self.handle._cache.locked(self.handle._compute, self, call, saves)
 
     def exchanges(self, arrived: OnDevice) -> Iterator[Exchange]:
         """Yield attributes to exchange while the layer computes, beside its parameters."""
@@ -288,6 +288,9 @@ def install(
     Layers run in the forwards of the modules ``around``; ``waiting`` has the ids of parameters.
     Those of another handle's layers stay on the host.
     """
+    for earlier in [each for layer in layers.values() for each in offloaded_in(layer)]:
+        earlier.handle.close()
+        earlier.close()  # the handle of a copied model has only the layers that ran
     device = cache.copies.backend.device
     others = [p for other in offloaded_in(model) for p in other.places.parameters()]
     on_host = {*waiting, *map(id, others)}

@@ -273,6 +273,16 @@ def test_a_trainer_that_could_not_be_made_leaves_no_layer_offloaded(tmp_path: Pa
     check_same_bits(make_trainer(model, tmp_path, **of_layers(True)), adapters)
 
 
+def test_the_next_trainer_of_a_model_takes_its_layers_over(tmp_path: Path) -> None:
+    """Such as the next stage of a training, or the cell of a notebook that runs again."""
+    model, expected = adapters(), adapters()
+    for _ in range(2):
+        trainer = make_trainer(model, tmp_path, **of_layers(True))
+        got = train(trainer)
+        assert same_bits(got, train(make_trainer(expected, tmp_path, kind=Trainer)))
+        assert trainer.layer_offload.statistics().bytes_reloaded > 0
+
+
 def test_saved_and_resumed(tmp_path: Path) -> None:
     """A checkpoint of a run goes on in the other kind of trainer, in both directions."""
 

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from pp_offload import OffloadError, offload_layers
+from pp_offload._slices.offloaded_layers import offloaded_in
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 
@@ -180,6 +181,23 @@ def test_two_lists_in_two_calls(active: Backend) -> None:
     for part in model:
         assert {weight.device.type for weight in part.layers.parameters()} == {"cpu"}
     assert same_training(plain, model, active)
+
+
+@on_two_backends
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_second_call_replaces_the_first(active: Backend, is_copy: bool) -> None:
+    """As in a notebook whose cell runs again."""
+    plain, model, first = plain_and_offloaded(stack(), in_stack, active)
+    if is_copy:
+        model = copy.deepcopy(model)
+    second = offload_layers(model, "layers", num_resident=1, backend=active)
+    assert is_copy or "0 layers" in repr(first)
+    assert same_training(plain, model, active)
+    assert second.peak_parameter_bytes_on_device == ONE
+    first.close()
+    assert offloaded_in(model)
+    second.close()
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_when_it_is_closed_the_model_is_as_it_was() -> None:
