@@ -1,8 +1,6 @@
 """Offload in the Trainer of Lightning, as a callback around the module's ``training_step``.
 
     trainer = Trainer(callbacks=[ActivationOffload({"mlp": "model.layers.*.mlp"})])
-
-The callback acts after strategies have wrapped and sharded the module.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class ActivationOffload(Callback):
         return None if self._offload is None else self._offload.statistics()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the offload of the module, which a strategy may have wrapped."""
+        """Begin the offload of the module, which a strategy may have wrapped and sharded."""
         self._undo.run()
         self._offload = offload = offload_of(pl_module, *self._wanted)
         self._figures, self._last_step = Figures(offload.statistics), trainer.global_step
@@ -89,8 +87,11 @@ class ActivationOffload(Callback):
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._undo.run()
+        # The last first: each callback has wrapped the step of those before.
+        for callback in reversed(trainer.callbacks):
+            if isinstance(callback, ActivationOffload):
+                callback._undo.run()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the offload: Lightning calls no other hook."""
-        self._undo.run()
+        self.on_train_end(trainer, pl_module)
