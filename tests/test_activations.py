@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from pp_offload import OffloadConfig
 from pp_offload._activations.context import NoOpManager, OffloadActivations
 from pp_offload._common import processes
+from pp_offload._memory.budget import as_another_process
 from pp_offload.activations import (
     get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
@@ -308,3 +310,38 @@ def test_the_limit_is_kept_and_filled(
     assert f"{sent[-1] / 2**30:.2f} are on the host" in line
     assert f"of at most {limit_bytes / 2**30:.2f}" in line
     assert "a step takes" in line and "without waiting for copies (estimated)" in line
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_idle_host_memory_of_another_context_makes_room_once(
+    tier: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a dropped one too, without the collector. What is in use stays where it is."""
+    budget, x = OffloadConfig(host_budget_bytes=2**16), torch.rand(64, 64, requires_grad=True)
+
+    def sent(context: OffloadActivations, *, is_over: bool = True) -> Any:
+        before = context.statistics().bytes_offloaded
+        with context:
+            loss = x.sin().cos().sin().sum()
+        nbytes = context.statistics().bytes_offloaded - before
+        return (nbytes, torch.autograd.grad(loss, x)[0]) if is_over else (nbytes, loss)
+
+    gc.disable()
+    try:
+        with as_another_process():
+            make = partial(OffloadActivations, max_fwd_stash_size=1, config=budget)
+            in_use, finder = make(), make()
+            _, loss = sent(in_use, is_over=False)
+            assert sent(finder)[0] == 0 and "release_host_memory" not in caplog.text
+            expected = torch.autograd.grad(loss, x)[0]
+            num, got = sent(finder)
+            assert num > 0 and same_bits([got], [expected])
+            del finder
+            training = make(config=replace(budget, tiers=(tier,)))
+            assert sent(training)[0] == sent(training)[0] == num
+            if tier == "host":
+                assert sent(in_use)[0] == num, "it asks now"
+                assert sent(training)[0] == 0, "it has asked before"
+                assert "release_host_memory" in caplog.messages[-1]
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,13 +28,16 @@ from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window
-from pp_offload.backends import Backend, Event
+from pp_offload._memory.budget import OverBudgetError
+from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 
 logger = logger_of(__name__)
 
 T = TypeVar("T")
+
+_ADVICE = "or call pp_offload.release_host_memory(): there is host memory that no tensor uses"
 
 
 class Engine:
@@ -46,7 +49,11 @@ class Engine:
         is_enabled: Whether groups are offloaded now.
         is_torn: Whether an exception passed through the engine's own code, and its bookkeeping may
             be wrong. The next step begins with another engine.
+        idle_others: Returns users of the host budget that use none of their memory now. Without
+            room, they are asked once to return it: users that take turns would pin it in each step.
     """
+
+    idle_others: Callable[[], Sequence[Any]] = tuple
 
     def __init__(
         self,
@@ -155,9 +162,9 @@ class Engine:
         if payloads.chosen is not None:
             payloads.chosen.copy_parameters()  # before any bookkeeping: it may run out of memory
         try:
-            while (busy := self._try_to_send(group, payloads)) is not None:
+            while (make_room := self._try_to_send(group, payloads)) is not None:
                 with suppress(OffloadError):  # a failed read raises where its tensor is unpacked
-                    busy.synchronize()
+                    make_room()
             if mover.in_flight.queue:
                 mover.keep_bounded(group.counts.copied_bytes)
             for tell in self.observers.closed:
@@ -166,8 +173,8 @@ class Engine:
             self.tear(failure)
             raise
 
-    def _try_to_send(self, group: Group, payloads: Payloads) -> Event | None:
-        """Send and close the group, or change nothing and return the event to wait for."""
+    def _try_to_send(self, group: Group, payloads: Payloads) -> Callable[[], object] | None:
+        """Send and close the group, or change nothing and return what to call before a retry."""
         with self.mover.lock:
             # Not in a capture: a launch recomputes storages that were copied before it.
             may_share = self.shared.copies and not self.mover.backend.is_capturing
@@ -178,9 +185,15 @@ class Engine:
                 try:
                     batch = self.mover.offload(group.name, own, group.streams)
                 except Busy as busy:
-                    return busy.event
+                    return busy.event.synchronize
                 except MemoryError as failure:
-                    self._warn(group, failure)
+                    is_over = isinstance(failure, OverBudgetError)
+                    idle = self.idle_others() if is_over else ()
+                    pool = self.mover.tier.pool
+                    if idle and not pool.has_asked and not self.mover.backend.is_capturing:
+                        pool.has_asked = True
+                        return lambda: [each.trim() for each in idle]  # their locks, not ours
+                    self._warn(group, MemoryError(f"{failure}, {_ADVICE}") if idle else failure)
                 else:
                     self._let_go(group, own, batch)
             if shared:

@@ -199,7 +199,7 @@ class DiskTier(HostTier):
             if furthest is not None:
                 raise Busy(furthest) from None
             advice = "or make groups smaller: a group passes whole through host memory to the disk"
-            raise MemoryError(f"{full}, {advice}") from None
+            raise type(full)(f"{full}, {advice}") from None
         return passage
 
     def furthest(self) -> Event | None:

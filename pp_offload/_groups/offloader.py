@@ -45,7 +45,7 @@ from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.addresses import has_storage
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload._memory.host_pool import Allocate
+from pp_offload._memory.host_pool import Allocate, HostPool
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -101,7 +101,9 @@ class Offloader:
     def _fresh_engine(self) -> Engine:
         """Make an engine with memory of its own."""
         tier = make_tier(self.backend, self.config, self._allocate)
-        return self.engine_type(self.backend, tier, self.step, self.config, self.observers)
+        engine = self.engine_type(self.backend, tier, self.step, self.config, self.observers)
+        engine.idle_others = partial(_idle_beside, tier.pool)
+        return engine
 
     def renew_if_torn(self) -> None:
         """Begin a new epoch, if an exception passed through the code of the current engine.
@@ -213,6 +215,16 @@ _alive: weakref.WeakSet[Offloader] = weakref.WeakSet()
 """Living offloaders of this process."""
 
 os.register_at_fork(after_in_child=_alive.clear)
+
+
+def _idle_beside(pool: HostPool) -> list[Offloader]:
+    """Return offloaders whose host memory is idle, and counts in the budget of ``pool``."""
+    return [
+        offloader
+        for offloader in list(_alive)
+        for other in offloader.engine.mover.tier.pools
+        if other is not pool and other.is_idle and other.budget.process is pool.budget.process
+    ]
 
 
 def release_host_memory() -> int:

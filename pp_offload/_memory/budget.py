@@ -108,25 +108,25 @@ class HostBudget:
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        self._process = _counts.get()
+        self.process = _counts.get()
         if limit_bytes is not None:
             self.limit_bytes = limit_bytes
 
     @cached_property
     def limit_bytes(self) -> int:
         """The most that may be reserved in this process."""
-        return self._process.nbytes + int(available_bytes() * SHARE) // ranks_on_this_host()
+        return self.process.nbytes + int(available_bytes() * SHARE) // ranks_on_this_host()
 
     def but_for(self, share: int) -> HostBudget:
         """Return this budget less one part in ``share`` of its limit, in the same count."""
         rest = HostBudget(self.limit_bytes - self.limit_bytes // share)
-        rest._process = self._process
+        rest.process = self.process
         return rest
 
     @property
     def left_bytes(self) -> int:
         """Bytes that may still be reserved; never negative."""
-        return max(0, self.limit_bytes - self._process.nbytes)
+        return max(0, self.limit_bytes - self.process.nbytes)
 
     def reserve(self, nbytes: int, *, force: bool = False) -> Reserved:
         """Count ``nbytes`` as used for as long as the result lives.
@@ -134,7 +134,7 @@ class HostBudget:
         Raises:
             OverBudgetError: Over the limit, and not counted; with ``force``, they are counted.
         """
-        process = self._process
+        process = self.process
         with process.lock:
             if nbytes > self.left_bytes and not force:
                 raise OverBudgetError(

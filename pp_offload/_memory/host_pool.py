@@ -132,6 +132,7 @@ class HostPool:
     Attributes:
         min_slab_bytes: See :data:`MIN_SLAB_BYTES`.
         reserved_bytes: Bytes of all slabs.
+        has_asked: Whether other pools gave up idle memory for this one, which they do once.
         num_allocations: How often ``allocate`` was called.
     """
 
@@ -147,7 +148,7 @@ class HostPool:
     ) -> None:
         self.reserved_bytes = self.num_allocations = 0
         self._allocate, self._trim, self._is_capturing = allocate, trim, is_capturing
-        self._budget = budget or HostBudget()
+        self.has_asked, self.budget = False, budget or HostBudget()
         self._slabs: dict[int, Slab] = {}  # by address, rising
         self._end = 0
         self._free = Ranges()
@@ -188,6 +189,11 @@ class HostPool:
         """Bytes of payloads whose owner lives. Exact at the call."""
         self._collect()
         return self._in_use_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is memory, and none in use. May be asked without the lock."""
+        return self.reserved_bytes > 0 and len(self._lent) <= len(self._returned)
 
     @property
     def peak_bytes(self) -> int:
@@ -357,7 +363,7 @@ class HostPool:
 
     def _grow(self, room: int, missing: int, force: bool) -> None:
         """Add a slab of at least ``room`` bytes, for all ``missing`` bytes if it can be had."""
-        force = force and room > self._budget.left_bytes
+        force = force and room > self.budget.left_bytes
         growth = floor_power(self.reserved_bytes // GROWTH_FRACTION)
         size = max(floor_power(missing), ceil_power(room), self.min_slab_bytes, growth)
         if force:  # over the budget, no more than is missing
@@ -371,7 +377,7 @@ class HostPool:
                 size = max(size // 2, room)
 
     def _add_slab(self, nbytes: int, *, force: bool = False) -> None:
-        reserved = self._budget.reserve(nbytes, force=force)
+        reserved = self.budget.reserve(nbytes, force=force)
         self.num_allocations += 1
         begin_s = perf_counter()
         try:
