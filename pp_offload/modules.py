@@ -71,6 +71,7 @@ class OffloadModulesHandle:
         for group in self._groups:
             group.is_over = True  # also around copies of the model
         self._hooks.close()
+        self.manager.release_idle_memory()
 
     def described(self) -> str:
         """Return groups with numbers of modules, and GiB at the peak of the last step."""

@@ -83,6 +83,15 @@ def test_removing_the_handle_frees_a_copy_too(
     assert num_hooks(twin) == num, "hooks that came with the copy are off it, too"
 
 
+def test_removing_the_handle_returns_idle_host_memory(manager: PipelineOffloadManager) -> None:
+    """Or it would count in the budget of whatever offloads next."""
+    model = make_model(groups=(), device=str(manager.backend.device))
+    with offload_modules(model, GROUPS):
+        step(model, manager)
+        assert manager.statistics().host_bytes_reserved > 0
+    assert manager.statistics().host_bytes_reserved == 0
+
+
 def test_the_buffer_of_a_copy_stays(manager: PipelineOffloadManager) -> None:
     net = nn.Sequential(nn.BatchNorm1d(8).eval())
     offload_modules(net, {"norm": "0"})

@@ -150,6 +150,7 @@ class PipelineOffloadManager(Manager):
     def release_idle_memory(self) -> None:
         """Return host memory that no saved tensor needs to the system; waits for copies."""
         self.offloader.trim()
+        self.offloader.engine.mover.tier.pool.has_asked = False  # another phase begins
 
     def _drop_step(self) -> None:
         self.graphs.is_in_replay = False  # a replay that failed may never call exit_replay
