@@ -118,6 +118,9 @@ class AttachedSchedule:
         self._split = self._order.split_backward(manager.config)
         undo.add(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
+        if groups is None and plan is None:
+            manager.idle_groups.expect(())  # counts steps anew
+            manager.idle_groups.expects_any = True
         for vp_stage, stage in enumerate(self._stages):
             undo.set(stage, _ATTACHED, self)
             undo.wrap(stage, "forward_one_chunk", partial(self._forward, vp_stage))
@@ -137,6 +140,7 @@ class AttachedSchedule:
             manager.num_attached, self._is_attached = manager.num_attached - 1, False
         manager.step.queue.set_order(())
         manager.offloader.follow_parts(None)
+        manager.idle_groups.expects_any = False
         manager.release_idle_memory()
 
     def _remove_groups(self) -> None:

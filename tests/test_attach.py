@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -111,6 +112,32 @@ def another(schedule: Any) -> Any:
     """Over the same model."""
     stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
     return Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("steps", "num"),
+    [("train train", 0), ("train train train", 1), ("train " * 9, 1), ("train eval eval fail", 0)]
+    + [("train marked train train", 0), ("off train train train", 0)],
+)
+def test_forgotten_groups_are_warned_of_once(
+    schedule: Any, steps: str, num: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the step after the second begins. Evaluation and steps that raise do not count."""
+    x, model = torch.zeros(8, 8, device=schedule._stage.device), schedule._stage.submod
+    with attach(schedule) as handle:
+        for each in steps.split():
+            with ExitStack() as stack:
+                if each == "off":
+                    handle.manager.disable_offload()
+                elif each == "marked":
+                    stack.enter_context(offload_modules(model, {"layer": "*"}))
+                elif each == "fail":
+                    stack.enter_context(pytest.raises((ZeroDivisionError, RuntimeError)))
+                    model[0].register_forward_hook(lambda *_: 1 / 0)
+                schedule.eval(x, target=x, losses=[]) if each == "eval" else step(schedule)
+    assert [text.count("groups=") for text in caplog.messages if "no group ran" in text] == [
+        1
+    ] * num
 
 
 def test_two_schedules_share_a_manager(schedule: Any) -> None:

@@ -46,6 +46,12 @@ _NONE_AT_ALL = (
     "torch.compile and around no checkpoint of this package, which offloads its own inputs"
 )
 
+_NO_GROUP = (
+    "no group ran in steps of an attached schedule, so this rank offloads nothing; unless that is "
+    "meant, mark groups in the model, or give patterns of module names, as in "
+    "attach(schedule, groups={'mlp': 'layers.*.mlp'})"
+)
+
 
 class IdleGroups:
     """Checks steps for expected names."""
@@ -54,6 +60,7 @@ class IdleGroups:
         self.was_disabled = False
         """Whether offload was off at any time in this step, which then is not checked."""
         self.num_steps_left = NUM_STEPS
+        self.expects_any = False  # as a schedule is attached, and no group has started yet
         self._expected: Counter[str] = Counter()
         self._expected_at_begin: frozenset[str] = frozenset()
         self._warned: set[str] = set()
@@ -91,6 +98,9 @@ class IdleGroups:
             started.update(record.shape.names)
             still_open.update(record.num_open)
             tensors.update(record.num_tensors)
+        if self.expects_any and not (started or self._expected_at_begin or self.num_steps_left > 1):
+            self.expects_any = False
+            logger.warning(_NO_GROUP)
         for name in sorted({*started, *(self._expected_at_begin & (+self._expected).keys())}):
             num_committed = started[name] - still_open[name]
             if name not in started:

@@ -252,6 +252,7 @@ class Manager:
         """
         if torch.compiler.is_compiling():
             return None
+        self.idle_groups.expects_any = False
         if not torch.is_grad_enabled():
             self.forward.is_evaluating = True
             return None
