@@ -57,8 +57,7 @@ class IdleGroups:
     """Checks steps for expected names."""
 
     def __init__(self) -> None:
-        self.was_disabled = False
-        """Whether offload was off at any time in this step, which then is not checked."""
+        self.was_disabled = False  # or groups removed, in this step, which then is not checked
         self.num_steps_left = NUM_STEPS
         self.expects_any = False  # as a schedule is attached, and no group has started yet
         self._expected: Counter[str] = Counter()
@@ -71,8 +70,10 @@ class IdleGroups:
         self.num_steps_left = NUM_STEPS
 
     def forget(self, names: Iterable[str]) -> None:
-        """Undo :meth:`expect`."""
+        """Undo :meth:`expect`. Another model may have the names next, and is warned of anew."""
         self._expected.subtract(names)
+        self._warned.difference_update(names)
+        self.was_disabled = True  # or the end of this step would warn of the old model again
 
     def begin_step(self, *, is_enabled: bool) -> None:
         """Begin a step that must have all names expected so far."""

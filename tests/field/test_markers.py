@@ -229,6 +229,21 @@ def test_each_idle_name_once(
     assert "the largest was (5, 1), 5 elements: give min_offloaded_tensor_size=5 to" in second
 
 
+@on_two_backends
+def test_another_model_with_the_same_names_is_warned_of_anew(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for numel in (6, 7):
+        caplog.clear()
+        model = Two().to(manager.backend.device)
+        with offload_modules(model, GROUPS):
+            train(model, numel=numel)
+            manager.init_model_chunk_offload_handler(None, None, numel)
+            x = batches(1)[0].to(manager.backend.device).requires_grad_()
+            model(x).sum().backward()  # this step ends when the next model has its groups
+        assert [text.count(f"={numel} ") for text in caplog.messages] == [0, 1]
+
+
 @pytest.mark.field("F44")
 def test_the_rest_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     """No grad, offload disabled, a pattern taken back or new in this step, markers that work."""
