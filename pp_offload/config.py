@@ -110,8 +110,7 @@ class OffloadConfig:
             the cgroups still have.
 
             Above the limit a group goes to the next tier, or stays on the device, with one warning.
-            Before that, contexts and managers that use none of their host memory return it; each
-            asks the others once, as those that take turns would pin it anew in each step.
+            First, idle engines return theirs, once.
         tiers: Where offloaded bytes go: ``("host",)``, the default, ``("disk",)``, or
             ``("host", "disk")``, where the disk takes what is above the host budget.
 

@@ -316,7 +316,7 @@ def test_the_limit_is_kept_and_filled(
 def test_idle_host_memory_of_another_context_makes_room_once(
     tier: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a dropped one too, without the collector. What is in use stays where it is."""
+    """Also that of a dropped context, without the collector. What is in use stays where it is."""
     budget, x = OffloadConfig(host_budget_bytes=2**16), torch.rand(64, 64, requires_grad=True)
 
     def sent(context: OffloadActivations, *, is_over: bool = True) -> Any:

@@ -135,9 +135,8 @@ def test_forgotten_groups_are_warned_of_once(
                     stack.enter_context(pytest.raises((ZeroDivisionError, RuntimeError)))
                     model[0].register_forward_hook(lambda *_: 1 / 0)
                 schedule.eval(x, target=x, losses=[]) if each == "eval" else step(schedule)
-    assert [text.count("groups=") for text in caplog.messages if "no group ran" in text] == [
-        1
-    ] * num
+    warned = [text for text in caplog.messages if "no group ran" in text and "groups=" in text]
+    assert len(warned) == num
 
 
 def test_two_schedules_share_a_manager(schedule: Any) -> None:

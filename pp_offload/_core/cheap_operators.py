@@ -106,7 +106,6 @@ NUMBERS = frozenset(
 )
 """Attributes that may differ from step to step, such as the sizes of experts."""
 
-
 PARAMETER = "parameter"
 """An unsaved input that is a norm's parameter: unchanged within a forward."""
 
@@ -257,7 +256,6 @@ OPERATORS = {
     if (node := NODES.get(f"{name}Backward0")) is not None
 }
 """Operators by type of node; only nodes that torch makes for its own operators."""
-
 
 IDENTITIES = frozenset(
     """megatron.core.tensor_parallel.mappings._CopyToModelParallelRegion

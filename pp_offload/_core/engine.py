@@ -34,7 +34,6 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 
 logger = logger_of(__name__)
-
 T = TypeVar("T")
 
 _ADVICE = "or call pp_offload.release_host_memory(): there is host memory that no tensor uses"
@@ -49,8 +48,7 @@ class Engine:
         is_enabled: Whether groups are offloaded now.
         is_torn: Whether an exception passed through the engine's own code, and its bookkeeping may
             be wrong. The next step begins with another engine.
-        idle_others: Returns users of the host budget that use none of their memory now. Without
-            room, they are asked once to return it: users that take turns would pin it in each step.
+        idle_others: Returns users of the host budget with idle memory, to be asked for it once.
     """
 
     idle_others: Callable[[], Sequence[Any]] = tuple
@@ -187,8 +185,7 @@ class Engine:
                 except Busy as busy:
                     return busy.event.synchronize
                 except MemoryError as failure:
-                    is_over = isinstance(failure, OverBudgetError)
-                    idle = self.idle_others() if is_over else ()
+                    idle = self.idle_others() if isinstance(failure, OverBudgetError) else ()
                     pool = self.mover.tier.pool
                     if idle and not pool.has_asked and not self.mover.backend.is_capturing:
                         pool.has_asked = True

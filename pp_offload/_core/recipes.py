@@ -190,7 +190,6 @@ CHANGED = (
     "is not in place there, or OffloadConfig(rematerialize='none')"
 )
 
-
 RAN_IN_PLACE = (
     "a tensor cannot be computed again: since an earlier step, an operator behind it runs in "
     "place, with a result of another dtype; use the operator that is not in place, or "

@@ -212,13 +212,11 @@ class Offloader:
 
 
 _alive: weakref.WeakSet[Offloader] = weakref.WeakSet()
-"""Living offloaders of this process."""
-
 os.register_at_fork(after_in_child=_alive.clear)
 
 
 def _idle_beside(pool: HostPool) -> list[Offloader]:
-    """Return offloaders whose host memory is idle, and counts in the budget of ``pool``."""
+    """Return offloaders of this process whose host memory is idle, as ``pool`` has none."""
     return [
         offloader
         for offloader in list(_alive)

@@ -17,7 +17,6 @@ from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)
 
-
 FREE_PART = 0.01
 """Part of a step up to which waiting for copies is no reason for a warning."""
 

@@ -138,7 +138,6 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 
 _FACE = PipelineOffloadManager()
 
-
 fine_grained_offloading_group_offload = introduced.fine_grained_offloading_group_commit
 
 

@@ -132,7 +132,7 @@ class HostPool:
     Attributes:
         min_slab_bytes: See :data:`MIN_SLAB_BYTES`.
         reserved_bytes: Bytes of all slabs.
-        has_asked: Whether other pools gave up idle memory for this one, which they do once.
+        has_asked: Whether other pools gave up idle memory for this pool, which they do once.
         num_allocations: How often ``allocate`` was called.
     """
 

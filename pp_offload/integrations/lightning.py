@@ -1,6 +1,6 @@
 """Offload in the Trainer of Lightning, as a callback around the module's ``training_step``.
 
-    trainer = Trainer(callbacks=[ActivationOffload({"mlp": "model.layers.*.mlp"})])
+trainer = Trainer(callbacks=[ActivationOffload({"mlp": "model.layers.*.mlp"})])
 """
 
 from __future__ import annotations
