@@ -42,7 +42,8 @@ LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 NOTHING_YET = (
     "nothing offloaded: a plan, or a lack of room, keeps all groups, or all tensors are below "
     "min_offloaded_tensor_size, or no step is complete yet (a step counts from the next reset() or "
-    "schedule.step()), or there are no groups (print(offload) tells what a context did)"
+    "schedule.step(), if backward has reached all its groups), or there are no groups "
+    "(print(offload) tells what a context did)"
 )
 
 
