@@ -148,7 +148,7 @@ def is_left_to_checkpoint() -> bool:
 
 def is_recomputing() -> bool:
     """Whether this code runs again: in a backward, or for a look at a saved tensor."""
-    if is_in_backward():
+    if graph_task_id() != -1:
         return True
     pack = _last_pack()
     if pack is None:  # nearly always
@@ -197,7 +197,8 @@ _warned: set[str] = set()
 
 def _last_pack() -> Pack | None:
     """Return the pack hook that tensors saved now end up in, behind hooks that pass them on."""
-    pack = top_pack()
+    hooks = top_hooks(True)  # not top_pack(): this runs for each group
+    pack: Pack | None = None if hooks is None else hooks[0]
     while isinstance(pack, Chaining):
         pack = pack.outer
     return pack

@@ -83,9 +83,9 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
     A node that saves its own output must not be held by that output, or neither is freed. So a
     :class:`Made` replaces such a node, and None a node that does not run again.
     """
-    if tensor._version:
-        return None  # the node does not have the value it was before
     node, index = tensor.grad_fn, tensor.output_nr
+    if node is None or tensor._version:
+        return None  # the node does not have the value it was before
     if type(node) not in _TORCH_NODES:
         node, index = behind((node, index))
         if type(node) not in _TORCH_NODES:

@@ -90,10 +90,8 @@ class StepRecord:
         """Note that backward reached ``chunk``; the chunk before it may be over."""
         before, self.in_backward = self.in_backward, chunk
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
-            live = [
-                k for k, c in self._forward.items() if k in self._backward or not c.is_finished()
-            ]
-            live = [key for key in live if self._is_in_flight(key)]  # and saved something
+            begun = {*self._backward, *[k for k, c in self._forward.items() if not c.is_finished()]}
+            live = [key for key in self._forward if key in begun and self._is_in_flight(key)]
             if len(live) > len(self._live_at_peak):
                 self._live_at_peak = frozenset(live)
             self._backward[chunk.key] = chunk
