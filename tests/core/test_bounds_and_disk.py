@@ -266,23 +266,27 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.field("F32")
 @kinds
-def test_over_the_host_budget_a_group_stays_with_one_warning(
-    kind: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tiers", [("host",), ("host", "disk")], ids=str)
+def test_over_the_host_budget_a_group_stays_with_one_warning_or_is_on_disk(
+    kind: str, tiers: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    x, y = chain(6, False, rows=256)
+    x, y = chain(6, False, rows=512)
     y.sum().backward()
-    expected = gradients(x)
-    with session(kind, host_budget_bytes=2**14) as manager:
+    expected, options = gradients(x), dict[str, Any]()
+    if "disk" in tiers:
+        options = {"tiers": tiers, "disk_dir": tmp_path, "max_in_flight_bytes": 0}
+    with session(kind, host_budget_bytes=2**16, **options) as manager:
         for _ in range(3):
             begin_step()
-            x, y = chain(6, rows=256)
-            assert manager.statistics().host_bytes_reserved <= 2**14
+            x, y = chain(6, rows=512)
             y.sum().backward()
             assert_same(gradients(x), expected)
+            assert 0 < manager.statistics().host_bytes_peak <= 2**16
             del y
             assert_idle(manager)
-    (about,) = [text for text in warned(caplog) if "budget" in text]
-    assert "host_budget_bytes" in about
+        assert (manager.statistics().disk_bytes_read > 0) is ("disk" in tiers)
+    about = [text for text in warned(caplog) if "budget" in text]
+    assert ["host_budget_bytes" in text for text in about] == [True] * ("disk" not in tiers)
 
 
 @pytest.mark.field("F32")
@@ -400,26 +404,6 @@ def test_steps_are_equal(
         options["host_budget_bytes"] = 2**16
     check(program, kind, tiers=tiers, disk_dir=tmp_path, **options)
     assert not list(tmp_path.iterdir())
-
-
-@kinds
-def test_the_disk_takes_what_is_over_the_host_budget(kind: str, tmp_path: Path) -> None:
-    xs = [drawn(512, 8, seed=seed).requires_grad_() for seed in range(5)]
-
-    def large(is_on: bool) -> list[Tensor]:
-        ys = [group(x * 2, torch.sin, is_on) for x in xs]
-        for y in reversed(ys):
-            y.sum().backward()
-        return gradients(*xs)
-
-    options: dict[str, Any] = {"tiers": ("host", "disk"), "host_budget_bytes": 2**16}
-    with session(kind, disk_dir=tmp_path, max_in_flight_bytes=0, **options) as manager:
-        begin_step()
-        assert_same(large(True), large(False))
-        statistics = manager.statistics()
-        assert 0 < statistics.host_bytes_peak <= 2**16
-        assert statistics.disk_bytes_read > 0
-        assert_idle(manager)
 
 
 @pytest.mark.parametrize("kind", ["late", "eager"])
