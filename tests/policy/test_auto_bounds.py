@@ -9,7 +9,6 @@ import pytest
 
 from pp_offload import CpuBackend, OffloadConfig
 from pp_offload._core.group import ChunkKey, GroupKey
-from pp_offload._core.in_flight import REFILL_BYTES, refill_below
 from pp_offload._core.observers import Lap, Laps
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.auto_bounds import (
@@ -69,13 +68,6 @@ def test_a_window_is_in_time_and_little_less_is_not(sizes: list[int], rate: floa
     step = max(1, sum(sizes) * MB // 64)
     if window > 2 * step:
         assert not is_in_time(uses, window - 2 * step, rate)
-
-
-def test_a_window_is_refilled_before_half_of_it_is_used_and_not_for_each_small_tensor() -> None:
-    assert refill_below(0) == 0
-    assert refill_below(REFILL_BYTES) == REFILL_BYTES // 2
-    for window in (2**23, 2**25, 2**30):
-        assert window // 2 <= refill_below(window) <= window - REFILL_BYTES
 
 
 def test_bytes_that_several_share_take_room_until_the_last_of_them_is_used() -> None:
