@@ -72,14 +72,6 @@ def bytes_of(owner: Owner) -> list[tuple[int, int]]:
     return [(view.data_ptr(), view.data_ptr() + view.numel()) for view in owner.host.views]
 
 
-def test_the_same_sizes_get_the_same_views_again() -> None:
-    pool = small_pool()
-    owner = Owner(pool, [100, 200])
-    views = owner.host.views
-    del owner
-    assert all(a is b for a, b in zip(Owner(pool, [100, 200]).host.views, views, strict=True))
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_two_owners_never_share_bytes_and_freed_bytes_are_used_again(data: st.DataObject) -> None:
@@ -400,17 +392,11 @@ def test_a_tensor_is_freed_once_and_by_its_own_pool(pool, shape) -> None:
     pool.free(tensor)
     with pytest.raises(ValueError, match="already free.*free each tensor once"):
         pool.free(tensor)
-    for foreign in (torch.empty(shape), GPUTensorPool(device="cpu").allocate(shape)):
-        with pytest.raises(ValueError, match="does not belong to this pool"):
+    others = GPUTensorPool(device="cpu").allocate(shape)
+    for foreign in (torch.empty(shape), others, other.view_as(other)):
+        with pytest.raises(ValueError, match=r"this pool; free the tensor that allocate\(\) gave"):
             pool.free(foreign)
     pool.free(other)
-
-
-def test_a_view_is_not_freed(pool) -> None:
-    tensor = pool.allocate((4, 4))
-    with pytest.raises(ValueError, match=r"free the tensor that allocate\(\) gave"):
-        pool.free(tensor.t()[1:])
-    pool.free(tensor)
 
 
 @pytest.mark.parametrize("change", [lambda t: t.resize_(2), lambda t: t.requires_grad_()])
