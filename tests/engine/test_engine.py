@@ -30,7 +30,7 @@ from helpers.sessions import (
     session,
     settle,
 )
-from helpers.toy import AwayBackend, Net, batches, inputs, train
+from helpers.toy import AwayBackend, Net, inputs, make_inputs, train
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import batch_norm
@@ -277,17 +277,13 @@ WRAPPERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
 }
 
 
-def rows_on(num: int, device: torch.device) -> list[Tensor]:
-    return [x.to(device) for x in batches(num, 6, length=4)]
-
-
 @on_two_backends
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
 def test_what_left_is_gone(
     manager: PipelineOffloadManager, make: Callable[[list[Tensor]], Tensor]
 ) -> None:
     """Nothing of the engine keeps the memory inside a wrapper, and the wrapper comes back."""
-    x, *others = rows_on(5, manager.backend.device)
+    x, *others = make_inputs(5, device=manager.backend.device)
     begin_step()
     saved = [make(others)]
     expected = [leaf.clone() for leaf in leaves(saved[0])]
@@ -314,7 +310,7 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
 ) -> None:
     """Who saves it does not wait. So does a tensor made of its result, as a DTensor is."""
     device = manager.backend.device
-    x, arriving = rows_on(2, device)
+    x, arriving = make_inputs(2, device=device)
     begin_step()
     waits: list[Tensor] = []
 
@@ -353,7 +349,7 @@ def test_a_collective_leaves_when_somebody_has_waited_for_it(
 @on_two_backends
 def test_what_its_owner_has_emptied_stays(manager: PipelineOffloadManager) -> None:
     """As FSDP frees a gathered weight after its forward, and fills it again for its backward."""
-    leaf, values = rows_on(2, manager.backend.device)
+    leaf, values = make_inputs(2, device=manager.backend.device)
     begin_step()
     weight = values.clone()
 
@@ -376,7 +372,7 @@ def test_a_group_that_backward_used_before_its_commit_stays(
     manager: PipelineOffloadManager,
 ) -> None:
     begin_step()
-    (x,) = rows_on(1, manager.backend.device)
+    (x,) = make_inputs(1, device=manager.backend.device)
     x.requires_grad_()
     with off_interface(True, x * 2, "core") as h:
         y = h.sin()
@@ -426,7 +422,7 @@ def test_statistics_are_those_of_the_last_training(
                 return norm.train(is_training)(x).sin()  # type: ignore[no-any-return]
             return batch_norm(x, *rows, None, None, is_training).sin()
 
-        leaves, losses = rows_on(3, device), []
+        leaves, losses = make_inputs(3, device=device), []
         for x, is_training in zip(leaves, trains, strict=True):
             begin_microbatch(is_on)
             y = group(2 * x.requires_grad_(), partial(compute, is_training=is_training), is_on)

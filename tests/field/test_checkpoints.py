@@ -469,17 +469,6 @@ def test_nothing_grows_with_each_call(product: str) -> None:
 # F65: other tensors in the places of parameters, for a forward
 
 
-class Checkpointed(nn.Module):
-    """Calls a layer under a checkpoint."""
-
-    def __init__(self, layer: nn.Module, run: Run) -> None:
-        super().__init__()
-        self.layer, self.run = layer, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.layer, x)
-
-
 @pytest.mark.field("F65")
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("make", [torch.clone, nn.Parameter], ids=["tensors", "parameters"])
@@ -493,7 +482,7 @@ def test_a_functional_call_computes_again_with_what_it_was_given(
     def run_with(run: Run) -> list[Tensor]:
         torch.manual_seed(1)
         block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        model = Checkpointed(block, run)
+        model = Stack([block], run=run)
         parameters = {
             name: make(2 * p.detach()).requires_grad_(not is_frozen)
             for name, p in model.named_parameters()
@@ -512,9 +501,9 @@ def test_a_functional_call_computes_again_with_what_it_was_given(
 
 @pytest.mark.field("F65")
 def test_given_tensors_that_are_gone() -> None:
-    model = Checkpointed(nn.Linear(8, 8), Recompute(FullACParams()))
+    model = Stack([nn.Linear(8, 8)], run=Recompute(FullACParams()))
     x = torch.randn(6, 8, requires_grad=True)
-    y = functional_call(model, {"layer.weight": torch.ones(8, 8)}, x)
+    y = functional_call(model, {"layers.0.weight": torch.ones(8, 8)}, x)
     with pytest.raises(OffloadError, match="'weight' of a Linear is another .*keep the tensors"):
         y.sum().backward()
 

@@ -17,7 +17,7 @@ import fuzzer
 import pytest
 from helpers.fuzz import run
 from helpers.fuzz.operators import COMPUTES
-from helpers.fuzz.programs import Do, Forward, Group, Program, Step, drawn, script
+from helpers.fuzz.programs import Program, drawn, script
 from helpers.fuzz.run import Failure, Machine, explore, offload
 from helpers.sessions import autograd_lets_go, make_backend
 from hook_overhead import no_garbage
@@ -29,8 +29,6 @@ from pp_offload.testing import SimulatedBackend
 
 NUM_PROGRAMS = 50
 ROOT = Path(__file__).parents[2]
-
-SMALL = Program(stages=(((Group((Do("tanh"),)),),),), steps=(Step((Forward(),)),))
 
 LARGEST = 16
 """The most records that the smallest program may have."""
@@ -73,7 +71,7 @@ def test_a_program_is_printed_as_code_that_runs() -> None:
 @pytest.mark.slow
 def test_the_script_and_the_command_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "program.py"
-    file.write_text(script(SMALL))
+    file.write_text(script(drawn(random.Random(0))))
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     subprocess.run([sys.executable, file], check=True, env={**os.environ, "PYTHONPATH": paths})
     assert fuzzer.main(["--programs", "5", "--seed", "3"]) == 0

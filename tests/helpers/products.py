@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from helpers.checkpointed import apply
+from helpers.sessions import group
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadActivations,
@@ -108,9 +109,7 @@ class Marked(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        with off_interface(True, x, "mlp") as x:
-            y = self.inner(x)
-        return off_interface.group_commit(y, name="mlp")
+        return group(x, self.inner, name="mlp")
 
 
 class Markers(Groups):

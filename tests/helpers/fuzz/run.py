@@ -11,7 +11,6 @@ import logging
 import random
 import re
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,9 +41,9 @@ from helpers.fuzz.programs import (
     script,
     simpler,
 )
-from helpers.processes import HANG_S
 from helpers.saving import Raises
 from helpers.sessions import assert_idle, assert_no_hooks, assert_same, in_use, make_backend, unseen
+from helpers.threaded import settled
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     GroupStateError,
@@ -125,11 +124,8 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until all bytes are on the host, or on the disk."""
         if self.owner is not None:
-            end = time.monotonic() + HANG_S
             self.backend.synchronize()
-            while self.owner.statistics().bytes_in_flight:
-                assert time.monotonic() < end, "bytes are in flight for ever"
-                self.backend.synchronize()
+            settled(self.owner)
 
     def check_left(self, is_empty: bool) -> None:
         """Nothing is in use; ``is_empty`` says that no graph is alive."""
