@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.processes import run, train
+from helpers.processes import train
 from helpers.products import PRODUCTS, Product
 from helpers.sessions import assert_idle, session, settle
 from helpers.toy import batches, make_model, run_step, same_bits
@@ -360,12 +359,14 @@ class Chunk(ChunkOffloadHandler):
             s for s in iter(lambda: torch.Stream(device="emulated"), None) if s not in copies
         )
 
-    def save(self, *tensors: Tensor, on: torch.Stream | None = None) -> list[Any]:
+    def save(
+        self, *tensors: Tensor, on: torch.Stream | None = None, released: list[Tensor] | None = None
+    ) -> list[Any]:
         """Tags of a group that was saved on the stream ``on`` and is committed on the live one."""
         self.on_group_start_forward("g")
         with on or nullcontext():
             tags = [self.tensor_push(tensor) for tensor in tensors]
-        self.on_group_commit_forward(None)
+        self.on_group_commit_forward(released)
         return tags
 
     def away(self, *given: Tensor) -> list[Any]:
@@ -416,33 +417,24 @@ def test_the_stream_that_computed_waits_for_a_gather(emulated: ModuleType) -> No
 
 
 @pytest.mark.parametrize("is_aside", [False, True], ids=["live stream", "side stream"])
+@pytest.mark.parametrize("is_held", [False, True], ids=["let go", "force-released"])
 @pytest.mark.parametrize(
     "options", [{}, {"max_in_flight_bytes": 0}], ids=["auto", "none in flight"]
 )
 def test_a_source_lives_until_it_is_copied(
-    emulated: ModuleType, is_aside: bool, options: dict[str, int]
+    emulated: ModuleType, is_held: bool, is_aside: bool, options: dict[str, int]
 ) -> None:
     chunk, given = Chunk(**options), some(N)
     stream = chunk.side() if is_aside else compute()
     with stream:
         x = given.to("emulated")
     with late(emulated, chunk.d2h, stream):
-        (tag,) = chunk.save(x, on=stream)
+        held = [x] if is_held else []
+        (tag,) = chunk.save(x, on=stream, released=held)
         del x
         chunk.offloader.statistics()
         with stream:
             use_of_memory()
-    assert chunk.brings(tag, given)
-
-
-def test_a_forced_tensor_is_emptied_when_it_is_copied(emulated: ModuleType) -> None:
-    chunk, given = Chunk(), some(N)
-    x = given.to("emulated")
-    with late(emulated, chunk.d2h, compute()):
-        chunk.on_group_start_forward("g")
-        tag = chunk.tensor_push(x)
-        chunk.on_group_commit_forward([x])
-        use_of_memory()
     assert chunk.brings(tag, given)
 
 
@@ -560,28 +552,21 @@ def test_what_came_for_another_stream_is_not_used_here(emulated: ModuleType, how
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_copy_to_the_host_waits_for_a_kernel(emulated: ModuleType, waits: bool) -> None:
-    given, d2h = some(N), torch.Stream(device="emulated")
-    x, host = given.to("emulated"), torch.zeros(N, pin_memory=True)
-    with late(emulated, compute(), d2h):
-        y = x * 2
+@pytest.mark.parametrize("is_copy_first", [False, True], ids=["to the host", "to the device"])
+def test_a_copy_and_a_kernel_wait_for_each_other(
+    emulated: ModuleType, is_copy_first: bool, waits: bool
+) -> None:
+    given, copies = some(N), torch.Stream(device="emulated")
+    streams = [copies, compute()] if is_copy_first else [compute(), copies]
+    source, host = given.to("emulated"), given.pin_memory()
+    target = torch.zeros(N, device="emulated") if is_copy_first else torch.zeros(N, pin_memory=True)
+    with late(emulated, *streams):
+        with streams[0]:
+            x = target.copy_(host, non_blocking=True) if is_copy_first else source * 2
         if waits:
-            d2h.wait_event(compute().record_event())
-        with d2h:
-            host.copy_(y, non_blocking=True)
-    assert host.equal(given * 2) is waits
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_kernel_waits_for_a_copy_to_the_device(emulated: ModuleType, waits: bool) -> None:
-    given, h2d = some(N), torch.Stream(device="emulated")
-    host, target = given.pin_memory(), torch.zeros(N, device="emulated")
-    with late(emulated, h2d, compute()):
-        with h2d:
-            target.copy_(host, non_blocking=True)
-        if waits:
-            compute().wait_event(h2d.record_event())
-        result = target * 2
+            streams[1].wait_event(streams[0].record_event())
+        with streams[1]:
+            result = x * 2 if is_copy_first else target.copy_(x, non_blocking=True)
     assert result.cpu().equal(given * 2) is waits
 
 
@@ -601,14 +586,3 @@ def test_freed_memory_is_used_again_in_the_order_of_its_stream(
         del x
         torch.zeros(N, device="emulated")
     assert result.cpu().equal(given) is (keeps != "nothing")
-
-
-def test_it_is_loaded_before_the_first_backward(tmp_path: Path) -> None:
-    """At which autograd starts its threads of devices, once in a process."""
-    code = (
-        "import emulated, torch; torch.ones(1, requires_grad=True).sum().backward(); "
-        "emulated.load()"
-    )
-    done = run([sys.executable, "-c", code], tmp_path, cwd=Path(__file__).parents[1])
-    assert done.returncode == 1
-    assert "load it first, or in a process of its own" in done.stderr, done.stderr
