@@ -27,7 +27,6 @@ from helpers.virtual_training import (
     hardware,
     with_limit,
 )
-from on_card import CASES, GIB, Layer
 from torch import Tensor, nn
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
@@ -234,50 +233,6 @@ def test_a_link_that_is_fast_enough_costs_nothing_and_saves_memory(
     assert none.seconds == pytest.approx(NUM_LAYERS * 3 * FLOPS / (990e12 * 0.6), rel=0.05)
     assert ours.seconds / none.seconds < 1.03
     assert ours.peak_bytes < none.peak_bytes
-
-
-def test_a_host_that_waits_for_operators_has_the_lower_peak() -> None:
-    """What was copied is free as soon as the host sees it; a host that is ahead sees it late."""
-    device = hardware(0.8)
-    ahead, waits = steady(device, 3), steady(device, 3, is_blocking=True)
-    assert waits.peak_bytes < ahead.peak_bytes
-    assert waits.seconds > ahead.seconds, "each launch is on its way"
-    further = replace(device, num_queued_launches=10**9, launch_s=0)
-    assert steady(further, 3).peak_bytes >= ahead.peak_bytes
-
-
-class Gpt(nn.Sequential):
-    """Of layers with attention and MLP as groups."""
-
-    def forward(self, x: Tensor, *, offload: bool) -> Tensor:
-        for layer in self:
-            layer.groups = ("attn", "mlp") if offload else ()
-        return super().forward(x[None])[0]
-
-
-def test_layers_of_gpt_all_leave() -> None:
-    """Their copies need 1.05 of the time that compute does."""
-    case, figures = CASES["gpt4096"], []
-    for offload in (False, True):
-        with torch.device("meta"):
-            model = Gpt(*(Layer(case).bfloat16() for _ in range(2)))
-        training = Training(
-            None,
-            device=DEVICES["H100"],
-            model=model,
-            offload=offload,
-            min_offloaded_tensor_size=case.min_numel,
-            max_in_flight_bytes="auto",
-            prefetch_bytes="auto",
-            rematerialize="none",
-        )
-        training.rows = case.length
-        with training.running():
-            figures.append([training.steady() for _ in range(3)][-1])  # it learns from two
-    none, ours = figures
-    assert none.peak_bytes / GIB == pytest.approx(5.94, rel=0.01)
-    assert ours.seconds <= 1.065 * none.seconds
-    assert ours.peak_bytes / GIB <= 3.51
 
 
 def test_work_of_another_stream_takes_time_beside_the_host() -> None:
