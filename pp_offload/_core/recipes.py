@@ -85,7 +85,7 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
     """
     node, index = tensor.grad_fn, tensor.output_nr
     if node is None or tensor._version:
-        return None  # the node does not have the value it was before
+        return None  # a node does not have the value that a changed tensor had before
     if type(node) not in _TORCH_NODES:
         node, index = behind((node, index))
         if type(node) not in _TORCH_NODES:

@@ -90,8 +90,8 @@ class StepRecord:
         """Note that backward reached ``chunk``; the chunk before it may be over."""
         before, self.in_backward = self.in_backward, chunk
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
-            begun = {*self._backward, *[k for k, c in self._forward.items() if not c.is_finished()]}
-            live = [key for key in self._forward if key in begun and self._is_in_flight(key)]
+            live = {k for k, c in self._forward.items() if not c.is_finished()}
+            live |= {k for k in self._weight_passes if not self.queue.has_begun(WeightPassKey(k))}
             if len(live) > len(self._live_at_peak):
                 self._live_at_peak = frozenset(live)
             self._backward[chunk.key] = chunk
