@@ -201,6 +201,7 @@ def test_in_place_write_to_a_queued_source(backend: SimulatedBackend) -> None:
             (lambda: source.add_(1), "compute.*add_.*d2h.*'mlp'"),
             (lambda: torch.add(source, 1, out=source), "compute"),
             (lambda: torch._foreach_add_([source], 1), "compute"),
+            (lambda: torch.ops.aten.zeros_like.out(source, out=source), "compute"),
         ]:
             with pytest.raises(RaceError, match=f"write by stream {says}"):
                 write()
