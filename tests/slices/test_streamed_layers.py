@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 DEPTH = 6
-ONE = WIDTH * WIDTH * 4
+LAYER_BYTES = WIDTH * WIDTH * 4
 """Bytes of a layer."""
 
 
@@ -66,7 +66,7 @@ def test_layers_in_any_order(active: Backend, order: list[int] | None, num_resid
     )
     assert same_training(plain, model, active)
     assert handle.parameter_bytes_on_device == 0
-    assert handle.peak_parameter_bytes_on_device <= num_resident * ONE
+    assert handle.peak_parameter_bytes_on_device <= num_resident * LAYER_BYTES
     assert_no_hooks()
 
 
@@ -85,15 +85,15 @@ def test_from_the_second_forward_on_each_call_is_foreseen(order: list[int] | Non
         model(input_for(backend))
         calls = model.order
         moves = 1 + sum(call != other for call, other in zip(calls, calls[1:], strict=False))
-        assert handle.statistics().bytes_reloaded - before == moves * ONE
+        assert handle.statistics().bytes_reloaded - before == moves * LAYER_BYTES
         is_last = [calls[i:] == [calls[i]] * (len(calls) - i) for i in range(len(calls))]
         repeats = [i + 1 < len(calls) and calls[i] == calls[i + 1] for i in range(len(calls))]
         expected = [1 if last or same else 2 for last, same in zip(is_last, repeats, strict=True)]
-        assert seen == [num * ONE for num in expected]
+        assert seen == [num * LAYER_BYTES for num in expected]
         model.order = [0]  # a layer that was foreseen is given up: the program may write now
         with torch.enable_grad():
             y = model(input_for(backend))
-        assert handle.parameter_bytes_on_device == ONE and y.requires_grad
+        assert handle.parameter_bytes_on_device == LAYER_BYTES and y.requires_grad
 
 
 @pytest.mark.parametrize("num_resident", [1, 2, 3])
@@ -117,21 +117,24 @@ def test_device_memory_is_arithmetic(order: str, num_resident: int) -> None:
             # In the first layer behind which nothing is left to come: x, what the layers before
             # have given, its product and what becomes of it.
             inside = 1 + (DEPTH - num_resident) + 2
-            assert backend.take_device_peak() == num_resident * ONE + head + inside * activation
+            assert (
+                backend.take_device_peak()
+                == num_resident * LAYER_BYTES + head + inside * activation
+            )
             # The last layer stays for backward; x, what the layers have given, and y.
-            assert backend.device_bytes == ONE + head + (1 + DEPTH + 1) * activation
+            assert backend.device_bytes == LAYER_BYTES + head + (1 + DEPTH + 1) * activation
             gradient = torch.ones_like(y)
             y.backward(gradient)
             # In the last layer: x, what the layers before have given, y; the gradients of y, of the
             # layer's product and of its input; that of its weight.
             inside = 1 + (DEPTH - 1) + 1 + 3
-            peak = (num_resident + 1) * ONE + head + inside * activation
+            peak = (num_resident + 1) * LAYER_BYTES + head + inside * activation
             assert backend.take_device_peak() == peak
             assert backend.device_bytes == head + 4 * activation, "x, y, and their gradients"
             del x, y, gradient
             assert backend.device_bytes == head
             model.zero_grad()
-        assert handle.peak_parameter_bytes_on_device == num_resident * ONE
+        assert handle.peak_parameter_bytes_on_device == num_resident * LAYER_BYTES
         assert handle.parameter_bytes_on_device == 0
     backend.check()
 
@@ -144,7 +147,7 @@ def test_a_weight_that_something_else_has_stays_on_the_device(active: Backend) -
     assert model.head.weight is model.layers[0].weight
     assert model.head.weight.device == active.device
     assert same_training(plain, model, active)
-    assert handle.peak_parameter_bytes_on_device == 2 * ONE
+    assert handle.peak_parameter_bytes_on_device == 2 * LAYER_BYTES
 
 
 @on_two_backends
@@ -193,7 +196,7 @@ def test_a_second_call_replaces_the_first(active: Backend, is_copy: bool) -> Non
     second = offload_layers(model, "layers", num_resident=1, backend=active)
     assert is_copy or "0 layers" in repr(first)
     assert same_training(plain, model, active)
-    assert second.peak_parameter_bytes_on_device == ONE
+    assert second.peak_parameter_bytes_on_device == LAYER_BYTES
     first.close()
     assert offloaded_in(model)
     second.close()
