@@ -42,7 +42,7 @@ LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 NOTHING_YET = (
     "nothing offloaded: a plan, or a lack of room, keeps all groups, or all tensors are below "
     "min_offloaded_tensor_size, or no step is complete yet (a step counts from the next reset() or "
-    "schedule.step(), if backward has reached all its groups), or there are no groups "
+    "schedule.step(), if each microbatch had its backward), or there are no groups "
     "(print(offload) tells what a context did)"
 )
 
@@ -60,9 +60,9 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
     Returns:
         A table in MiB, the same on every rank: a row per rank, a column per group, and what
         backward computes again in place of a copy. With ``local``, a row per group: how many of its
-        saved bytes were kept, copied and computed again. A step is complete when backward reached
-        every group, and counts from the next ``reset()`` or ``schedule.step()``. Below, a row per
-        rank: the time and the peak of a step now, at first, and without offload.
+        saved bytes were kept, copied and computed again. A step is complete when each microbatch
+        had its backward, and counts from the next ``reset()`` or ``schedule.step()``. Below, a row
+        per rank: the time and the peak of a step now, at first, and without offload.
     """
     manager = PipelineOffloadManager.get_instance()
     if local:

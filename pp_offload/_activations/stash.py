@@ -135,7 +135,7 @@ class ActivationStash:
         """End the step if all its backwards are over, and plan which groups stay in the next."""
         step, is_watching = self._step, self._room.is_watching
         # A forward on another thread may have begun, and saved nothing yet.
-        is_complete = step.is_complete() and not step.awaited_elsewhere()
+        is_complete = step.is_complete(is_ended=False) and not step.awaited_elsewhere()
         shapes = step.shapes() if is_complete and is_watching else None
         if is_complete and not self._has_logged:
             step.sum_up()

@@ -61,7 +61,7 @@ class Group:
         key: Place of the group in the step; None without one.
         is_used: Whether backward has asked for one of its tensors.
         has_failed: Whether an exception came out of its forward, as its context saw.
-        saved_refs: Weak references to what autograd saved, in order, while the group is open.
+        saved_refs: Weak references to what autograd saved, in order.
         streams: Compute streams on which tensors were saved.
         batch: Weak reference to the group's own batch, once it has left.
         borrowed: Payloads of other groups' batches that hold tensors of this group, too.
@@ -113,9 +113,8 @@ class Group:
 
     @property
     def is_alive(self) -> bool:
-        """Whether autograd holds a saved tensor of this group that left or may leave."""
-        refs = [self.batch, *[ref for ref, _ in self.borrowed]]
-        return any([ref is not None and ref() is not None for ref in [*refs, *self.saved_refs]])
+        """Whether autograd holds a saved tensor of this group that left or might have left."""
+        return any([ref() is not None for ref in self.saved_refs])
 
     def move_to(self, state: GroupState) -> None:
         """Close the group. Raises a GroupStateError if it was closed before."""
@@ -125,7 +124,7 @@ class Group:
                 "an open group changes, once: commit it once"
             )
         self.state = state
-        self.drop()
+        self.forget_makers()
 
     def forget_makers(self) -> None:
         """Compute no saved tensor again; what made it would keep a part of the graph alive."""

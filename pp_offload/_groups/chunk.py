@@ -239,18 +239,18 @@ class Chunk:
     def is_awaited(self) -> bool:
         """Whether a group is open, or backward has yet to reach a group with living tensors."""
         is_open = any(not (group.has_failed or group.is_used) for group in self.uncommitted())
-        if is_open and not self.is_left:
-            return True
-        return any(not group.is_used and group.is_alive for group in self.groups)
+        is_running = is_open and not self.is_left
+        return is_running or any(not group.is_used and group.is_alive for group in self.groups)
 
-    def is_finished(self, name: str | None = None) -> bool:
-        """Whether backward has reached every group (of this name) that saved something."""
-        return all(
-            [
-                group.is_used or not group.counts.num_tensors or name not in (None, group.name)
-                for group in self.groups
-            ]
-        )
+    def is_finished(self, name: str | None = None, *, is_ended: bool = False) -> bool:
+        """Whether backward has reached the first group (of this name) that saved something, and,
+        unless the step ``is_ended``, needs no other. A loss may leave out groups, such as the last.
+        """
+        groups = [group for group in self.groups if name in (None, group.name)]
+        first = next((group for group in groups if group.counts.num_tensors), None)
+        if first is not None and not first.is_used:
+            return False
+        return is_ended or not any([group.is_alive for group in groups if not group.is_used])
 
     def record(self, key: ChunkKey) -> ChunkRecord:
         """Return the record of the chunk as chunk ``key`` of the step."""

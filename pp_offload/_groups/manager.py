@@ -4,8 +4,8 @@
     chunk = manager.open_chunk("start", "mlp")  # for each group
     manager.reset()                             # before each step
 
-A step runs from one :meth:`Manager.reset` to the next. A step is complete if backward reached every
-chunk that has groups. The plan is made from a complete step, and made again when a later one
+A step runs from one :meth:`Manager.reset` to the next. A step is complete if backward came through
+every chunk that has groups. The plan is made from a complete step, and made again when a later one
 differs; one line in the log says so.
 """
 
@@ -291,7 +291,7 @@ class Manager:
         with self.offloader.lock:
             self._check_not_busy_elsewhere()  # again: no thread can begin before the lock is free
             forgotten = self.step.forgotten()
-            is_complete = self.step.is_complete()
+            is_complete = self.step.is_complete(is_ended=True)
             self._room.end_step(
                 self.step.shapes() if is_complete else None, self.bounds.hidden_bytes
             )
@@ -304,7 +304,8 @@ class Manager:
             self._end_step()
             self.bounds.begin_step()
             self._room.begin_step((self.step.options or self.config).limit)
-            self._say_what_steps_cost()
+            if self._room.is_settled and self.bounds.take_settled():  # once for each choice
+                log_gain(self._room.gain(self.bounds.last, self.bounds.first))
         self.offloader.settle()
         self._call_on_begin()
         if forgotten:
@@ -338,11 +339,6 @@ class Manager:
         if not self.step.summary and not self.bounds.last.step_ms:
             return None
         return self._room.gain(self.bounds.last, self.bounds.first)
-
-    def _say_what_steps_cost(self) -> None:
-        """Log the gain once for each choice of groups that stay."""
-        if self._room.is_settled and self.bounds.take_settled():
-            log_gain(self._room.gain(self.bounds.last, self.bounds.first))
 
     def _drop_step(self) -> None:
         with self.offloader.lock:

@@ -166,11 +166,14 @@ class StepRecord:
                 return chunk
         return None
 
-    def is_complete(self) -> bool:
-        """Whether groups saved tensors, and backward reached each such group."""
+    def is_complete(self, *, is_ended: bool) -> bool:
+        """Whether groups saved tensors, and backward is over in each chunk. If the user says that
+        the step ``is_ended``, groups that no loss needed may be alive, in outputs.
+        """
         if self._is_partly_forgotten:
             return False
-        return bool(self._backward) and all(c.is_finished() for c in self._forward.values())
+        chunks = self._forward.values()
+        return bool(self._backward) and all(c.is_finished(is_ended=is_ended) for c in chunks)
 
     def has_dropped(self) -> bool:
         """Whether the graph of a chunk was freed without its backward."""

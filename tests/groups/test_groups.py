@@ -230,6 +230,33 @@ def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
     assert len(manager.offloader.plan.names) == 3 and manager.offload_summary_bytes
 
 
+@on_two_backends
+@pytest.mark.parametrize("case", ["all", "last unused", "auxiliary loss", "failed", "dropped"])
+def test_a_step_is_complete_if_backward_came_through_each_chunk(
+    manager: PipelineOffloadManager, case: str
+) -> None:
+    """A loss need not need all groups. In flight is what backward still needs, kept or not."""
+    is_complete = case not in ("failed", "dropped")
+    for _ in range(3):
+        begin_step()
+        states = [inputs(1)[0].to(manager.backend.device).requires_grad_()]
+        for _ in range(4):
+            states.append(group(states[-1], lambda x: x.sin().cos()))
+        loss = states[3 if case == "last unused" else 4].sum()
+        if case == "failed":
+            states[2].register_hook(Mock(side_effect=ZeroDivisionError))
+        elif case == "auxiliary loss":
+            states[2].sum().backward(retain_graph=True)
+        del states
+        assert manager.step.in_flight() == ((0, 1),)
+        with pytest.raises(ZeroDivisionError) if case == "failed" else nullcontext():
+            loss.backward() if case != "dropped" else None
+        del loss
+        assert manager.step.in_flight() == (() if is_complete else ((0, 1),))
+    manager.reset()
+    assert bool(manager.offload_summary_bytes) == is_complete
+
+
 # Forced release empties what was copied and nobody else needs, and nothing else
 
 NBYTES = 160

@@ -129,7 +129,7 @@ def test_models_of_one_loop_have_a_step_together() -> None:
                 losses.append(model(torch.randn(4, 12)).sum())
         assert manager.step.num_chunks == 2, number
         accelerator.backward(sum(losses))
-        assert manager.step.is_complete()
+        assert manager.step.is_complete(is_ended=True)
     offloads[0].close()
     ended = offloads[0].statistics()
     for _ in range(2):

@@ -130,6 +130,43 @@ def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets:
         assert 0 < training.sent_by_a_step() < 0.9 * first
 
 
+class HiddenStates(Layers):
+    """The loss needs the last but ``unused`` layers, and an auxiliary one perhaps the first half;
+    the user may hold outputs of all until the next forward.
+    """
+
+    unused, has_auxiliary_loss, is_held = 2, False, False
+    held: Any = ()
+
+    def forward(self, x: Tensor, *, offload: bool = True) -> Tensor:
+        states = [x]
+        for number, layer in enumerate(self.layers):
+            with off_interface(offload, states[-1], f"layer{number % 2}"):
+                y = layer(states[-1])
+            states.append(off_interface.group_commit(y, name=f"layer{number % 2}"))
+        if self.has_auxiliary_loss:
+            middle = states[NUM_LAYERS // 2]
+            middle.backward(torch.empty_like(middle), retain_graph=True)
+        self.held = states if self.is_held else ()
+        return states[-1 - self.unused]
+
+
+@pytest.mark.parametrize("has_auxiliary_loss", [False, True])
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("unused", [0, 2])
+def test_a_loss_need_not_need_the_last_groups(
+    unused: int, is_held: bool, has_auxiliary_loss: bool
+) -> None:
+    model = HiddenStates(NUM_LAYERS, WIDTH)
+    model.unused, model.is_held, model.has_auxiliary_loss = unused, is_held, has_auxiliary_loss
+    training = Training(80 * SAVED_BYTES + NUM_LAYERS * WIDTH**2 * 4, model=model)
+    with training.running():
+        first = training.sent_by_a_step()
+        assert all(peak <= training.limit_bytes for peak in training.run(6))
+        sent = [training.sent_by_a_step() for _ in range(3)]
+        assert 0 < sent[0] == sent[1] == sent[2] < 0.8 * first
+
+
 # A loop that changes its batch
 
 
