@@ -116,7 +116,7 @@ class AttachedSchedule:
         facts = _facts_of(self._schedule, self._stages)
         manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
         self._split = self._order.split_backward(manager.config)
-        undo.add(self._leave_manager)
+        undo.callback(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
         if groups is None and plan is None:
             manager.idle_groups.expect(())  # counts steps anew
@@ -132,7 +132,7 @@ class AttachedSchedule:
 
     def detach(self) -> None:
         """Restore the schedule and the modules. A second call does nothing."""
-        self._undo.run()
+        self._undo.close()
 
     def _leave_manager(self) -> None:
         manager = self.manager
@@ -164,7 +164,7 @@ class AttachedSchedule:
     def _mark_modules(self, groups: Patterns | None) -> None:
         self._keep_modules()
         models = {f" of stage {stage.stage_index}": stage.submod for stage in self._stages}
-        self._undo.add(self._remove_groups)
+        self._undo.callback(self._remove_groups)
         self._modules = mark_modules(models, groups or {})
         for group, patterns in (groups or {}).items():
             if not self._modules.modules[group]:

@@ -66,7 +66,7 @@ class ActivationOffload(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the offload of the module, which a strategy may have wrapped and sharded."""
-        self._undo.run()
+        self._undo.close()
         self._offload = offload = offload_of(pl_module, *self._wanted)
         self._figures, self._last_step = Figures(offload.statistics), trainer.global_step
 
@@ -74,7 +74,7 @@ class ActivationOffload(Callback):
             with offload.forward(trainer.global_step):
                 return inner(*args, **kwargs)
 
-        self._undo.add(offload.close)
+        self._undo.callback(offload.close)
         self._undo.wrap(pl_module, "training_step", training_step)
 
     def on_train_batch_end(
@@ -90,7 +90,7 @@ class ActivationOffload(Callback):
         # The last first: each callback has wrapped the step of those before.
         for callback in reversed(trainer.callbacks):
             if isinstance(callback, ActivationOffload):
-                callback._undo.run()
+                callback._undo.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the offload: Lightning calls no other hook."""

@@ -127,7 +127,7 @@ class patch:  # noqa: N801  called as a function is
     def undo(self) -> None:
         """Restore all functions. Offloaded tensors stay valid. A second call does nothing."""
         global _active
-        self._undo.run()
+        self._undo.close()
         if _active is self:
             _active = None
 

@@ -1,4 +1,4 @@
-"""Threads that do what is queued, and calls that undo: all of it, whatever interrupts them."""
+"""Threads that do all that is queued, whatever interrupts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from helpers.injected import Injected, files, interrupt_at, points_in
 from helpers.processes import HANG_S, run_each
 
 from pp_offload._common import workers as module
-from pp_offload._common.undo import UndoStack
 from pp_offload._common.workers import Workers
 
 LINES = files("_common/workers")
@@ -47,27 +46,6 @@ def test_a_shutdown_after_an_interrupted_one_waits_for_the_work() -> None:
             workers.shutdown()
         workers.shutdown()
         assert piece.done(), number
-
-
-def test_calls_that_undo_go_on_where_they_were_cut_off() -> None:
-    """The last first."""
-    undone: list[int] = []
-    lines = files("_common/undo")
-
-    def stack() -> UndoStack:
-        undone.clear()
-        undo = UndoStack()
-        for number in range(3):
-            undo.add(undone.append, number)
-        return undo
-
-    for number in range(len(points_in(lines, stack().run)) + 1):
-        undo = stack()
-        with suppress(Injected), interrupt_at(number, lines):
-            undo.run()
-        undo.run()
-        undo.run()
-        assert list(dict.fromkeys(undone)) == [2, 1, 0], number
 
 
 PROLOGUE = """
