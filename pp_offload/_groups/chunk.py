@@ -83,12 +83,10 @@ class Chunk:
         engine = offloader.engine
         with engine.mover.lock:
             engine.follow(engine.current_stream())
-            if self.key is None:
-                offloader.step.add(self, offloader.split)  # sets the key, but for a lone chunk
+            key = self.key or offloader.step.add(self, offloader.split)
             smallest = self.min_offloaded_tensor_size
             group = self.group_type(name, engine=engine, min_numel=smallest)
-            if self.key is not None:
-                group.key = GroupKey(self.key, len(self.groups))
+            group.key = GroupKey(key, len(self.groups))
             self.groups.append(group)
             self.open_groups.append(group)
             for tell in engine.observers.opened:
@@ -187,8 +185,7 @@ class Chunk:
         offloader, key = self.offloader, group.key
         if not offloader.engine.is_enabled or group.is_used:
             return False
-        if key is None:
-            return True
+        assert key is not None, "a chunk's groups have keys"
         plan, nbytes = offloader.plan, group.counts.nbytes
         stays = plan.keeps(key, group.name, nbytes) or (
             plan.is_last_of_its_name(key, group.name) and offloader.step.is_next(self)
