@@ -56,7 +56,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
 from operator import countOf, itemgetter, methodcaller
@@ -176,12 +175,11 @@ def was_warned_of(what: str) -> bool:
     return what in _warned
 
 
-@contextmanager
-def expected() -> Iterator[None]:
-    """Warn of no groups inside on this thread: the user asked for a recomputation of all."""
+def expected(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return ``call(...)`` without warnings of groups inside: the user asked to recompute all."""
     before, _here.is_expected = _here.is_expected, True
     try:
-        yield
+        return call(*args, **kwargs)
     finally:
         _here.is_expected = before
 

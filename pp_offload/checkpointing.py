@@ -29,7 +29,12 @@ from pp_offload._checkpoint.options import (
 )
 from pp_offload._checkpoint.recompute import Recompute, shared_for
 from pp_offload._common.checks import brief, check_flag, check_kind
-from pp_offload._common.torch_private import CheckpointWrapper, apply_activation_checkpointing
+from pp_offload._common.torch_private import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    never_compiled,
+)
+from pp_offload._hooks import expected
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -233,6 +238,12 @@ class RecomputedLayers:
         self.remove()
 
 
+class _Unwarned(Recompute):
+    @never_compiled
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(partial(expected, function), *args, **kwargs)
+
+
 def recompute_layers(
     model: Module, names: Collection[str], *, preserve_rng_state: bool = True
 ) -> RecomputedLayers:
@@ -262,19 +273,15 @@ def recompute_layers(
     if len(set(names)) != len(names):
         raise ValueError(f"names is {list(names)}, expected each name once")
     params = FullACParams(preserve_rng_state=preserve_rng_state)
-    recompute = Recompute(params, warns_of_groups=False)
-    return RecomputedLayers(model, names, recompute)
+    return RecomputedLayers(model, names, _Unwarned(params))
 
 
 def is_recomputed(model: Module, name: str) -> bool:
-    """Whether :func:`recompute_layers` was called for this module."""
+    """Whether this module is wrapped, as by :func:`recompute_layers`."""
     try:
-        layer = model.get_submodule(name)
+        return isinstance(model.get_submodule(name), CheckpointWrapper)
     except AttributeError:
         return False
-    partial = layer.checkpoint_fn if isinstance(layer, CheckpointWrapper) else None
-    recompute = getattr(partial, "func", None)
-    return isinstance(recompute, Recompute) and not recompute.warns_of_groups
 
 
 def is_inside_recomputed(model: Module, name: str) -> bool:

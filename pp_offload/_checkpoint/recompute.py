@@ -39,7 +39,7 @@ from pp_offload._common.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from pp_offload._hooks import PackHook, expected, is_left_to_checkpoint, is_recomputing, saving
+from pp_offload._hooks import PackHook, is_left_to_checkpoint, is_recomputing, saving
 from pp_offload.backends import Backend, check_backend
 
 ATTRIBUTE = "_pp_offload_checkpoints"
@@ -55,19 +55,12 @@ _of_default: list[Recompute] = []
 class Recompute:
     """Runs functions under a checkpoint; ``stash`` is None if all stays on the device."""
 
-    def __init__(
-        self,
-        params: FullACParams,
-        backend: Backend | None = None,
-        *,
-        warns_of_groups: bool = True,
-    ) -> None:
+    def __init__(self, params: FullACParams, backend: Backend | None = None) -> None:
         if backend is not None:
             check_backend(backend)
         self.params = params
         self.counts = CheckpointCounts()
         self.stash: ActivationStash | None = None
-        self.warns_of_groups = warns_of_groups
         self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()
         self._is_checked = self._has_warned_of_cache = False
         if params.offload_inputs or self._offloaded:
@@ -143,8 +136,6 @@ class Recompute:
 
         def run(*tensors: Tensor) -> Any:
             with ExitStack() as contexts:
-                if not self.warns_of_groups:
-                    contexts.enter_context(expected())
                 if first:
                     self._send()
                     args, kwargs = first.pop()

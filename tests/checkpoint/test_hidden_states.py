@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pp_offload import OffloadConfig, OffloadHiddenStates, checkpoint_wrapper
+from pp_offload import OffloadConfig, OffloadHiddenStates, checkpoint_wrapper, recompute_layers
 from pp_offload.backends import Backend, CpuBackend
 
 LAYERS, ROWS = 4, 6
@@ -111,6 +111,12 @@ def by_ours(model: Model) -> None:
         model.layers.register_module(name, checkpoint_wrapper(layer, **options))
 
 
+def recomputed(model: Model) -> None:
+    for layer in model.layers:
+        layer.gradient_checkpointing = False
+    recompute_layers(model, [f"layers.{number}" for number in range(LAYERS)])
+
+
 def first_alone(model: Model) -> None:
     for layer in model.layers[1:]:
         layer.gradient_checkpointing = False
@@ -124,6 +130,7 @@ def first_alone(model: Model) -> None:
         (nn.Module.eval, 1, 0),
         (compiled, 1, 0),
         (by_ours, 1, 0),
+        (recomputed, 1, 0),
         (first_alone, 1, 1),
     ],
 )
