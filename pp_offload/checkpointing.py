@@ -223,7 +223,8 @@ class RecomputedLayers:
         self.recompute = recompute
         self.names = tuple(names)
         self._model = model
-        self._layers = {name: model.get_submodule(name) for name in names}
+        # Parts before what is around them, whose wrapper would take them from their place.
+        self._layers = {name: model.get_submodule(name) for name in sorted(names, reverse=True)}
         for name, layer in self._layers.items():
             model.set_submodule(name, CheckpointWrapper(layer, checkpoint_fn=recompute))
 
@@ -262,16 +263,13 @@ def recompute_layers(
 
     Raises:
         TypeError: ``model`` is no module, or ``names`` are no names.
-        ValueError: A module does not exist, is named twice, is a part of another one, or has
-            checkpoints already. The model is unchanged.
+        ValueError: A module does not exist, or is in a checkpoint already. The model is unchanged.
     """
     check_kind("model", model, Module, "an nn.Module")
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"names is {brief(names)}, expected a list of names of modules")
     for name in names:
-        _check_layer(model, name, names)
-    if len(set(names)) != len(names):
-        raise ValueError(f"names is {list(names)}, expected each name once")
+        _check_layer(model, name)
     params = FullACParams(preserve_rng_state=preserve_rng_state)
     return RecomputedLayers(model, names, _Unwarned(params))
 
@@ -290,20 +288,15 @@ def is_inside_recomputed(model: Module, name: str) -> bool:
     return any(is_recomputed(model, ".".join(parts[:num])) for num in range(1, len(parts) + 1))
 
 
-def _check_layer(model: Module, name: str, names: Collection[str]) -> None:
+def _check_layer(model: Module, name: str) -> None:
     check_kind("a name of names", name, str, "the name of a module")
+    parts = name.split(".")
     try:
-        layer = model.get_submodule(name)
+        around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts) + 1)]
     except AttributeError as error:
         raise ValueError(f"there is no module {name!r} in the model: {error}") from error
-    outer = [prefix for prefix in names if name.startswith(f"{prefix}.")]
-    if layer is model or outer:
-        where = f"is a part of {outer[0]!r}" if outer else "is the model itself"
-        raise ValueError(f"{name!r} {where}, expected modules of which none is in another")
-    parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
-    if any(isinstance(module, CheckpointWrapper) for module in (*around, *layer.modules())):
-        raise ValueError(f"{name!r} has a checkpoint already, expected none; choose one of the two")
+    if not name or any(isinstance(module, CheckpointWrapper) for module in around):
+        raise ValueError(f"{name!r} has a checkpoint already, or is the model; expected neither")
 
 
 # Single calls and modules
