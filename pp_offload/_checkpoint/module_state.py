@@ -15,9 +15,9 @@ NOTE [ Changed without a trace ]
 
 NOTE [ Other attributes ]
     Plain attributes are not restored, as under PyTorch's checkpoints. They may describe a buffer,
-    such as the length of a table that grows. So if a module's other plain attributes, parameters
-    or parts differ from before the first run, it keeps its current buffers in the second run, as
-    copies, so that they change once. A lazy module initialized by the first run is such a module.
+    such as the length of a table that grows. So if a module's plain attributes, but for
+    ``training``, differ from before the first run, it keeps its current buffers in the second run,
+    as copies, so that they change once.
 
 NOTE [ Exchanged parameters ]
     ``torch.func.functional_call`` puts other tensors in the places of parameters for a forward, and
@@ -31,19 +31,15 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, RReLU
-from torch.nn.parameter import is_lazy
 
 from pp_offload._common.torch_private import is_traceable_wrapper_subclass
-from pp_offload._core.geometry import is_dense
 from pp_offload._memory.addresses import has_storage
 from pp_offload.errors import OffloadError
 
@@ -56,14 +52,17 @@ PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.Size}
 Buffers = dict[str, Tensor | None]
 """Buffers of a module, by name."""
 
+Copies = dict[int, Any]
+"""Memo of :func:`copy.deepcopy`: copies share memory where their originals do."""
+
 
 class ModuleState:
     """State at construction of modules and all their parts, which they may share."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        parts = {id(part): part for module in modules for part in module.modules()}
-        copies = _Copies(buffer for part in parts.values() for buffer in part._buffers.values())
-        self._parts = [_PartState(part, copies) for part in parts.values()]
+        parts = dict.fromkeys(part for module in modules for part in module.modules())
+        copies: Copies = {}
+        self._parts = [_PartState(part, copies) for part in parts]
 
     @property
     def draws_after_saving(self) -> bool:
@@ -79,8 +78,7 @@ class ModuleState:
         Raises:
             OffloadError: A large buffer was changed in place, or an exchanged parameter is gone.
         """
-        tables = chain.from_iterable((p.buffers, p.module._buffers) for p in self._parts)
-        copies = _Copies(chain.from_iterable(table.values() for table in tables))
+        copies: Copies = {}
         new = [(part, part.buffers_again(copies), part.parameters_again()) for part in self._parts]
         now = [
             (m, m.training, dict(m._buffers), {name: m._parameters[name] for name in exchanged})
@@ -98,7 +96,7 @@ class ModuleState:
 class _PartState:
     """State of a module, without its parts, at the first run."""
 
-    def __init__(self, module: Module, copies: _Copies) -> None:
+    def __init__(self, module: Module, copies: Copies) -> None:
         self.module = module
         self.is_training = module.training
         self._attributes = _attributes(module)
@@ -109,17 +107,17 @@ class _PartState:
             if buffer is not None and _is_traced(module, name, buffer)
         }
         for name in self.buffers.keys() - self._versions.keys():
-            self.buffers[name] = copies.of(self.buffers[name])
+            self.buffers[name] = _copied(self.buffers[name], copies)
         self._parameters = {
             name: (weakref.ref(tensor), vars(tensor))
             for name, tensor in module._parameters.items()
             if tensor is not None and not is_traceable_wrapper_subclass(tensor)
         }
 
-    def buffers_again(self, copies: _Copies) -> Buffers:
+    def buffers_again(self, copies: Copies) -> Buffers:
         """Return buffers for a second run, which may change them."""
         if _attributes(self.module) != self._attributes:
-            return {name: copies.of(buffer) for name, buffer in self.module._buffers.items()}
+            return {name: _copied(b, copies) for name, b in self.module._buffers.items()}
         for name, version in self._versions.items():
             if _version(self.buffers[name]) != version:
                 raise OffloadError(
@@ -128,7 +126,7 @@ class _PartState:
                     f"assign a new tensor to self.{name}"
                 )
         return {
-            name: buffer if name in self._versions else copies.of(buffer)
+            name: buffer if name in self._versions else _copied(buffer, copies)
             for name, buffer in self.buffers.items()
         }
 
@@ -149,27 +147,10 @@ class _PartState:
         return exchanged
 
 
-class _Copies:
-    """Copies of ``buffers``, which share memory where their originals do."""
-
-    def __init__(self, buffers: Iterable[Tensor | None]) -> None:
-        plain = (each for each in buffers if each is not None and has_storage(each))
-        self._num_views = Counter(map(_storage_key, plain))
-        self._memo: dict[int, Any] = {}
-
-    def of(self, buffer: Tensor | None) -> Tensor | None:
-        if buffer is None or is_lazy(buffer):
-            return buffer
-        plain = buffer.detach()
-        if has_storage(plain) and is_dense(plain) and self._num_views[_storage_key(plain)] == 1:
-            copied = plain.clone()  # deepcopy would copy the whole storage, such as a large table
-        else:
-            copied = copy.deepcopy(plain, self._memo)
-        return copied.requires_grad_(buffer.requires_grad)
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _copied(buffer: Tensor | None, copies: Copies) -> Tensor | None:
+    if buffer is None:
+        return None
+    return copy.deepcopy(buffer.detach(), copies).requires_grad_(buffer.requires_grad)
 
 
 def _put(
@@ -183,11 +164,10 @@ def _put(
         module._parameters[name] = tensor
 
 
-def _attributes(module: Module) -> Any:
-    plain = {name: value for name, value in vars(module).items() if type(value) in PLAIN}
-    plain.pop("training", None)
-    tables: tuple[Any, ...] = module._parameters, module._modules
-    return plain, [[name for name, part in t.items() if part is not None] for t in tables]
+def _attributes(module: Module) -> dict[str, Any]:
+    values = {name: value for name, value in vars(module).items() if type(value) in PLAIN}
+    values.pop("training", None)
+    return values
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import on_two_backends, skip_on_emulated
+from conftest import on_two_backends
 from helpers.checkpointed import apply
 from helpers.toy import same_bits
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from pp_offload import OffloadModel, checkpoint, offload_layers, recompute_layers
-from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload.backends import Backend
 from pp_offload.errors import OffloadError
 
@@ -101,10 +100,6 @@ class Norms(nn.Module):
         return self.dropout(self.linear(self.norm(x)).sin())
 
 
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(momentum=None))
-
-
 class Model(nn.Module):
     """A few of them."""
 
@@ -176,7 +171,7 @@ PRODUCTS: dict[str, Product] = {
     "slices": in_slices,
 }
 ON_THE_HOST = {"recomputed layers on the host", "slices"}
-"""Products whose parameters stay there: shared buffers would be others, lazy ones are not there."""
+"""Products whose parameters stay there: shared buffers would be others."""
 
 
 def steps(
@@ -222,9 +217,9 @@ def steps(
         *((Norms, product) for product in CALLS),
         *(
             (kind, product)
-            for kind in (Remembers, Table, Shares, Norms, lazy)
+            for kind in (Remembers, Table, Shares, Norms)
             for product in PRODUCTS
-            if kind not in (Shares, lazy) or product not in ON_THE_HOST
+            if kind is not Shares or product not in ON_THE_HOST
         ),
     ],
 )
@@ -232,8 +227,6 @@ def test_buffers_change_once_whatever_is_called(
     kind: type[nn.Module], product: str, active: Backend, order: tuple[int, ...]
 ) -> None:
     """Also buffers that were not there before; and a norm does in backward what it did before."""
-    if kind is lazy:
-        skip_on_emulated(active, "lazy parameters that are moved there are empty")
     results, names = steps(kind, product, active, order, is_on=True)
     expected, expected_names = steps(kind, product, active, order, is_on=False)
     assert same_bits(results, expected)
@@ -262,10 +255,3 @@ def test_a_large_buffer_stays_or_is_an_error_where_it_changes() -> None:
     y = checkpoint(Masked(changes=True), x)
     with pytest.raises(OffloadError, match="buffer 'mask' of a Masked was changed .* self.mask"):
         y.sum().backward()
-
-
-def test_copies_of_buffers_take_no_more_memory_than_these() -> None:
-    module = nn.Module()
-    module.register_buffer("row", torch.zeros(2**20)[:4])
-    with ModuleState([module]).restored():
-        assert module.row.untyped_storage().nbytes() == 16
