@@ -165,16 +165,6 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
         raise ValueError(
             f"the lists {list(containers)} are empty; expected at least one layer; name another"
         )
-    inside = [
-        f"{name!r} is inside of {outer!r}"
-        for name, layer in layers.items()
-        for outer, around in layers.items()
-        if layer is not around and any(layer is module for module in around.modules())
-    ]
-    if inside:
-        raise ValueError(
-            f"{'; '.join(inside)}; expected layers beside one another; leave one of the lists out"
-        )
     return layers
 
 
