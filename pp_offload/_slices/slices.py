@@ -116,30 +116,24 @@ class Places:
         """Return a slice of the parameters with which the layer computes now.
 
         Raises:
-            OffloadError: A parameter has another name now, or is not on the host.
+            KeyError: A parameter was renamed, as by pruning.
+            OffloadError: A parameter is not on the host.
         """
         parameters = self.parameters()
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         places = []
         for module, name in self._places:
-            where = f"a {type(module).__name__} in {self.label}"
-            if name not in module._parameters:
-                raise OffloadError(
-                    f"{where} had a parameter {name!r} that waits on the host, and now has "
-                    f"{list(module._parameters)}; expected the names of when offload_layers() was "
-                    "called; close() its handle before parameters are pruned, normed or "
-                    "parametrized, and call it again after that"
-                )
             parameter = module._parameters[name]
             if parameter is None:
                 continue
             if parameter.device != HOST or not has_storage(parameter):
                 raise OffloadError(
-                    f"parameter {name!r} of {where} is {brief(parameter)} on {parameter.device}, "
-                    f"expected a plain one on {HOST}, where it waits between uses; load a state "
-                    "that is on the host, and shard no layers that wait; close() the handle of "
-                    "offload_layers() before parameters are replaced; move an OffloadModel back "
-                    "with model.to('cpu'), and build a new one of nn.Sequential(*model.children())"
+                    f"parameter {name!r} of a {type(module).__name__} in {self.label} is "
+                    f"{brief(parameter)} on {parameter.device}, expected a plain one on {HOST}, "
+                    "where it waits between uses; load a state that is on the host, and shard no "
+                    "layers that wait; close() the handle of offload_layers() before parameters "
+                    "are replaced; move an OffloadModel back with model.to('cpu'), and build a new "
+                    "one of nn.Sequential(*model.children())"
                 )
             places.append((module._parameters, name, index[id(parameter)]))
         return Slice(self.label, tuple(parameters), tuple(places))
