@@ -231,13 +231,8 @@ class LayerOffloadingMixin(TrainerMixin):
         self, *args: Any, layer_offloading: Mapping[str, Any] | bool | None = None, **kwargs: Any
     ) -> None:
         self._layers = OfModel("layer_offloading", layer_offloading, _make_layers)
-        try:
-            super().__init__(*args, **kwargs)
-            self._offload_layers()
-        except BaseException:
-            if self._layers.made is not None:  # no caller gets the handle
-                self._layers.made.close()
-            raise
+        super().__init__(*args, **kwargs)
+        self._offload_layers()
 
     @property
     def layer_offload(self) -> OffloadedLayers | None:

@@ -16,7 +16,6 @@ from helpers.toy import repeated, same_bits
 from torch import Tensor
 
 from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin, OffloadConfig
-from pp_offload._slices.offloaded_layers import offloaded_in
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -258,19 +257,6 @@ def test_a_frozen_base_is_streamed(options: dict[str, Any], kind: Any, tmp_path:
     assert offloaded.statistics().bytes_offloaded == 0 < offloaded.statistics().bytes_reloaded
     assert offloaded.parameter_bytes_on_device == 0
     assert not any({"forward", "_apply"} & vars(module).keys() for module in reference.modules())
-
-
-def test_a_trainer_that_could_not_be_made_leaves_no_layer_offloaded(tmp_path: Path) -> None:
-    class Refuses(TrainerCallback):
-        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-            assert offloaded_in(model)
-            raise KeyboardInterrupt
-
-    model, options = adapters(), {"layer_offloading": True, "callbacks": [Refuses()]}
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(model, tmp_path, kind=LayerTrainer, trainer=options)
-    assert not offloaded_in(model)
-    check_same_bits(make_trainer(model, tmp_path, **of_layers(True)), adapters)
 
 
 def test_the_next_trainer_of_a_model_takes_its_layers_over(tmp_path: Path) -> None:
