@@ -50,9 +50,7 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
     try:
         device = torch.device(given)
     except RuntimeError as failure:
-        raise ValueError(
-            f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"
-        ) from failure
+        raise ValueError(f"{name} is {given!r}: {failure}") from failure
     if backend is not None:
         check_backend(backend)
         expected = backend.device
