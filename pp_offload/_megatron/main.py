@@ -83,21 +83,16 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
             max_inflight_offloads: See :class:`MainChunkOffloadHandler`.
 
         Raises:
-            ConfigError: An option has an impossible value, or the manager has a plan already, or
-                the plan of the options lacks this rank.
+            ConfigError: An option has an impossible value, or the manager has a plan already.
             ValueError: ``vp_stage`` is outside ``vp_size``, or ``pp_rank`` is no rank.
         """
         manager = the_manager()
         if pp_rank is not None:
             check_count("pp_rank", pp_rank)
-            plan = manager.config.offload_plan
-            if plan is not None:
-                plan.rank(pp_rank)  # else the end of the step would raise, each time
+            manager.step.pipeline_rank = pp_rank  # begin_chunk may take the plan of this rank
         self.step.options = _options(
             self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
         )
-        if pp_rank is not None:  # before begin_chunk, which may take the plan of this rank
-            manager.step.pipeline_rank = pp_rank
         make = partial(
             MainChunkOffloadHandler,
             cpu_tensor_pool=None,
