@@ -87,10 +87,7 @@ class ActivationOffload(Callback):
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        # The last first: each callback has wrapped the step of those before.
-        for callback in reversed(trainer.callbacks):
-            if isinstance(callback, ActivationOffload):
-                callback._undo.close()
+        self._undo.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the offload: Lightning calls no other hook."""

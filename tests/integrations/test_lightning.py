@@ -152,14 +152,6 @@ def test_same_bits_with_the_options_of_a_trainer(
     assert_nothing_left(model, callback)
 
 
-def test_several_callbacks_leave_nothing() -> None:
-    """They end in the order in which they began, and each has wrapped the step of those before."""
-    callbacks, model = [make() for make in CALLBACKS.values()], Model()
-    assert same_bits(fit(model, make_trainer(*callbacks)), fit(Model(), make_trainer()))
-    for callback in callbacks:
-        assert_nothing_left(model, callback)
-
-
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_validation_and_tests_are_left_alone(name: str) -> None:
     class Looks(Model):
