@@ -267,11 +267,6 @@ def _check_free(stages: list[Any]) -> None:
 
 
 def _stages(schedule: Any) -> list[Any]:
-    if isinstance(schedule, type):
-        raise TypeError(
-            f"schedule is the class {schedule.__name__}, expected one of its objects, made with "
-            "the stages"
-        )
     if hasattr(schedule, "_stages"):
         return list(schedule._stages)
     if hasattr(schedule, "_stage"):

@@ -34,6 +34,8 @@ def brief(value: object) -> str:
 
     The text of a tensor would take a copy from its device, and that of a model fills the screen.
     """
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
     if not isinstance(value, (*_PLAIN, list, tuple, set, dict)):
         return str(value) if isinstance(value, enum.Enum) else _class_of(value)
     text = repr(value)

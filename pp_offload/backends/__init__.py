@@ -38,12 +38,9 @@ __all__ = [
 def check_backend(backend: object) -> None:
     """Raise a TypeError unless ``backend`` is one, and not its name or its class."""
     # A class has the names as well. Not isinstance of the protocol: that would read properties.
-    is_class = isinstance(backend, type)
-    if is_class or not hasattr(backend, "current_stream"):
-        name = getattr(backend, "__name__", "")
-        what = f"the class {name}; write {name}()" if is_class else brief(backend)
+    if isinstance(backend, type) or not hasattr(backend, "current_stream"):
         raise TypeError(
-            f"backend is {what}, expected a backend, such as CpuBackend(), "
+            f"backend is {brief(backend)}, expected a backend, such as CpuBackend(), "
             'AcceleratorBackend() or pp_offload.testing.SimulatedBackend("late")'
         )
 
