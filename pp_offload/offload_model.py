@@ -156,7 +156,11 @@ class OffloadModel(CacheFigures, nn.Module):
     def _compute(self, slice_: OnDevice, layers: SliceLayers, inputs: tuple[Any, ...]) -> Any:
         if self._recompute is None or not torch.is_grad_enabled():
             return slice_.compute(partial(layers, *inputs))
-        return self._recompute(partial(_compute_all, slice_, layers), *inputs)
+
+        def again(*inputs: Any) -> Any:
+            return slice_.compute(partial(layers, *inputs), saves=False)
+
+        return self._recompute(again, *inputs)
 
     def _slice_layers(self) -> list[SliceLayers]:
         """Make slices of the current layers; raise an OffloadError if their number has changed."""
@@ -217,21 +221,14 @@ def _check_numbers(
     layers: nn.Sequential | nn.ModuleList, num_slices: int, num_microbatches: int
 ) -> None:
     check_count("num_microbatches", num_microbatches, least=1)
-    num_layers = len(layers)
-    if not num_layers:
+    if not len(layers):
         raise ValueError("the model has no layers; expected at least one module in it")
     is_cut = isinstance(layers, nn.Sequential)
-    if is_cut and (count_problem("num_slices", num_slices, 1) or num_slices > num_layers):
-        most = f"1 to {num_layers}" if num_layers > 1 else "1"
+    if is_cut and (count_problem("num_slices", num_slices, 1) or num_slices > len(layers)):
         raise ValueError(
-            f"num_slices is {brief(num_slices)}; expected {most}, the number of layers, as an "
-            "integer: each slice has at least one"
+            f"num_slices is {brief(num_slices)}; expected 1 to {len(layers)}, the number of "
+            "layers, as an integer: each slice has at least one"
         )
-
-
-def _compute_all(slice_: OnDevice, layers: SliceLayers, *inputs: Any) -> Any:
-    """Compute a slice under a checkpoint, which recomputes it in backward."""
-    return slice_.compute(partial(layers, *inputs), saves=False)
 
 
 def _split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...]]:

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -115,7 +116,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self.max_fwd_stash_size = max_fwd_stash_size
         self._models: WeakSet[Module] = WeakSet()  # that it was told of
         self._scopes = HookScopes()
-        super().__init__(_unless_excluded(self.stash.pack), unpack)
+        super().__init__(partial(_pack, self.stash), unpack)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {moved_text(self.statistics())}>"
@@ -242,12 +243,9 @@ def _leave(module: Module, *_: object) -> None:
         _running.module = None
 
 
-def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
-    @never_compiled
-    def hook(tensor: Tensor) -> Packed:
-        return Resident(tensor) if is_excluded() else pack(tensor)
-
-    return hook
+@never_compiled
+def _pack(stash: ActivationStash, tensor: Tensor) -> Packed:
+    return Resident(tensor) if is_excluded() else stash.pack(tensor)
 
 
 class NoOpManager(saved_tensors_hooks, ContextDecorator):

@@ -182,14 +182,13 @@ def _enter(self: save_on_cpu) -> None:
         _entered.enter(_Saving(active._stash), partial(_Saving.begin, owner=self))
 
 
-def _exit_scope(self: save_on_cpu, *error: Any) -> None:
+@exact_exit
+def _exit(self: save_on_cpu, *error: Any) -> None:
     if torch.compiler.is_compiling() or not _entered.scopes or type(self) is not save_on_cpu:
         saved_tensors_hooks.__exit__(self, *error)
     else:
         _entered.leave(*error[1:2])
 
-
-_exit = exact_exit(_exit_scope)
 
 OFFLOADS = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 Calls = dict[int, Any]
