@@ -87,7 +87,6 @@ def format_groups(groups: Mapping[str, GroupBytes]) -> str:
 
 def print_offload_summary_table(
     total_offload_bytes: dict[str, int],
-    *,
     local_duplicate_summary: Mapping[str, tuple[int, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:

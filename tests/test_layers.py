@@ -21,7 +21,7 @@ MOST_LINES = {
     "_slices": 1500,
     "backends": 750,
     "cli": 1150,
-    "compat": 150,
+    "compat": 100,
     "integrations": 1050,
     "plan": 2750,
     "simulate": 2300,

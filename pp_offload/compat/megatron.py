@@ -14,11 +14,7 @@ docs/megatron.md has what differs. The names as they were when the module was in
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 
-import torch.distributed as dist
-
-from pp_offload import summary
 from pp_offload._common.processes import logger_of
 from pp_offload._megatron.chunk import MainChunkOffloadHandler as ChunkOffloadHandler
 from pp_offload._megatron.chunk import OffloadTensorGroup
@@ -38,6 +34,7 @@ from pp_offload._megatron.main import (
 )
 from pp_offload._memory.pool import GPUTensorPool as OffloadTensorPool
 from pp_offload.fine_grained_activation_offload import log_on_rank
+from pp_offload.summary import print_offload_summary_table
 
 logger = logger_of(__name__)
 
@@ -62,26 +59,6 @@ def debug_rank(message: str) -> None:
     """Log ``message`` on rank :data:`DEBUG_RANK` when :data:`DEBUG` is set."""
     if DEBUG:
         log_on_rank(message, DEBUG_RANK)
-
-
-def print_offload_summary_table(
-    total_offload_bytes: dict[str, int],
-    local_duplicate_summary: Mapping[str, tuple[int, int]] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Gather these bytes of all ranks and print the table on rank 0. Collective.
-
-    Args:
-        total_offload_bytes: Bytes by group name on this rank; may be empty.
-        local_duplicate_summary: By group name on this rank, copies of what had been copied before,
-            and their bytes. The engine itself makes none.
-        process_group: The default group when None.
-    """
-    summary.print_offload_summary_table(
-        total_offload_bytes,
-        local_duplicate_summary=local_duplicate_summary,
-        process_group=process_group,
-    )
 
 
 __all__ = [
