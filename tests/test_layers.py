@@ -62,7 +62,7 @@ ONE_JOB = [
     ("_groups.offloader", "Offloader"),
 ]
 
-NAMES_CUDA = {"_megatron.chunk"}
+NAMES_CUDA = {"_megatron.main"}
 
 
 def imported(name: str) -> Iterator[str]:

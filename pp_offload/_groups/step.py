@@ -45,6 +45,7 @@ class StepRecord:
         smallest_numel: Least elements of a tensor that may leave; None before a forward with grad.
         in_backward: The chunk that backward reached last.
         weight_pass: Second part of a backward, while it runs.
+        is_in_replay: Whether a CUDA graph is being launched, as callers of Megatron-LM's main say.
         summary: Saved bytes per group name, of the chunks live at the peak of the last complete
             step.
     """
@@ -57,6 +58,7 @@ class StepRecord:
         self.smallest_numel: int | None = None
         self.in_backward: Chunk | None = None
         self.weight_pass: WeightPass | None = None
+        self.is_in_replay = False
         self.summary: dict[str, GroupBytes] = {}
         self._is_partly_forgotten = False
         self._forward: dict[ChunkKey, Chunk] = {}
@@ -250,6 +252,7 @@ class StepRecord:
         self._is_partly_forgotten = False
         self.queue.clear()
         self.in_backward = self.weight_pass = None
+        self.is_in_replay = False  # a replay that failed may never say that it is over
 
     def _chunk_of(self, group: Group) -> Chunk | None:
         key = group.key

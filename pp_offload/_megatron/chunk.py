@@ -7,17 +7,15 @@
     tensor = chunk.tensor_pop(tag)               # unpack hook
 
 The chunk of Megatron-LM's main commits groups by name, and counts copies in flight. Both have
-groups with tensors by tag and two events, and the state of captured CUDA graphs.
+groups with tensors by tag and two events.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_count
@@ -27,56 +25,9 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.step import StepRecord
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload.backends import Backend, Event, Stream, default_backend
+from pp_offload.backends import Event, Stream, default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
-
-
-class GraphState:
-    """State of CUDA graphs of one manager on its backend.
-
-    Attributes:
-        is_in_replay: Whether a graph is being launched; commits are delayed only then.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.is_in_replay = False
-        self._backend = backend
-
-    @property
-    def stream(self) -> Any:
-        """Stream to capture and launch graphs on; without CUDA, the live stream."""
-        is_cuda = self._backend.device.type == "cuda"
-        return self._cuda_stream if is_cuda else self._backend.current_stream()
-
-    @cached_property
-    def _cuda_stream(self) -> Any:
-        return torch.cuda.Stream(device=self._backend.device)
-
-    @cached_property
-    def event(self) -> Any:
-        """Event recorded at the end of a captured forward and of a captured backward.
-
-        On CUDA an external event, so that work outside the graph may wait for it.
-        """
-        is_cuda = self._backend.device.type == "cuda"
-        return torch.cuda.Event(external=True) if is_cuda else NotedEvent()
-
-
-class NotedEvent:
-    """Replacement of an external event on other devices: made first, and recorded later.
-
-    As on CUDA, a wait before the first record does nothing.
-    """
-
-    _event: Event | None = None
-
-    def record(self, stream: Stream) -> None:
-        self._event = stream.record_event()
-
-    def wait(self, stream: Stream) -> None:
-        if self._event is not None:
-            stream.wait_event(self._event)
 
 
 class OffloadTensorGroup(Group):
@@ -314,7 +265,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         max_inflight_offloads: Number of groups of one name of this microbatch that may be in flight
             to the host before compute waits for the oldest. With 0, compute waits for each; with
             None, only for ``OffloadConfig(max_in_flight_bytes=...)``, which always holds.
-        graphs: Whether a graph is launched; a commit is delayed only then.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
     """
@@ -328,7 +278,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         offloader: Offloader | None = None,
         vp_stage: int = 0,
         microbatch: int | None = None,
-        graphs: GraphState | None = None,
     ) -> None:
         if max_inflight_offloads is not None:
             expected = "offloads of a name; None for no limit"
@@ -341,13 +290,11 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
             microbatch=microbatch,
         )
         self.max_inflight_offloads = max_inflight_offloads
-        self.graphs = graphs or GraphState(self.offloader.backend)
         self._in_flight: dict[str, deque[Any]] = defaultdict(deque)
 
     @property
     def _may_delay(self) -> bool:
-        """Whether a graph is launched: a commit is delayed only then."""
-        return self.graphs.is_in_replay
+        return bool(self.offloader.step.is_in_replay)
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """See :meth:`Chunk.close`; then compute waits until few enough groups are in flight."""

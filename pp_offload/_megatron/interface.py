@@ -134,7 +134,8 @@ def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tenso
 
 def _record_and_join(event: Any) -> None:
     offloader = PipelineOffloadManager.get_instance().offloader
-    event.record(offloader.backend.current_stream())
+    if event is not None:  # main has none without CUDA
+        event.record(offloader.backend.current_stream())
     offloader.engine.mover.join()
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,13 +55,20 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 
     @property
     def cuda_graph_stream(self) -> Any:
-        """Stream to capture and launch graphs on."""
-        return self.graphs.stream
+        """Stream to capture and launch graphs on; without CUDA, the live stream."""
+        if self.backend.device.type != "cuda":
+            return self.backend.current_stream()
+        self.graph_stream = self.graph_stream or torch.cuda.Stream(self.backend.device)
+        return self.graph_stream
 
     @property
     def cuda_graph_event(self) -> Any:
-        """Event recorded at the end of a captured forward and of a captured backward."""
-        return self.graphs.event
+        """Event recorded at the end of a captured forward and of a captured backward, external so
+        that work outside the graph may wait for it; None without CUDA.
+        """
+        if self.graph_event is None and self.backend.device.type == "cuda":
+            self.graph_event = torch.cuda.Event(external=True)
+        return self.graph_event
 
     def init_model_chunk_offload_handler(  # type: ignore[override]
         self,
@@ -97,7 +105,6 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
             MainChunkOffloadHandler,
             cpu_tensor_pool=None,
             max_inflight_offloads=max_inflight_offloads,
-            graphs=manager.graphs,
         )
         manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
 
@@ -201,12 +208,12 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
     @staticmethod
     def enter_replay() -> None:
         """Begin the launch of a graph: commits with ``delay_offload=True`` are delayed."""
-        the_manager().graphs.is_in_replay = True
+        the_manager().step.is_in_replay = True
 
     @staticmethod
     def exit_replay() -> None:
         """End the launch of a graph. Delayed commits wait for a flush or the next step."""
-        the_manager().graphs.is_in_replay = False
+        the_manager().step.is_in_replay = False
 
 
 @lru_cache(maxsize=8)

@@ -31,7 +31,7 @@ from pp_offload._hooks import (
     is_left_to_checkpoint,
     unpack,
 )
-from pp_offload._megatron.chunk import ChunkOffloadHandler, GraphState
+from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.backends import Backend, Stream, check_backend
 from pp_offload.config import OffloadConfig
@@ -41,7 +41,7 @@ class PipelineOffloadManager(Manager):
     """Coordinates the chunks of one process. Args: see :class:`Manager`.
 
     Attributes:
-        graphs: Stream, event and replay of CUDA graphs, for callers of Megatron-LM's main.
+        graph_stream, graph_event: Of CUDA graphs; made when Megatron-LM's main asks for them.
 
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
@@ -56,7 +56,8 @@ class PipelineOffloadManager(Manager):
         super().__init__(config=config, backend=backend)
         self._scopes = HookScopes()
         self._pool: GPUTensorPool | None = None
-        self.graphs = GraphState(self.backend)
+        self.graph_stream: Any = None
+        self.graph_event: Any = None
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -151,10 +152,6 @@ class PipelineOffloadManager(Manager):
         """Return host memory that no saved tensor needs to the system; waits for copies."""
         self.offloader.trim()
         self.offloader.engine.mover.tier.pool.has_asked = False  # another phase begins
-
-    def _drop_step(self) -> None:
-        self.graphs.is_in_replay = False  # a replay that failed may never call exit_replay
-        super()._drop_step()
 
     # Switches
 

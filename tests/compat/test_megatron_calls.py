@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.saving import KeepsSaved
 from helpers.sessions import assert_idle, gradients, session
-from helpers.toy import make_model, manager_of, same_bits
+from helpers.toy import Event, make_model, manager_of, same_bits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
@@ -302,27 +302,26 @@ def test_captures(order: str, most: int) -> None:
 
 
 def test_the_event_is_recorded_where_the_copies_are_joined() -> None:
-    """Whoever waits for it goes on behind the captured forward, or the captured backward."""
-    with manager_of("late") as (_, device):
-        event = off_interface.cuda_graph_event()
-        assert event is off_interface.cuda_graph_event()
-        stream = off_interface.cuda_graph_stream()
-        assert stream is device.current_stream()
+    """At the end of a captured forward and of a captured backward; without CUDA, with no event."""
+    with manager_of("late") as (manager, device):
+        assert off_interface.cuda_graph_event() is None
+        assert off_interface.cuda_graph_stream() is device.current_stream()
         begin()
         leaf = torch.ones(9, requires_grad=True)
         y = in_group(leaf * 1, torch.sin)
         assert device.pending > 0
         off_interface.forward_record()
         assert device.pending == 0
-        event.wait(stream)
         y.sum().backward()
+        manager.graph_event = event = Event()
         with device.capture():
             begin(0)
             y = in_group(off_interface.backward_record(leaf) * 1, torch.sin)
             off_interface.forward_record()
+            in_forward = event.at
         with device.capture():
             y.sum().backward()
-            event.wait(stream)
+            assert event.at is not in_forward
 
 
 def forward_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
