@@ -16,7 +16,7 @@ MOST_LINES = {
     "_core": 4600,
     "_groups": 3300,
     "_hooks": 400,
-    "_megatron": 1250,
+    "_megatron": 1150,
     "_memory": 1400,
     "_slices": 1500,
     "backends": 750,

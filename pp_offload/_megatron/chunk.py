@@ -42,8 +42,6 @@ class OffloadTensorGroup(Group):
     _tensors: dict[object, Tensor] | None = None
     _offload_event: Event | None = None
     _reload_event: Event | None = None
-    duplicate_storage_tensor_count = 0
-    duplicate_storage_bytes = 0
 
     def push_tensor(self, tag: object, tensor: Tensor) -> None:
         """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
@@ -84,19 +82,7 @@ class OffloadTensorGroup(Group):
         self.counts.nbytes += tensor.nbytes
 
     def set_duplicate_storage_info(self, tensor_count: int, duplicate_bytes: int) -> None:
-        """Note repeated copies of the same bytes, which the engine itself never makes."""
-        self.duplicate_storage_tensor_count = tensor_count
-        self.duplicate_storage_bytes = duplicate_bytes
-
-    @property
-    def total_tensor_count(self) -> int:
-        """Number of payloads that may leave."""
-        return self.counts.num_tensors
-
-    @property
-    def total_offload_bytes(self) -> int:
-        """Bytes of the payloads that may leave."""
-        return self.counts.nbytes
+        """Do nothing: the engine copies bytes once."""
 
 
 class ChunkOffloadHandler(Chunk):
@@ -335,11 +321,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
     def offload_groups(self) -> list[OffloadTensorGroup]:
         """Groups of the chunk in this step, in forward order."""
         return self.groups
-
-    @property
-    def do_offload(self) -> bool:
-        """Whether offload is enabled."""
-        return self.offloader.engine.is_enabled
 
     def find_group_with_name(  # type: ignore[override]
         self, groups: Sequence[OffloadTensorGroup], name: str, start_index: int = 0

@@ -219,7 +219,7 @@ def test_groups_leave_and_come_back(
             chunk.on_group_commit_forward(None)
         else:
             chunk.bulk_offload_group()
-        assert (group.total_tensor_count, group.total_offload_bytes) == (3, 3 * 36)
+        assert (group.counts.num_tensors, group.counts.nbytes) == (3, 3 * 36)
     assert chunk.get_max_deduplicated_groups() == 2
     assert chunk.find_group_with_name("mlp", 1) is group
     manager.backend.synchronize()
@@ -251,9 +251,7 @@ def test_what_a_caller_may_count_and_pool(manager: PipelineOffloadManager, chunk
     assert chunk.is_empty_chunk()
     group = chunk.on_group_start_forward("mlp")
     group.update_offload_info(torch.ones(4))
-    group.set_duplicate_storage_info(2, 64)
-    assert (group.total_tensor_count, group.total_offload_bytes) == (1, 16)
-    assert (group.duplicate_storage_tensor_count, group.duplicate_storage_bytes) == (2, 64)
+    assert (group.counts.num_tensors, group.counts.nbytes) == (1, 16)
     backend, pool = manager.backend, manager.cpu_tensor_pool
     assert (manager.d2h_stream, manager.h2d_stream) == (backend.d2h, backend.h2d)
     host: Tensor = pool.allocate((3, 2), torch.float16)
