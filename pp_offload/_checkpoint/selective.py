@@ -107,6 +107,10 @@ class KeptCall:
     """Sets the random state after a call that may have drawn. See NOTE [ Numbers not drawn ]."""
 
 
+Calls = list[KeptCall | None]
+"""Calls of an operator in the forward; None for a call that is recomputed."""
+
+
 class KeptOutputs(TorchDispatchMode):
     """Kept outputs of a checkpointed forward, which runs inside this mode.
 
@@ -131,43 +135,54 @@ class KeptOutputs(TorchDispatchMode):
         self._counts = counts
         self._preserve_rng_state = preserve_rng_state
         # See NOTE [ Cached casts ].
-        is_cached = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-        ops = kept.keys() - ({CAST} if is_cached else ())
-        self._calls: dict[OpOverload, list[KeptCall | None]] = {op: [] for op in ops}
-        self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[OpOverload, int]]]
+        self._has_cached = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+        ops = kept.keys() - ({CAST} if self._has_cached else ())
+        self._calls: dict[Any, Calls] = {op: [] for op in ops}
+        self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[Calls, int]]]
         self._calls_in = WeakKeyDictionary()
 
     def again(self) -> TorchDispatchMode:
-        return _Recomputation(self._calls, self._counts)
+        return Recomputation(self._calls, self._counts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        calls = self._calls.get(func)
+        calls = self._calls_of(func, args)
         if calls is not None:  # for most operators it is None
             calls.append(None)  # first: where it raises, later calls keep their numbers
         outputs = func(*args, **kwargs)
         if self._calls_in:
             self._drop_written(func, args, kwargs)
-        if calls is not None and not written_arguments(func, args, kwargs):
-            every = self._kept[func]
-            if every is None or len(calls) % every:
-                calls[-1] = self._keep(func, outputs)
+        if calls is not None:
+            pack = self._pack_of(func, args, kwargs, outputs)
+            if pack is not None and not written_arguments(func, args, kwargs):
+                calls[-1] = self._keep(func, outputs, pack, calls)
         return outputs
 
-    def _keep(self, op: OpOverload, outputs: Any) -> KeptCall:
+    def _calls_of(self, op: Any, args: Any) -> Calls | None:
+        """Return the calls so far; None if none is kept."""
+        return self._calls.get(op)
+
+    def _pack_of(self, op: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """Return what packs the outputs of a call, tensor by tensor; None to recompute them."""
+        every = self._kept[op]
+        if every is not None and len(self._calls[op]) % every == 0:
+            return None
+        return self._stash.pack if self._stash and op in self._offloaded else Resident
+
+    def _keep(self, op: Any, outputs: Any, pack: Any, calls: Calls) -> KeptCall:
         sizes: list[int] = []
-        pack = self._stash.pack if self._stash and op in self._offloaded else Resident
         if pack is not Resident and op.namespace == "_c10d_functional":
             tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, outputs)  # or it arrives
 
         def keep(tensor: Tensor) -> Packed:
             sizes.append(tensor.nbytes if has_storage(tensor) else 0)
             for storage in storages_of(tensor):
-                self._calls_in.setdefault(storage, []).append((op, len(self._calls[op]) - 1))
+                self._calls_in.setdefault(storage, []).append((calls, len(calls) - 1))
             with same_version_counter():
                 return pack(tensor)
 
-        may_draw = torch.Tag.nondeterministic_seeded in op.tags and self._preserve_rng_state
+        draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        may_draw = draws and self._preserve_rng_state
         set_generators = _random_state_behind(outputs) if may_draw else None
         call = KeptCall(tree_map_only(Tensor, keep, outputs), sizes, set_generators)
         self._counts.add(call)
@@ -176,39 +191,48 @@ class KeptOutputs(TorchDispatchMode):
     def _drop_written(self, op: Any, args: Any, kwargs: Any) -> None:
         """Recompute the outputs that ``op`` writes into. See NOTE [ Written in place ]."""
         for storage in storages_of(written_arguments(op, args, kwargs)):
-            for kept_op, number in self._calls_in.pop(storage, ()):
-                call = self._calls[kept_op][number]
+            for calls, number in self._calls_in.pop(storage, ()):
+                call, calls[number] = calls[number], None
                 if call is not None:
                     self._counts.add(call, -1)
                     self._counts.written_outputs += len(call.output_bytes)
-                    self._calls[kept_op][number] = None
 
 
-class _Recomputation(TorchDispatchMode):
+class Recomputation(TorchDispatchMode):
     """Answers the forward's calls with kept outputs, and runs all others."""
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, calls: Mapping[OpOverload, list[KeptCall | None]], counts: CheckpointCounts
-    ) -> None:
+    def __init__(self, calls: Mapping[Any, Calls], counts: CheckpointCounts) -> None:
         super().__init__()
         self._calls = calls
         self._counts = counts
-        self._num_asked: Counter[OpOverload] = Counter()
+
+    def __enter__(self) -> Any:
+        self._num_asked = Counter[Any]()  # anew for each backward
+        self._set_back: Callable[[], None] | None = None
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self._next_call(func) if func in self._calls else None
+        call = self._next_call(func, args)
         if call is None:
             self._counts.recomputed_ops += func not in SAC_IGNORED_OPS
             return func(*args, **(kwargs or {}))
         outputs = tree_map_only(Packed, _unpack, call.outputs)
         if call.set_generators is not None:
+            self._set_back = self._set_back or _random_state_behind(outputs)
             call.set_generators()
         return outputs
 
-    def _next_call(self, op: OpOverload) -> KeptCall | None:
-        calls, number = self._calls[op], self._num_asked[op]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._set_back is not None:  # a checkpoint that preserves no random state has set none
+            self._set_back()
+
+    def _next_call(self, op: Any, args: Any) -> KeptCall | None:
+        calls, number = self._calls.get(op), self._num_asked[op]
+        if calls is None:
+            return None
         if number == len(calls):
             raise RuntimeError(
                 f"a checkpoint calls {op} more often in the recomputation than in the forward, "

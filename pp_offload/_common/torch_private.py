@@ -38,14 +38,11 @@ try:
     from torch.autograd import Variable
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
     from torch.utils import _python_dispatch, _pytree
-    from torch.utils import checkpoint as _checkpoints
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     disable_current_modes = _python_dispatch._disable_current_modes
     is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
-
-    CachingTorchDispatchMode = _checkpoints._CachingTorchDispatchMode
 
     ScaleCopies: Any = _grad_scaler._MultiDeviceReplicator
     """Copies of a tensor of a ``GradScaler`` on the devices of gradients."""

@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, UntypedStorage
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import Module, Parameter
-from torch.utils.checkpoint import CheckpointPolicy, get_device_states
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.stash import ActivationStash
-from pp_offload._checkpoint.selective import same_version_counter, storages_of, written_arguments
+from pp_offload._checkpoint import selective
 from pp_offload._common.checks import check_count
 from pp_offload._common.text import size_text
-from pp_offload._common.torch_private import CachingTorchDispatchMode, tree_leaves, tree_map
+from pp_offload._common.torch_private import records_operators, tree_leaves
 from pp_offload._common.undo import UndoStack
-from pp_offload._core.saved import Packed, Resident
+from pp_offload._core.saved import Resident
 from pp_offload._core.statistics import OffloadStatistics, step_text
 from pp_offload._hooks import HookScope, HookScopes, PackHook, exact_exit, is_left_to_checkpoint
 from pp_offload.activations import get_lora_act_offloading_ctx_manager
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
-from pp_offload.errors import OffloadError, SavedTensorModifiedError
+from pp_offload.errors import OffloadError
 
 TRL = "trl.models.activation_offloading"
 """Module that implements TRL's ``activation_offloading=True``."""
@@ -50,11 +51,11 @@ class patch:  # noqa: N801  called as a function is
 
     It replaces ``save_on_cpu``, which transformers, FSDP plugins of accelerate and
     ``torch.distributed``'s ``offload_wrapper`` call; the context that TRL's
-    ``activation_offloading=True`` makes; and the handling of
-    ``CheckpointPolicy.MUST_CPU_OFFLOAD`` in checkpoints, which eager PyTorch recomputes.
+    ``activation_offloading=True`` makes; and ``create_selective_checkpoint_contexts``, because
+    eager PyTorch recomputes what ``CheckpointPolicy.MUST_CPU_OFFLOAD`` asks to offload.
 
-    ``save_on_cpu`` is replaced in ``torch.autograd.graph`` for all importers, before or after.
-    TRL is imported if it is installed. Compiled code keeps PyTorch's own.
+    PyTorch's are replaced for all importers, before or after. TRL is imported if it is installed.
+    Compiled code keeps PyTorch's own.
 
     Args:
         config: Tiers, and limits on them, as of :class:`pp_offload.OffloadActivations`. By default
@@ -99,10 +100,9 @@ class patch:  # noqa: N801  called as a function is
     def _replace_all(self) -> None:
         self._undo.set(save_on_cpu, "__enter__", _enter)
         self._undo.set(save_on_cpu, "__exit__", _exit)
-        if hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):  # since torch 2.13
-            self._undo.set(_Mode, "__init__", _init)
-            self._undo.set(_Mode, "__torch_dispatch__", _dispatch)
-            self._undo.set(_Mode, "__exit__", _exit_mode)
+        if hasattr(checkpoints.CheckpointPolicy, "MUST_CPU_OFFLOAD"):  # since torch 2.13
+            self._undo.callback(setattr, _select, "__code__", _select.__code__)
+            _select.__code__ = _in_place_of_torchs.__code__
         if importlib.util.find_spec("trl") is not None:
             self._replace_everywhere(importlib.import_module(TRL))
 
@@ -190,118 +190,80 @@ def _exit(self: save_on_cpu, *error: Any) -> None:
         _entered.leave(*error[1:2])
 
 
+SAVES = (True, "MUST_SAVE", "PREFER_SAVE")
 OFFLOADS = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
-Calls = dict[int, Any]
-"""Outputs of an operator's calls in a selective checkpoint, by number; for a call that the
-recomputation runs again, a mark, which is a bare object.
-"""
+_select = checkpoints.create_selective_checkpoint_contexts
+_contexts_of_torch = FunctionType(_select.__code__, _select.__globals__, None, _select.__defaults__)
 
 
-class _NotedPolicy:
-    """User's policy for selective checkpoints; notes its last answer.
+def _in_place_of_torchs(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
+    """Code of PyTorch's function while patched. Not another function: a partial may hold theirs."""
+    from pp_offload.integrations import patches  # it runs with the names of their module
 
-    PyTorch recomputes outputs that a policy offloads. :func:`_dispatch` replaces the mark of such a
-    call by its offloaded outputs. Outputs that an operator writes into get their mark back, as do
-    those of operators that drew random numbers, because later operators would draw others.
+    return patches.contexts_of(policy_fn_or_list, allow_cache_entry_mutation)
 
-    Methods of PyTorch's mode are replaced and not the mode, because operators have rules for its
-    class.
+
+def contexts_of(policy: Any, *options: Any) -> tuple[Any, Any]:
+    """Make the contexts of a selective checkpoint; PyTorch's own for a list, and while compiling.
+
+    Whatever ``allow_cache_entry_mutation`` is, an output that another operator of the checkpoint
+    writes into is recomputed; to change one after the checkpoint is an error if backward needs it.
     """
+    if _active is None or not callable(policy) or records_operators():
+        return _contexts_of_torch(policy, *options)
+    chosen = _ChosenOutputs(policy, _active._stash)
+    return chosen, _ChosenAgain(chosen._calls, chosen._counts)
 
-    def __init__(self, policy: Callable[..., Any]) -> None:
+
+class _ChosenOutputs(selective.KeptOutputs):
+    """Outputs that a user's policy saves or offloads. Compiled code inside runs compiled."""
+
+    _stash: ActivationStash
+    ignore_compile_internals = classmethod(lambda cls: True)
+
+    def __init__(self, policy: Callable[..., Any], stash: ActivationStash) -> None:
+        counts = selective.CheckpointCounts()
+        super().__init__({}, (), stash, counts, preserve_rng_state=True)
         self._policy = policy
-        self.leaves = False
-        self._marks: WeakKeyDictionary[UntypedStorage, list[tuple[Calls, int, object]]]
-        self._marks = WeakKeyDictionary()
+        self._calls = defaultdict(list)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        choice = self._policy(*args, **kwargs)
-        self.leaves = getattr(choice, "name", "") in OFFLOADS
-        return choice
+    def _calls_of(self, op: Any, args: Any) -> Any:
+        is_left_out = op in SAC_IGNORED_OPS or (op is selective.CAST and self._has_cached)
+        return None if is_left_out else self._calls[_key(op, args)]
 
-    def offload(self, stash: ActivationStash, output: Any, calls: Calls, number: int) -> None:
-        """Replace the mark of a call by its outputs."""
-        mark, calls[number] = calls[number], tree_map(partial(_Offloaded, stash), output)
-        for storage in storages_of(output):
-            self._marks.setdefault(storage, []).append((calls, number, mark))
-
-    def recompute_written(self, written: Any) -> None:
-        """Restore the marks of all outputs that share memory with these arguments."""
-        for storage in storages_of(written):
-            for calls, number, mark in self._marks.pop(storage, ()):
-                calls[number] = mark
-
-
-_Mode = CachingTorchDispatchMode
-_init_mode, _dispatch_in_mode = _Mode.__init__, _Mode.__torch_dispatch__
-
-
-def _init(self: _Mode, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    _init_mode(self, _NotedPolicy(policy_fn), *args, **kwargs)
-
-
-def _dispatch(self: _Mode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run an operator in the forward of a selective checkpoint, and offload its output if asked."""
-    policy, active = self.policy_fn, _active
-    if active is None or not isinstance(policy, _NotedPolicy):
-        return _dispatch_in_mode(self, func, types, args, kwargs)
-    may_draw = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    before = _random_state(args) if may_draw else []
-    policy.leaves = False
-    output = _dispatch_in_mode(self, func, types, args, kwargs)
-    written = written_arguments(func, args, kwargs or {})
-    policy.recompute_written(written)
-    calls, number = self.storage.get(func, {}), self.func_counter.get(func, 0) - 1
-    # Compiled code has outputs in place of marks, or other keys.
-    is_recomputed = not written and policy.leaves and type(calls.get(number)) is object
-    if is_recomputed and all(map(torch.equal, before, _random_state(args) if may_draw else [])):
-        stash = active._stash
-        if stash.is_over:
-            stash.begin()
-        stash.send_if_full()
+    def _pack_of(self, op: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=outputs)
+        choice = self._policy(context, op, *args, **kwargs)
+        name = getattr(choice, "name", choice)
+        if name not in OFFLOADS:
+            return Resident if name in SAVES else None
+        if self._stash.is_over:
+            self._stash.begin()
+        self._stash.send_if_full()
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Parameter):  # else a view of it, such as ``t()``, would leave
-                stash.residents.add(tensor)
-        policy.offload(stash, output, calls, number)
-    return output
+                self._stash.residents.add(tensor)
+        return self._stash.pack
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stash.send()  # outside the mode, which would see the engine's own operators
 
 
-def _exit_mode(self: _Mode, *error: Any) -> Any:
-    result = super(_Mode, self).__exit__(*error)
-    if _active is not None:  # outside the mode, which would see the engine's own operators
-        _active._stash.send()
-    return result
+class _ChosenAgain(selective.Recomputation):
+    """Frees outputs once a backward has used them. Another backward recomputes them."""
+
+    ignore_compile_internals = classmethod(lambda cls: True)
+
+    def _next_call(self, op: Any, args: Any) -> Any:
+        key = _key(op, args)
+        call = super()._next_call(key, args)
+        if call is not None:
+            self._calls[key][self._num_asked[key] - 1] = None
+        return call
 
 
-def _random_state(args: Any) -> list[Tensor]:
-    """Return the states of the generators that an operator with these arguments may use."""
-    return [torch.get_rng_state(), *get_device_states(*tree_leaves(args))[1]]
-
-
-class _Offloaded:
-    """An offloaded output, in place of PyTorch's ``_VersionWrapper``."""
-
-    def __init__(self, stash: ActivationStash, value: Any) -> None:
-        self._value = value
-        if isinstance(value, Tensor):
-            with same_version_counter():
-                self._value = stash.pack(value.detach())
-            self._version = value._version
-
-    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-        """Return the output as it was.
-
-        Raises:
-            SavedTensorModifiedError: The output was changed in place since.
-        """
-        if not isinstance(self._value, Packed):
-            return self._value
-        tensor = self._value.unpack()
-        is_changed = isinstance(self._value, Resident) and tensor._version != self._version
-        if is_changed and not allow_cache_entry_mutation:
-            raise SavedTensorModifiedError(
-                f"an output of shape {tuple(tensor.shape)}, which a selective checkpoint was to "
-                "offload, was changed in place after the checkpoint; use PREFER_RECOMPUTE"
-            )
-        with same_version_counter():  # an alias: autograd will tie it to the graph
-            return tensor.detach()
+def _key(op: Any, args: Any) -> Any:
+    """Return what calls are counted by: the operator, or compiled code, which may run only once."""
+    is_compiled = getattr(op, "__name__", "") == "inductor_compiled_code"
+    return (op, getattr(args[0], "idx", args[0])) if is_compiled else op

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from pp_offload import OffloadActivations, OffloadConfig, errors, patch
 from pp_offload.__main__ import main
 from pp_offload._common.text import size_text
-from pp_offload._common.torch_private import CachingTorchDispatchMode
 from pp_offload.backends import Backend
 from pp_offload.integrations.patches import patch as Patch
 
@@ -65,6 +65,9 @@ POLICIES: Any = torch_checkpoint.CheckpointPolicy
 def leaving(*args: Any, **kwargs: Any) -> Any:
     """Everything leaves."""
     return POLICIES.MUST_CPU_OFFLOAD
+
+
+MADE_BEFORE = partial(create_selective_checkpoint_contexts, leaving)
 
 
 def recomputing(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +156,8 @@ def writes(x: Tensor) -> Tensor:
 
 
 def draws(x: Tensor) -> Tensor:
-    return nn.functional.dropout(nn.functional.dropout(x.sin(), 0.5).exp(), 0.5)
+    hidden = nn.functional.dropout(x.sin(), 0.5) * torch.rand_like(x)
+    return nn.functional.dropout(hidden.exp(), 0.5)
 
 
 @needs_policies
@@ -161,19 +165,50 @@ def draws(x: Tensor) -> Tensor:
 def test_what_selective_checkpoints_may_meet(
     backend: Backend, patched: Patch, compute: Callable[[Tensor], Tensor]
 ) -> None:
-    """Writes in place, random numbers, and outputs that are no tensors."""
+    """Writes in place, random numbers, outputs that are no tensors, and a second backward."""
 
     def run(policy: Any) -> list[Tensor]:
         torch.manual_seed(0)
         x = torch.randn(8, WIDTH).to(backend.device).requires_grad_()
         y = selective(policy, compute, x)
-        (gradient,) = torch.autograd.grad(y.sum(), x)
-        return [y.detach(), gradient, torch.randn(4)]
+        gradients = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2)]
+        return [y.detach(), *gradients, torch.randn(4)]
 
     num_modes = torch._C._len_torch_dispatch_stack()  # a simulated device has some
     assert same_bits(run(leaving), run(recomputing))
     assert patched.statistics().bytes_offloaded > 0
     assert torch._C._len_torch_dispatch_stack() == num_modes
+
+
+@needs_policies
+def test_a_checkpoint_that_preserves_no_random_state_sets_none(patched: Patch) -> None:
+    x = torch.ones(8, WIDTH, device=patched._stash.backend.device, requires_grad=True)
+    options: Any = {"preserve_rng_state": False, "context_fn": MADE_BEFORE}
+    y = checkpoint(lambda: x.sin() * torch.rand_like(x), use_reentrant=False, **options)
+    seen = torch.rand(1)
+    y.sum().backward()
+    assert torch.rand(1) != seen
+    assert patched.statistics().bytes_offloaded > 0
+
+
+@needs_policies
+def test_a_cast_weight_is_there_for_the_next_checkpoint() -> None:
+    """PyTorch's raises an error: its recomputation casts once more."""
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.ones(8, WIDTH, requires_grad=True)
+    with patch(CONFIG, min_offload_size=1), torch.autocast("cpu", torch.bfloat16):
+        ours = selective(leaving, layer, x) + selective(leaving, layer, x.exp())
+        plain = layer(x) + layer(x.exp())
+    gradients = [torch.autograd.grad(y.sum(), [x, layer.weight]) for y in (ours, plain)]
+    assert same_bits(*gradients)
+
+
+@needs_policies
+def test_code_that_is_compiled_inside_a_checkpoint_stays_compiled() -> None:
+    compiler = Mock(side_effect=lambda module, inputs: module)
+    layer = torch.compile(nn.Linear(WIDTH, WIDTH), backend=compiler)
+    with patch(CONFIG, min_offload_size=1) as made:
+        selective(leaving, layer, torch.ones(8, WIDTH, requires_grad=True)).sum().backward()
+    assert made.statistics().bytes_offloaded == HIDDEN_BYTES and compiler.called
 
 
 @needs_policies
@@ -202,8 +237,7 @@ def test_a_subclass_of_save_on_cpu_keeps_its_own_hooks(backend: Backend, patched
 
 
 def test_undo_puts_everything_back_and_offloaded_tensors_stay_good() -> None:
-    mode = CachingTorchDispatchMode
-    before = {**vars(save_on_cpu)}, {**vars(mode)}
+    before = {**vars(save_on_cpu)}, create_selective_checkpoint_contexts.__code__
     handle = patch(CONFIG, min_offload_size=1)
     with pytest.raises(errors.OffloadError, match=r"patch\(\) is active already"):
         patch()
@@ -212,7 +246,7 @@ def test_undo_puts_everything_back_and_offloaded_tensors_stay_good() -> None:
         y = torch.special.erf(x)
     handle.undo()
     handle.undo()
-    assert ({**vars(save_on_cpu)}, {**vars(mode)}) == before
+    assert ({**vars(save_on_cpu)}, create_selective_checkpoint_contexts.__code__) == before
     (got,) = torch.autograd.grad(y.sum(), x)
     (expected,) = torch.autograd.grad(torch.special.erf(x).sum(), x)
     assert torch.equal(got, expected)
