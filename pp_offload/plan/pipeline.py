@@ -67,6 +67,9 @@ def predict(
         ValueError: A rank or stage has no tape, or the config has an integer
             ``device_limit_bytes`` or a disk.
     """
+    if config is None:
+        ranks = tuple(RankPlan(rank.planned(rank.places)) for rank in tapes)
+        config = OffloadConfig(plan=OffloadPlan("", 0, 0.0, 0.0, ranks))
     return predict_each(order, tapes, hardware, config, peers, num_steps)[-1]
 
 
@@ -74,15 +77,13 @@ def predict_each(
     order: PipelineOrder,
     tapes: Sequence[RankTapes],
     hardware: Hardware,
-    config: OffloadConfig | None,
+    config: OffloadConfig,
     peers: PeerLink | None,
     num_steps: int,
 ) -> list[PipelineStep]:
     """Predict each of the steps; see :func:`predict`."""
     check_count("num_steps", num_steps, least=1)
     check_kind("order", order, PipelineOrder, "a PipelineOrder")
-    if config is None:  # no group leaves
-        config, tapes = OffloadConfig(), [rank.staying() for rank in tapes]
     check_config(config)
     if isinstance(config.limit, int):
         raise ValueError(
@@ -320,7 +321,8 @@ class Predictor:
         """Predict the step in which all groups stay; the second if an optimizer has a state."""
         order = self._short if is_short else self.order
         num = 1 + any(rank.state_bytes for rank in self.tapes)
-        return self._steps(order, choice_of(nums), num, is_offloading=False)[-1]
+        stays = [tapes.places for tapes in self.tapes_of(nums)]
+        return self._steps(order, choice_of(nums, stays=stays), num)[-1]
 
     def own_bounds(self, choice: Choice) -> list[Bounds]:
         """Return the bounds that an engine would choose for the groups that leave."""
@@ -343,17 +345,15 @@ class Predictor:
             groups = tapes.planned(frozenset(rank.stay))
             yield RankPlan(groups, max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
 
-    def _steps(
-        self, order: PipelineOrder, choice: Choice, num: int, *, is_offloading: bool = True
-    ) -> list[PipelineStep]:
+    def _steps(self, order: PipelineOrder, choice: Choice, num: int) -> list[PipelineStep]:
         """Predict steps by a choice from the first one on; a single one with optimizers' state."""
         ranks = tuple((rank.num_recomputed, rank.bounds, frozenset(rank.stay)) for rank in choice)
-        key = order.num_microbatches, ranks, num, is_offloading
+        key = order.num_microbatches, ranks, num
         if key not in self._played:
             num_microbatches, plans = order.num_microbatches, tuple(self.plans_of(choice))
             options = options_of(self.config, num_microbatches=num_microbatches, schedule="")
             plan = OffloadPlan("", 0, 0.0, 0.0, plans, options=options)
-            config = replace(without_plan(self.config), plan=plan) if is_offloading else None
+            config = replace(without_plan(self.config), plan=plan)
             tapes = self.tapes_of(nums_of(choice))
             hardware = self.hardware
             if num == 1:  # stands for later steps, whose host memory is pinned already

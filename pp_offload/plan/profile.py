@@ -205,9 +205,23 @@ def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int)
 
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
     """Profile forward, first backward and later ones of a microbatch that offloads nothing."""
-    still = tape.staying()
-    backward = _backward(still)
-    return _action(still.forward), _action(backward.first), _action(backward.later)
+    holders = Counter(range(len(tape.source_bytes)))  # of each source
+    holders.update(payload.source for payload in tape.payloads if payload.num_uses)
+    forward = _action(_with_frees(tape, tape.forward, holders))
+    first, later = (_action(_with_frees(tape, part, holders.copy())) for part in _backward(tape))
+    return forward, first, later
+
+
+def _with_frees(tape: Tape, events: Iterable[Event], holders: Counter[int]) -> Iterator[Event]:
+    """Yield events, and a stretch that frees a source when its last holder goes."""
+    for event in events:
+        yield event
+        if isinstance(event, Mark) and event.kind in ("drop", "gone"):
+            is_source = event.kind == "drop"
+            source = event.number if is_source else tape.payloads[event.number].source
+            holders[source] -= 1
+            if not holders[source]:
+                yield Stretch((), -tape.source_bytes[source], 0)
 
 
 def _backward(tape: Tape) -> Repeated:

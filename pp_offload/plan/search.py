@@ -312,10 +312,10 @@ class Search:
     def _neighbours(self, choice: Choice) -> Iterator[Choice]:
         """Yield choices with one more group that stays, one less, or one exchanged."""
         for rank, tapes in enumerate(self._predictor.tapes_of(nums_of(choice))):
-            stay = choice[rank].stay
+            stay, every = choice[rank].stay, _places_of(as_saved(tapes))
             for out in (None, *stay):
                 rest = tuple(place for place in stay if place != out)
-                for more in ((), *((place,) for place in _all_places(tapes) if place not in stay)):
+                for more in ((), *((place,) for place in every if place not in stay)):
                     changed = choice[rank]._replace(stay=rest + more)
                     yield (*choice[:rank], changed, *choice[rank + 1 :])
 
@@ -368,15 +368,10 @@ def lowest(predictor: Predictor) -> Tried:
         predictor.short(choice_of(nums, _scaled(predictor.first_bounds, part), stays))
         for nums in (predictor.no_layers, predictor.all_layers)
         for part in BOUNDS
-        for stays in (repeat(()), map(_all_places, predictor.tapes_of(nums)))
+        for stays in (repeat(()), [tapes.places for tapes in predictor.tapes_of(nums)])
     ]
     corners.append(Search(predictor, 0).mixed(corners))
     return predictor.proven(min(corners, key=lambda tried: tried.peak_bytes).choice)
-
-
-def _all_places(tapes: RankTapes) -> tuple[Place, ...]:
-    """List the places of all groups with something to move."""
-    return _places_of(as_saved(tapes))
 
 
 def _places_of(groups: Iterable[Candidate]) -> tuple[Place, ...]:

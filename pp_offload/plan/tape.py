@@ -6,12 +6,12 @@ whether a group leaves, when its sources are freed and when its payloads are rel
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
+from pp_offload._core.group import Place
 
 
 class Payload(NamedTuple):
@@ -151,43 +151,6 @@ class Tape:
         """Return the bytes that a group of the tape may send."""
         return sum([payload.nbytes for payload in self.copied(group)])
 
-    def staying(self) -> Tape:
-        """Make the tape of the same stage without offload: stretches, without groups."""
-        holders = Counter(range(len(self.source_bytes)))  # of each source
-        holders.update(payload.source for payload in self.payloads if payload.num_uses)
-        forward = self._without_marks(self.forward, holders)
-        backward = {}
-        for kind, parts in self.backward.items():
-            copies = [holders.copy() for _ in parts]
-            backward[kind] = Repeated(*map(self._without_marks, parts, copies))
-            if kind == "BACKWARD_INPUT":  # the second part begins where the first one ends
-                _, holders = copies
-        return replace(
-            self,
-            groups=(),
-            payloads=(),
-            source_bytes=(),
-            forward=forward,
-            backward=backward,
-            reduce=self._without_marks(self.reduce, holders),
-        )
-
-    def _without_marks(self, events: Sequence[Event], holders: Counter[int]) -> tuple[Stretch, ...]:
-        """Join events into a stretch that frees each source when its last holder goes."""
-
-        def stretches() -> Iterator[Stretch]:
-            for event in events:
-                if isinstance(event, Stretch):
-                    yield event
-                elif event.kind in ("drop", "gone"):
-                    is_source = event.kind == "drop"
-                    source = event.number if is_source else self.payloads[event.number].source
-                    holders[source] -= 1
-                    if not holders[source]:
-                        yield Stretch((), -self.source_bytes[source], 0)
-
-        return (Stretch.joined(stretches()),) if events else ()
-
 
 @dataclass(frozen=True)
 class RankTapes:
@@ -217,6 +180,16 @@ class RankTapes:
         """Device memory of the optimizer from the end of the first step on."""
         return Stretch.joined(self.update.first).nbytes
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Places of all groups with something to move, the first saved first."""
+        return tuple(
+            Place(stage, position)
+            for stage, tape in sorted(self.stages.items())
+            for position, group in enumerate(tape.groups)
+            if group.payloads
+        )
+
     def planned(self, stay: Container[tuple[int, int]]) -> tuple[tuple[PlannedGroup, ...], ...]:
         """Make the planned groups of the rank: those at these places, by stage and position, stay,
         all others leave.
@@ -228,10 +201,6 @@ class RankTapes:
             )
             for stage, tape in sorted(self.stages.items())
         )
-
-    def staying(self) -> RankTapes:
-        """Make the tapes of the same rank without offload."""
-        return replace(self, stages={n: tape.staying() for n, tape in self.stages.items()})
 
     def with_state(self) -> RankTapes:
         """Make the tapes of later steps, at whose begin the optimizer has its state."""
