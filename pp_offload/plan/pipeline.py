@@ -318,11 +318,10 @@ class Predictor:
         return Tried(choice, PipelineStep([replace(rank, peak_bytes=peak) for rank, peak in last]))
 
     def without_offload(self, nums: Nums, *, is_short: bool = False) -> PipelineStep:
-        """Predict the step in which all groups stay; the second if an optimizer has a state."""
+        """Predict the step in which all groups stay."""
         order = self._short if is_short else self.order
-        num = 1 + any(rank.state_bytes for rank in self.tapes)
         stays = [tapes.places for tapes in self.tapes_of(nums)]
-        return self._steps(order, choice_of(nums, stays=stays), num)[-1]
+        return self._steps(order, choice_of(nums, stays=stays), 1)[0]
 
     def own_bounds(self, choice: Choice) -> list[Bounds]:
         """Return the bounds that an engine would choose for the groups that leave."""
