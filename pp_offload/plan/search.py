@@ -2,10 +2,9 @@
 
     Search(predictor, limit_bytes).best()
 
-    fill = Fill(as_saved(tapes))                 # of one rank
-    while fill.is_trying:
-        fill.learn(peak_with(fill.stay) <= limit_bytes)
-    fill.stay                                    # the groups that stay
+    proposals = fill(as_saved(tapes))               # of one rank
+    stay = next(proposals)                          # groups to try
+    proposals.send(peak_with(stay) <= limit_bytes)  # and so on, until it returns those that stay
 
 A fill predicts nothing: it proposes groups that stay, and learns whether these fit. So all ranks
 are filled at the same time, each from the peaks of the same predicted steps.
@@ -134,50 +133,32 @@ def spread_out(tapes: RankTapes) -> list[Candidate]:
     return [last_first[index] for index in sorted(range(len(last_first)), key=order)]
 
 
-class Fill:
-    """Search of the groups that stay on one rank, in this order, a proposal after the other.
+def fill(groups: Sequence[Candidate]) -> Generator[Sequence[Candidate], bool, Sequence[Candidate]]:
+    """Search the groups that stay on one rank, in this order. Yields groups to try, is sent whether
+    they fit, and returns the groups that stay; none if the peak is above the limit even if all
+    groups leave.
 
-    Attributes:
-        stay: Groups to try next; in the end the groups that stay. Empty if the peak is above the
-            limit even if all groups leave.
-        is_trying: Whether the search goes on.
+    As many groups as fit are added; then more groups, without the kinds that did not fit.
     """
-
-    def __init__(self, groups: Sequence[Candidate]) -> None:
-        self._proposals = self._search(groups)
-        self.stay = next(self._proposals)
-        self.is_trying = True
-
-    def learn(self, fits: bool) -> None:
-        """Note whether the proposal fits, and make the next proposal."""
-        try:
-            self.stay = self._proposals.send(fits)
-        except StopIteration as end:
-            self.stay, self.is_trying = end.value, False
-
-    def _search(
-        self, groups: Sequence[Candidate]
-    ) -> Generator[Sequence[Candidate], bool, Sequence[Candidate]]:
-        """Add as many groups as fit; then more groups, without the kinds that did not fit."""
-        if (yield groups):
-            return groups
-        stay, more = list[Candidate](), list(groups)
-        if not (yield stay):
-            return stay
-        for _ in range(MOST_RUNS):
-            fits, too_many = 0, len(more)
-            while too_many - fits > 1:
-                middle = (fits + too_many) // 2
-                if (yield [*stay, *more[:middle]]):
-                    fits = middle
-                else:
-                    too_many = middle
-            stay += more[:fits]
-            more = [group for group in more[fits:] if group.kind != more[fits].kind]
-            # All may have a lower peak than fewer: less is reloaded.
-            if not more or (yield [*stay, *more]):
-                return [*stay, *more]
+    if (yield groups):
+        return groups
+    stay, more = list[Candidate](), list(groups)
+    if not (yield stay):
         return stay
+    for _ in range(MOST_RUNS):
+        fits, too_many = 0, len(more)
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if (yield [*stay, *more[:middle]]):
+                fits = middle
+            else:
+                too_many = middle
+        stay += more[:fits]
+        more = [group for group in more[fits:] if group.kind != more[fits].kind]
+        # All may have a lower peak than fewer: less is reloaded.
+        if not more or (yield [*stay, *more]):
+            return [*stay, *more]
+    return stay
 
 
 # Ways
@@ -323,16 +304,18 @@ class Search:
         """Keep as much on each rank as fits, as if other ranks did not change. Return the shortest
         way of the search: sometimes it keeps less than the last one.
         """
-        fills = [Fill(order(tapes)) for tapes in self._predictor.tapes_of(nums)]
-        ways = list[Tried]()
+        searches = dict(enumerate(fill(order(tapes)) for tapes in self._predictor.tapes_of(nums)))
+        stays, ways = [next(search) for search in searches.values()], list[Tried]()
         while True:
-            stays = [_places_of(fill.stay) for fill in fills]
-            ways.append(self._predictor.short(choice_of(nums, bounds, stays)))
-            if not any(fill.is_trying for fill in fills):
+            ways.append(self._predictor.short(choice_of(nums, bounds, map(_places_of, stays))))
+            if not searches:
                 return self._best_of(ways[::-1])
-            for fill, rank in zip(fills, ways[-1].step.ranks, strict=True):
-                if fill.is_trying:
-                    fill.learn(self._fits(rank))
+            for rank, search in [*searches.items()]:
+                try:
+                    stays[rank] = search.send(self._fits(ways[-1].step.ranks[rank]))
+                except StopIteration as end:
+                    stays[rank] = end.value
+                    del searches[rank]
 
     def _enough(self, layers: Nums) -> Nums:
         """Search the number of layers that each rank recomputes, of at most ``layers``; see

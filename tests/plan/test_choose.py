@@ -34,7 +34,7 @@ from pp_offload.plan import (
     search,
 )
 from pp_offload.plan.pipeline import NUM_PROVEN, peak_of
-from pp_offload.plan.search import Candidate, Fill
+from pp_offload.plan.search import Candidate, fill
 from pp_offload.plan.table import table
 from pp_offload.simulate import run_pipeline
 from pp_offload.simulate.device import ROUNDING_BYTES
@@ -298,11 +298,14 @@ def filled(
     candidates: list[Candidate], limit: int, peak: Callable[[Sequence[Candidate]], int]
 ) -> tuple[list[int], int]:
     """Positions of what stays, and how many peaks were needed."""
-    fill, num = Fill(candidates), 0
-    while fill.is_trying:
-        fill.learn(peak(fill.stay) <= limit)
-        num += 1
-    return [group.position for group in fill.stay], num
+    proposals, num = fill(candidates), 0
+    stay = next(proposals)
+    try:
+        while True:
+            num += 1
+            stay = proposals.send(peak(stay) <= limit)
+    except StopIteration as end:
+        return [group.position for group in end.value], num
 
 
 def summed(stay: Sequence[Candidate]) -> int:
