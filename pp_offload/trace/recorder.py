@@ -105,8 +105,6 @@ class Trace:
         self.timeline = whole = Timeline(parts[0].base_ns)
         for part in parts:
             whole.add(part)
-        for facts in whole.metadata.values():
-            facts["num_ranks"] = self._num_ranks
         is_part = len(parts) < self._num_ranks
         path = part_of(self.path, whole.ranks[0]) if is_part else self.path
         try:
