@@ -118,16 +118,6 @@ def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
         )
 
 
-def check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
-    """Check that tapes were recorded with the smallest tensor of the config."""
-    expected = config.min_offloaded_tensor_size
-    for recorded in {rank.min_offloaded_tensor_size for rank in tapes} - {expected}:
-        raise ValueError(
-            f"the tapes were recorded with min_offloaded_tensor_size {recorded}, and the config "
-            f"beside them has {expected}, expected the same; give record() and choose() one config"
-        )
-
-
 class TapeWork(RankWork):
     """Work of a rank's actions, played from its tapes on a device, by a manager of its own."""
 
@@ -293,7 +283,6 @@ class Predictor:
     peers: PeerLink | None
 
     def __post_init__(self) -> None:
-        check_smallest(self.tapes, self.config)
         self.no_layers: Nums = (0,) * len(self.tapes)
         self.all_layers: Nums = tuple(rank.num_layers for rank in self.tapes)
         stages = [tape for rank in self.tapes for tape in rank.stages.values()]

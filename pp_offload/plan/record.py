@@ -155,8 +155,7 @@ class _Recording:
             stages = {stage: tape for run in self._runs for stage, tape in self._tapes(run)}
         manager.offloader.observers.remove(recorder)
         self._check_copies()
-        smallest = manager.config.min_offloaded_tensor_size
-        return RankTapes(stages, used_bytes - state_bytes, smallest, update)
+        return RankTapes(stages, used_bytes - state_bytes, update)
 
     def _run_once(self) -> None:
         """Run a microbatch, which allocates all memory that is allocated once."""

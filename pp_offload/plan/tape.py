@@ -160,9 +160,6 @@ class RankTapes:
     resident_bytes: int
     """Device memory at the begin of the first step: parameters, and buffers of the schedule."""
 
-    min_offloaded_tensor_size: int
-    """Option of this name that the tapes were recorded with."""
-
     update: Repeated = Repeated()
     """Work of an optimizer at the end of a step; empty without an optimizer."""
 

@@ -144,13 +144,6 @@ def test_pinning_in_the_first_step_changes_no_plan() -> None:
     assert ways[0] == ways[1]
 
 
-def test_tapes_of_another_smallest_tensor_are_refused() -> None:
-    """A run by the plan would have the option of its config, and other groups than the tapes."""
-    drawn, tapes = planned(9)
-    with pytest.raises(ValueError, match="and the config beside them has 1048576, expected the"):
-        choose(drawn.order, tapes, drawn.hardware, 2**40)
-
-
 def test_a_limit_that_may_need_more_host_memory_says_so() -> None:
     drawn, tapes = with_host_memory(*planned(20), 0.3)
     budget_bytes = drawn.config.host_budget_bytes
