@@ -31,19 +31,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import Operator, operator
-from pp_offload._common.torch_private import OpOverload, OpOverloadPacket
 from pp_offload._memory.addresses import has_storage
 from pp_offload.simulate.hardware import Hardware, check_number
 
 aten = torch.ops.aten
 
-Measured = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
+OperatorSeconds = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
 """Given an overload, its arguments, its named arguments and its outputs; seconds, or None."""
-
-OperatorSeconds = Mapping[OpOverload[..., Any] | OpOverloadPacket[..., Any], float] | Measured
-"""Seconds by operator, such as ``torch.ops.aten.mm``, or a function."""
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -65,10 +60,7 @@ class OperatorCosts:
     """Times of operators. Measured ``operator_seconds`` replace the roofline for theirs."""
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
-        self._measured = {} if operator_seconds is None else operator_seconds
-        for key in () if callable(self._measured) else self._measured:
-            name, kinds = "an operator of operator_seconds", (OpOverload, OpOverloadPacket)
-            check_kind(name, key, kinds, "one of torch.ops", "write torch.ops.aten.mm")
+        self._measured = operator_seconds
         self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_fraction
         self._gap_s = hardware.kernel_gap_s
         products = hardware.matmul_fraction
@@ -98,11 +90,7 @@ class OperatorCosts:
     def _seconds(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
     ) -> float:
-        measured = (
-            self._measured(func, args, kwargs, outputs)
-            if callable(self._measured)
-            else self._measured.get(func, self._measured.get(func._overloadpacket))
-        )
+        measured = None if self._measured is None else self._measured(func, args, kwargs, outputs)
         if measured is not None:
             check_number(f"operator_seconds of {func}", measured, may_be_zero=True)
             return self._gap_s + measured

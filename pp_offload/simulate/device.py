@@ -53,9 +53,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     Args:
         hardware: Figures of the device.
-        operator_seconds: Measured times of operators: a table by operator, or a function of the
-            overload, its arguments, its named arguments and its outputs, which may return None.
-            Other operators take times from the rates.
+        operator_seconds: Function of an overload, its arguments, its named arguments and its
+            outputs that returns the operator's measured time, or None for a time from the rates.
         is_blocking: Whether the host waits for each operator, as with ``CUDA_LAUNCH_BLOCKING=1``.
             Copied memory is then freed as early as possible, and peaks are lower than with a host
             that runs ahead.

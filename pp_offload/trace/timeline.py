@@ -18,7 +18,6 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def read(path: AnyPath, *others: AnyPath) -> Timeline:
     """Read a file, or the files of several ranks into one timeline.
 
     Raises:
-        FileNotFoundError: No such file. The message names files of single ranks that exist.
+        FileNotFoundError: No such file.
         ValueError: A file was not written by a Trace, or two files have the same rank.
     """
     contents = [_read(each) for each in (path, *others)]
@@ -125,7 +124,7 @@ def read(path: AnyPath, *others: AnyPath) -> Timeline:
     return whole
 
 
-def part_of(path: AnyPath, rank: int | str) -> Path:
+def part_of(path: AnyPath, rank: int) -> Path:
     """Make the path of the file of one rank: ``out.rank3.json.gz`` for ``out.json.gz``."""
     stem, dot, suffixes = Path(path).name.partition(".")
     return Path(path).with_name(f"{stem}.rank{rank}{dot}{suffixes}")
@@ -140,12 +139,10 @@ def merge_ranks(paths: Sequence[AnyPath], out: AnyPath) -> Timeline:
 
 def _read(path: AnyPath) -> Json:
     if not Path(path).is_file():
-        text = f"found no file {path}, expected one that a Trace has written"
-        pattern = part_of(escape(os.path.abspath(path)), "*")
-        if parts := sorted(part.name for part in pattern.parent.glob(pattern.name)):
-            text += f"; found {', '.join(parts)}: give these instead, or merge them with "
-            text += "merge_ranks()"
-        raise FileNotFoundError(text)
+        raise FileNotFoundError(
+            f"found no file {path}, expected one that a Trace has written; of several ranks each "
+            "has its own, such as out.rank0.json"
+        )
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
