@@ -33,7 +33,6 @@ try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch._C import DispatchKey as DispatchKey
     from torch._ops import OpOverload as OpOverload
-    from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch.amp import grad_scaler as _grad_scaler
     from torch.autograd import Variable
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers

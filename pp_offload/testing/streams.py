@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pp_offload._common.torch_private import neg_view, no_dispatch
+from pp_offload._common.torch_private import no_dispatch
 from pp_offload._common.workers import inside_torch, is_worker
 from pp_offload.backends.base import CapturedEvent, Event
 from pp_offload.errors import CaptureError, RaceError
@@ -310,7 +310,6 @@ class WeakTensor:
         self._storage = weakref.ref(tensor.untyped_storage())
         self._dtype = tensor.dtype
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
 
     def rebuild(self) -> Tensor | None:
         """Make a tensor on the same bytes; None if the storage is gone or was emptied."""
@@ -318,9 +317,7 @@ class WeakTensor:
         if storage is None or storage.nbytes() < self.extent.stop:
             return None
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-        tensor.set_(storage, *self._geometry)
-        tensor = neg_view(tensor) if self._is_neg else tensor
-        return tensor.conj() if self._is_conj else tensor
+        return tensor.set_(storage, *self._geometry)
 
     def overlaps(self, other: WeakTensor) -> bool:
         """Whether both tensors lie on the same storage and share a byte."""
