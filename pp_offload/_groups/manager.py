@@ -305,7 +305,7 @@ class Manager:
             self.bounds.begin_step()
             self._room.begin_step((self.step.options or self.config).limit)
             if self._room.is_settled and self.bounds.take_settled():  # once for each choice
-                log_gain(self._room.gain(self.bounds.last, self.bounds.first))
+                self._log_gain()
         self.offloader.settle()
         self._call_on_begin()
         if forgotten:
@@ -339,6 +339,9 @@ class Manager:
         if not self.step.summary and not self.bounds.last.step_ms:
             return None
         return self._room.gain(self.bounds.last, self.bounds.first)
+
+    def _log_gain(self) -> None:
+        log_gain(self._room.gain(self.bounds.last, self.bounds.first))
 
     def _drop_step(self) -> None:
         with self.offloader.lock:

@@ -202,7 +202,7 @@ class NumberManager(Manager):
         super().__init__(config=config, backend=device)
         self.idle_groups.num_steps_left = 0  # predictions do not warn of idle groups
 
-    def _say_what_steps_cost(self) -> None:
+    def _log_gain(self) -> None:
         """Log nothing: a prediction returns the costs."""
 
 

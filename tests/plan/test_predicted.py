@@ -193,6 +193,15 @@ def test_a_plan_is_below_its_limit_with_its_state(optimizer: Any, of_a_parameter
     assert OffloadPlan.from_dict(plan.to_dict()) == plan
 
 
+def test_a_prediction_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Of steps in which compute waits, an engine warns."""
+    drawn = draw_pipeline(0)
+    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
+    caplog.clear()
+    predict(drawn.order, tapes, drawn.hardware, config=drawn.config, num_steps=4)
+    assert not caplog.records
+
+
 # What is not predicted says so
 
 
