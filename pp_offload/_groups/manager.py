@@ -27,7 +27,7 @@ from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import PlanCheck, make_plan, why_unplanned
+from pp_offload._groups.plan import OTHERS_ON_A_CPU, PlanCheck, make_plan
 from pp_offload._groups.profiler_names import ProfilerNames
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
@@ -387,9 +387,9 @@ class Manager:
                 logger,
                 self,
                 "%d groups of a microbatch differ from the plan of OffloadConfig (unknown, "
-                "missing, or of another size); those here will be offloaded: %s",
-                plan.num_unplanned,
-                why_unplanned(self.config, smallest),
+                "missing, or of another size); those here will be offloaded: make a plan for this "
+                "model, length and min_offloaded_tensor_size; %s",
+                *(plan.num_unplanned, OTHERS_ON_A_CPU),
             )
         self.step.is_warmup = False
 

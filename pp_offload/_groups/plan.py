@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload._common.offload_plan import PlannedGroup, RankPlan
 from pp_offload._common.processes import logger_of
 from pp_offload._core.group import ChunkKey, Counts, Group, GroupKey, Place
 from pp_offload.config import OffloadConfig
@@ -274,9 +274,10 @@ class PlanCheck:
             return
         self._is_done = True
         rank, run = plan.rank(pipeline_rank), _plain(config, smallest_numel) | schedule
+        made_with = {**_plain(OffloadConfig()), **plan.options, "num_ranks": len(plan.ranks)}
         differences = [
             f"{name} {planned!r}, here {run[name]!r}"
-            for name, planned in _planned(plan).items()
+            for name, planned in made_with.items()
             if name in run and not _is_as_planned(name, run[name], planned, rank)
         ]
         if differences:
@@ -289,29 +290,12 @@ class PlanCheck:
             )
 
 
-def why_unplanned(config: OffloadConfig, smallest_numel: int | None) -> str:
-    """Return why a run's groups differ from its plan, and what to do, for the end of a message."""
-    name, plan = "min_offloaded_tensor_size", config.offload_plan
-    here = _plain(config, smallest_numel)[name]
-    planned = here if plan is None else _planned(plan).get(name, here)
-    if planned != here:
-        return (
-            f"{name} was {planned} for the plan, and is {here} here; give the same, or plan again"
-        )
-    return f"make a plan for this model, length and {name}; {OTHERS_ON_A_CPU}"
-
-
 def _plain(config: OffloadConfig, smallest_numel: int | None = None) -> dict[str, Any]:
     """Return the options as JSON values."""
     options = {name: getattr(config, name) for name in OPTIONS} | {"tiers": list(config.tiers)}
     if smallest_numel is not None:
         options["min_offloaded_tensor_size"] = smallest_numel
     return options
-
-
-def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
-    """Return the options of a plan, with defaults, and the number of ranks."""
-    return {**_plain(OffloadConfig()), **plan.options, "num_ranks": len(plan.ranks)}
 
 
 def _is_as_planned(name: str, value: Any, planned: Any, rank: RankPlan) -> bool:
