@@ -131,12 +131,9 @@ def test_groups_that_compute_again_from_those_that_leave(num_saved: int, resets:
 
 
 class HiddenStates(Layers):
-    """The loss needs the last but ``unused`` layers, and an auxiliary one perhaps the first half;
-    the user may hold outputs of all until the next forward.
+    """All but ``unused`` layers have a loss, and the first half perhaps an auxiliary one, too; the
+    user may hold all outputs until the next forward.
     """
-
-    unused, has_auxiliary_loss, is_held = 2, False, False
-    held: Any = ()
 
     def forward(self, x: Tensor, *, offload: bool = True) -> Tensor:
         states = [x]
@@ -147,7 +144,7 @@ class HiddenStates(Layers):
         if self.has_auxiliary_loss:
             middle = states[NUM_LAYERS // 2]
             middle.backward(torch.empty_like(middle), retain_graph=True)
-        self.held = states if self.is_held else ()
+        self.held = states if self.is_held else None
         return states[-1 - self.unused]
 
 

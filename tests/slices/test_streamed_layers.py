@@ -363,23 +363,3 @@ def test_modules_whose_parameters_stay_are_taken(active: Backend) -> None:
 
     model, _ = as_layers(build(), active, frozen_only=True)
     assert same_training(build().to(active.device), model, active)
-
-
-@on_two_backends
-@pytest.mark.parametrize("change", [pruned, parametrizations.weight_norm])
-def test_a_parameter_that_gets_another_name_later(active: Backend, change: Change) -> None:
-    """Is an error until the handle is closed; one that becomes None is not missed."""
-    plain, layers = (stack_of(lambda layer: layer) for _ in range(2))
-    model, handle = as_layers(layers, active)
-    x = input_for(active)
-    model(x)
-    for each in (plain, layers):
-        change(each[1][0])
-        each[2][0].bias = None
-    for _ in range(2):
-        with pytest.raises(KeyError, match="weight"):
-            model(x)
-    assert handle.parameter_bytes_on_device == 0
-    handle.close()  # type: ignore[attr-defined]
-    model.to(active.device)
-    assert same_training(plain.to(active.device), model, active)
