@@ -1,7 +1,7 @@
 """Record of one step: its chunks in forward and in backward order.
 
-When backward goes on to another chunk and no tensor of the last one is alive, only a record of the
-last one is kept. So the end of a step does not have to read and free all groups at once.
+When backward goes on to another chunk, only records are kept of chunks behind it, once no tensor of
+theirs is alive. So the end of a step does not have to read and free all groups at once.
 
 A queue has the chunks whose backward is next. It steers prefetch; no tensor depends on it. Its
 order is that of the schedule's actions, or of an earlier step. Without either, chunks of the last
@@ -92,7 +92,7 @@ class StepRecord:
             self.begin_backward(chunk)
 
     def begin_backward(self, chunk: Chunk) -> None:
-        """Note that backward reached ``chunk``; the chunk before it may be over."""
+        """Note that backward reached ``chunk``; chunks that it reached before may be over."""
         before, self.in_backward = self.in_backward, chunk
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
             live = {k for k, c in self._forward.items() if not c.is_finished()}
@@ -101,8 +101,10 @@ class StepRecord:
                 self._live_at_peak = frozenset(live)
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
-        if before is not None and before is not chunk:
-            self._leave(before)
+        if before is not chunk:
+            for earlier in [c for key, c in self._forward.items() if key in self._backward]:
+                if earlier is not chunk:
+                    self._leave(earlier)
 
     def begin_part(self, chunk: Chunk, part: BackwardPass, split: SplitBackward) -> None:
         assert chunk.key is not None, "a step finds its chunks by key"
