@@ -46,7 +46,8 @@ def attach(
     Args:
         schedule: Any schedule of ``torch.distributed.pipelining``.
         groups: Module name patterns by group name, for each stage's module; None if the model
-            marks its groups itself. A pattern must match on one of this rank's stages.
+            marks its groups itself. In ``layers.*.mlp``, ``*`` stands for one part of a name. A
+            pattern must match on one of this rank's stages.
         config: Options; those of the current manager when None; see :func:`pp_offload.configure`.
 
     Returns:
@@ -54,7 +55,8 @@ def attach(
 
     Raises:
         OffloadError: The schedule is attached already, another schedule is attached with other
-            options, or the plan has too few ranks or recomputes layers that are not recomputed.
+            options, or the plan of ``config`` has too few ranks, or recomputes layers that are not
+            recomputed.
         ValueError: A pattern matches nothing on this rank.
         TypeError: ``schedule`` is no schedule, ``groups`` no mapping of names to patterns, or
             ``config`` no :class:`OffloadConfig`.

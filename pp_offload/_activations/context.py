@@ -64,15 +64,16 @@ _lock = threading.Lock()
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
-    """Context that offloads the tensors that autograd saves inside.
+    """Context that offloads the tensors that autograd saves inside. Make one for a model, and enter
+    it for each forward. In a checkpoint it does nothing: the checkpoint decides.
 
     Args:
         use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
         use_streams: Copies run beside compute. Otherwise compute waits for every copy, and nothing
             is prefetched, whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
-        max_fwd_stash_size: Number of saved tensors that gather on the device. They leave together
-            when the next operator saves a tensor.
+        max_fwd_stash_size: Number of saved tensors, not bytes, that gather on the device. They
+            leave together when an operator behind them saves a tensor.
         config: Tiers, and limits on them; ``device_limit_bytes`` limits the device.
         backend: Device to work on; the accelerator if present, else the CPU.
 

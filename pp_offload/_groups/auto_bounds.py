@@ -361,7 +361,7 @@ def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> bool:
-    """Whether no use waits if reloads run ahead by ``window`` bytes, as the prefetcher's do."""
+    """Whether no use waits if reloads run ahead by ``window`` bytes, as in a :class:`Window`."""
     sizes = [use.nbytes for use in uses if use.nbytes]
     there_s: list[float] = []
     num_used = unused = 0

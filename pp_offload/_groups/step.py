@@ -37,7 +37,7 @@ from pp_offload.config import OffloadConfig
 
 
 class StepRecord:
-    """Follows a step, and gives the prefetcher the next groups.
+    """Follows a step, and gives the window the next groups.
 
     Attributes:
         options: Options of the plan; None for the manager's options.

@@ -38,7 +38,12 @@ from pp_offload.config import OffloadConfig
 
 
 class PipelineOffloadManager(Manager):
-    """Coordinates the chunks of one process. Args: see :class:`Manager`.
+    """Coordinates the chunks of one process: the microbatches, each on one part of the model.
+    :meth:`get_instance` returns the manager of the process.
+
+    Args:
+        config: Options; defaults when None.
+        backend: Device to work on; the accelerator if present, else the CPU.
 
     Attributes:
         graph_stream, graph_event: Of CUDA graphs; made when Megatron-LM's main asks for them.

@@ -210,7 +210,7 @@ def _check(offload: OffloadActivations) -> None:
 
 
 class LayerOffloadingMixin(TrainerMixin):
-    """Mixin before a ``Trainer``, which keeps parameters of layers on the host.
+    """Mixin, named before ``Trainer`` among base classes, that keeps parameters on the host.
 
     Args:
         args: Arguments of the trainer.
