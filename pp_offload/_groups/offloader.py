@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -40,6 +40,7 @@ from pp_offload._core.mover import Mover
 from pp_offload._core.observers import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tiers import make_tier
+from pp_offload._core.window import Visit
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.addresses import has_storage
@@ -56,9 +57,20 @@ Commit = Callable[[Sequence[Tensor] | None], object]
 """Commits a group, and then releases these tensors."""
 
 
+class NoStep:
+    """``StepRecord`` of a lone chunk: the chunk has no key, and no group has a next one."""
+
+    def add(self, chunk: Any, split: SplitBackward | None) -> None: ...
+
+    def begin(self, group: Group) -> None: ...
+
+    def after(self, group: Group) -> Iterator[Visit]:
+        return iter(())
+
+
 class Offloader:
     """State that chunks share. ``step`` is the StepRecord with the order in which backward visits
-    groups.
+    groups, None for a lone chunk.
 
     Attributes:
         engine: Engine of this epoch; the observers are those of all epochs.
@@ -72,11 +84,11 @@ class Offloader:
         self,
         backend: Backend,
         config: OffloadConfig,
-        step: Any,
+        step: Any = None,
         allocate: Allocate | None = None,
     ) -> None:
         self.backend, self.config = backend, config
-        self.step = step
+        self.step: Any = step or NoStep()
         self._allocate = allocate or backend.allocate_host
         self.plan = Plan()
         self.observers = Observers()

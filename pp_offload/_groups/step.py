@@ -67,21 +67,18 @@ class StepRecord:
         self._weight_passes: dict[ChunkKey, WeightPass] = {}
         self._numbers: Counter[int] = Counter()
 
-    def add(self, chunk: Chunk, split: SplitBackward | None) -> ChunkKey:
-        """Number and queue a chunk whose first group starts; twice, if ``split`` lists it. Return
-        its key.
-        """
+    def add(self, chunk: Chunk, split: SplitBackward | None) -> None:
+        """Number and queue a chunk whose first group starts; twice, if ``split`` lists it."""
         stage, number = chunk.vp_stage, chunk.microbatch
         number = self._numbers[stage] if number is None else number
         self._numbers[stage] = number + 1
-        chunk.key = key = ChunkKey(stage, number)
+        chunk.key = ChunkKey(stage, number)
         self._forward[chunk.key] = chunk
         self.queue.push(chunk)
         if split is not None and chunk.key in split.chunks:
             weight_pass = WeightPass(chunk.key, chunk.groups, split)
             self._weight_passes[chunk.key] = weight_pass
             self.queue.push(weight_pass)
-        return key
 
     def is_next(self, chunk: Chunk) -> bool:
         return next(self.queue.certain(), None) is chunk

@@ -23,7 +23,6 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident, Saved
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import StepRecord
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.backends import Event, Stream, default_backend
 from pp_offload.config import OffloadConfig
@@ -111,7 +110,7 @@ class ChunkOffloadHandler(Chunk):
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
-        offloader = offloader or Offloader(default_backend(), OffloadConfig(), StepRecord())
+        offloader = offloader or Offloader(default_backend(), OffloadConfig())
         smallest = min_offloaded_tensor_size
         super().__init__(smallest, offloader, vp_stage=vp_stage, microbatch=microbatch)
         self.cpu_tensor_pool = cpu_tensor_pool

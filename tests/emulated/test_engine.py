@@ -33,7 +33,6 @@ from pp_offload import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import StepRecord
 from pp_offload._memory.host_pool import MIN_SLAB_BYTES
 from pp_offload.backends import AcceleratorBackend, default_backend
 from pp_offload.cli.doctor import DeviceSpeed
@@ -350,7 +349,7 @@ class Chunk(ChunkOffloadHandler):
         gc.collect()  # an engine that is left over might have seen the same streams
         config = OffloadConfig(min_offloaded_tensor_size=1, device_limit_bytes=None, **options)
         backend: Any = AcceleratorBackend()
-        super().__init__(1, None, offloader=Offloader(backend, config, StepRecord()))
+        super().__init__(1, None, offloader=Offloader(backend, config))
         self.d2h, self.h2d = backend.d2h, backend.h2d
 
     def side(self) -> torch.Stream:

@@ -43,7 +43,6 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._common.workers import Piece, Workers, is_worker
 from pp_offload._core.observers import Laps, Observer, Observers
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import StepRecord
 from pp_offload.backends import timed_by_host
 from pp_offload.errors import VerifyError
 
@@ -87,7 +86,7 @@ def test_memory_of_a_reload_that_was_cut_off_is_not_used_again(kind: str) -> Non
 
     backend: Any = make_backend(kind)
     with backend.activate():
-        offloader = Offloader(backend, OffloadConfig(), StepRecord())
+        offloader = Offloader(backend, OffloadConfig())
         saved = offloader.engine.offload(torch.ones(NUMEL))
         backend.synchronize()
         offloader.observers.add(Refuses())
@@ -103,7 +102,7 @@ def test_memory_of_a_reload_that_was_cut_off_is_not_used_again(kind: str) -> Non
 
 def test_what_leaves_with_an_engine_that_has_just_ended_comes_back() -> None:
     """A thread had asked for the engine before another one began the next epoch."""
-    offloader = Offloader(make_backend("cpu threads"), OffloadConfig(), StepRecord())
+    offloader = Offloader(make_backend("cpu threads"), OffloadConfig())
     engine = offloader.engine
     engine.tear(ValueError())
     offloader.renew_if_torn()

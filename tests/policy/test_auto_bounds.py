@@ -23,7 +23,6 @@ from pp_offload._groups.auto_bounds import (
     window_bytes,
 )
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import StepRecord
 
 MB = 10**6
 
@@ -145,9 +144,7 @@ def test_nothing_is_chosen_before_all_has_ended(late: str | None) -> None:
         times.end = At(1, is_over=False)
     elif late == "offload":
         times.offloads.append(Lap(At(0), At(1, is_over=False), MB))
-    bounds = AutoBounds(
-        Offloader(CpuBackend(), OffloadConfig(), StepRecord()), OffloadConfig(), lambda: None
-    )
+    bounds = AutoBounds(Offloader(CpuBackend(), OffloadConfig()), OffloadConfig(), lambda: None)
     before, bounds._timed = bounds.now, times
     bounds.begin_step()
     assert (bounds.now == before) is (late is not None)
