@@ -119,7 +119,7 @@ class ActivationStash:
         self._offloader.renew_if_torn()
         if self._forward.open is not None:
             # What recipes need may have changed since its forward, as by a fused optimizer.
-            self._forward.open.forget_makers()
+            self._forward.open.drop()
         self.send()
         with self._offloader.lock:
             self._end_step()

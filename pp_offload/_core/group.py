@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from pp_offload._core.recipes import maker_of
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped, is_wrapper
 from pp_offload.backends import Stream
 from pp_offload.errors import GroupStateError
+
+_target = methodcaller("__call__")  # of a weak reference; in C, and no further than a living one
 
 
 class GroupState(enum.Enum):
@@ -114,7 +117,7 @@ class Group:
     @property
     def is_alive(self) -> bool:
         """Whether autograd holds a saved tensor of this group that left or might have left."""
-        return any([ref() is not None for ref in self.saved_refs])
+        return any(map(_target, self.saved_refs))
 
     def move_to(self, state: GroupState) -> None:
         """Close the group. Raises a GroupStateError if it was closed before."""
@@ -124,18 +127,15 @@ class Group:
                 "an open group changes, once: commit it once"
             )
         self.state = state
-        self.forget_makers()
+        self.drop()
 
-    def forget_makers(self) -> None:
-        """Compute no saved tensor again; what made it would keep a part of the graph alive."""
+    def drop(self) -> None:
+        """Forget what only an open group needs: what made its tensors would keep a part of the
+        graph alive.
+        """
         for ref in self.saved_refs:
             if (saved := ref()) is not None:
                 saved.maker = None
-
-    def drop(self) -> None:
-        """Forget the saved tensors of the open group, as when the step was aborted."""
-        self.forget_makers()
-        self.saved_refs.clear()
 
     @property
     def is_forgotten(self) -> bool:

@@ -237,10 +237,11 @@ class Chunk:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a group is open, or backward has yet to reach a group with living tensors."""
+        """Whether a group is open, or backward has yet to reach living tensors that may leave."""
         is_open = any(not (group.has_failed or group.is_used) for group in self.uncommitted())
         is_running = is_open and not self.is_left
-        return is_running or any(not group.is_used and group.is_alive for group in self.groups)
+        groups = [group for group in self.groups if group.state is not GroupState.KEPT]
+        return is_running or any(not group.is_used and group.is_alive for group in groups)
 
     def is_finished(self, name: str | None = None, *, is_ended: bool = False) -> bool:
         """Whether backward has reached the first group (of this name) that saved something, and,
@@ -269,6 +270,7 @@ class Chunk:
         for group in self.groups:
             if group.state is GroupState.OPEN:
                 group.drop()
+                group.saved_refs.clear()
         self.groups.clear()
         self.open_groups.clear()
         self.key = None  # a forward that goes on in another thread is part of the next step

@@ -110,6 +110,9 @@ class Plan:
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     """Names of each chunk's groups in forward order, from the last step."""
 
+    used: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
+    """``names``, which are empty for groups that the loss of some step did not need."""
+
     num_unplanned: int = 0
     """Number of a microbatch's groups that the options' plan lacks, or has alone or otherwise."""
 
@@ -140,9 +143,11 @@ class Plan:
         return self.planned[vp_stage][position:] if vp_stage < len(self.planned) else ()
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
-        """Whether the plan lists this group, and no later group of its chunk has the same name."""
-        if key.chunk in self.names:
-            names = self.names[key.chunk][key.position :]
+        """Whether the plan lists this group, and no later group of its chunk has the same name; of
+        groups that a loss needs.
+        """
+        if key.chunk in self.used:
+            names = self.used[key.chunk][key.position :]
         else:
             names = tuple(group.name for group in self._planned_from(key))
         return names[:1] == (name,) and name not in names[1:]
@@ -158,9 +163,10 @@ def make_plan(
     config: OffloadConfig,
     pipeline_rank: int,
     stay: Stay = NOTHING_STAYS,
+    unused: frozenset[Place] = frozenset(),
 ) -> Plan:
     """Make the plan after a step, from its chunks in backward order; none before the first step.
-    Cached, because steps repeat.
+    Cached, because steps repeat. Places that a loss did not need are ``unused``.
 
     Raises:
         ConfigError: The plan of the options has fewer ranks.
@@ -174,8 +180,12 @@ def make_plan(
     missing = {Place(n, i) for n, stage in enumerate(stages) for i in range(len(stage))}
     missing -= {key.place for key, _ in planned}
     return Plan(
-        kept=groups_to_keep(chunks, config, pipeline_rank) | at_places,
+        kept=groups_to_keep(chunks, config, pipeline_rank, unused) | at_places,
         names={chunk.key: chunk.names for chunk in chunks},
+        used={
+            chunk.key: tuple(["" if at.place in unused else name for at, name, _ in chunk.by_key()])
+            for chunk in chunks
+        },
         num_unplanned=len(unplanned | missing),
         stay=places,
         lean=stay.lean,
@@ -185,17 +195,22 @@ def make_plan(
 
 
 def groups_to_keep(
-    chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
+    chunks: Sequence[ChunkShape],
+    config: OffloadConfig,
+    pipeline_rank: int,
+    unused: frozenset[Place] = frozenset(),
 ) -> frozenset[GroupKey]:
     """Keep the margin, this rank's bytes, then the fraction; or the margin and the options' plan.
 
-    Each rule looks only at groups that earlier rules do not keep.
+    Each rule looks only at groups that earlier rules do not keep. The margin leaves out ``unused``
+    places: groups that no loss needs might gather on the device.
     """
     # For each name its last group in the first chunk with this name: backward uses these groups
     # first, so no compute runs before them that could hide their reload.
     margin: dict[str, GroupKey] = {}
     for chunk in chunks:
-        margin = {name: key for key, name, _ in chunk.by_key()} | margin
+        here = [each for each in chunk.by_key() if each[0].place not in unused]
+        margin = {name: key for key, name, _ in here} | margin
     keys = set(margin.values())
     planned = planned_groups(chunks, config, pipeline_rank)
     keys |= {key for key, group in planned if group is not None and group.keeps}

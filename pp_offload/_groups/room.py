@@ -256,6 +256,8 @@ class DeviceRoom:
             self._outside_bytes = seen.outside_bytes
         self._reported_bytes = seen.reported_bytes
         if not chunks:
+            if self._stay:  # it was above the limit in a step that is not typical
+                self._spare_bytes += max(0, seen.peak_bytes - min(self._limits()))
             return
         if self._limit is None:
             self._figures = self._figures_of(self._peak_of(seen))
@@ -354,6 +356,9 @@ class DeviceRoom:
         if has_less or has_more:
             self._room_bytes = room_bytes
             self._stay = fitting(demand, room_bytes, moving_bytes, hidden_bytes)
+            if len(self._stay) < len(demand.sizes):  # outputs may hold these into the next step
+                for place in self._offloader.step.unused & self._stay.keys():
+                    del self._stay[place]
             stay_bytes = demand.nbytes(self._stay)
             logger.debug(
                 "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "

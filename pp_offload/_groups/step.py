@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from pp_offload._core.group import ChunkKey, Group, WeightPassKey
+from pp_offload._core.group import ChunkKey, Group, Place, WeightPassKey
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import (
@@ -48,6 +48,7 @@ class StepRecord:
         is_in_replay: Whether a CUDA graph is being launched, as callers of Megatron-LM's main say.
         summary: Saved bytes per group name, of the chunks live at the peak of the last complete
             step.
+        unused: Places of groups that the loss of some step did not need.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class StepRecord:
         self.weight_pass: WeightPass | None = None
         self.is_in_replay = False
         self.summary: dict[str, GroupBytes] = {}
+        self.unused: frozenset[Place] = frozenset()
         self._is_partly_forgotten = False
         self._forward: dict[ChunkKey, Chunk] = {}
         self._backward: dict[ChunkKey, Chunk | ChunkRecord] = {}
@@ -120,6 +122,7 @@ class StepRecord:
             return
         if chunk.is_over and chunk.is_finished():
             self._backward[key] = chunk.record(key)
+            self.unused |= _unused([chunk])
             self._forget(key, chunk)
 
     def _forget(self, key: ChunkKey, chunk: Chunk) -> None:
@@ -229,7 +232,9 @@ class StepRecord:
         if not self.queue.is_scheduled:
             self.queue.set_order(self._backward)
         self.sum_up()
-        return make_plan(self.shapes(), self.options or config, self.pipeline_rank, stay)
+        self.unused |= _unused(self._forward.values())
+        options = self.options or config
+        return make_plan(self.shapes(), options, self.pipeline_rank, stay, self.unused)
 
     def sum_up(self) -> None:
         """Make the summary of a complete step."""
@@ -265,6 +270,12 @@ def _records(chunks: dict[ChunkKey, Chunk | ChunkRecord]) -> list[ChunkRecord]:
     return [
         chunk.record(key) if isinstance(chunk, Chunk) else chunk for key, chunk in chunks.items()
     ]
+
+
+def _unused(chunks: Iterable[Chunk]) -> set[Place]:
+    """Return the places of groups that saved something, and that backward has not reached."""
+    groups = [g for c in chunks for g in c.groups if g.counts.num_tensors and not g.is_used]
+    return {group.key.place for group in groups if group.key is not None}
 
 
 Key = ChunkKey | WeightPassKey

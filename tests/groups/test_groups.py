@@ -51,6 +51,10 @@ def test_a_pushed_tensor_is_popped_by_its_tag_once() -> None:
     with pytest.raises(KeyError):
         group.pop_tensor((1, 2))
     assert group.pop_tensor("other") is other
+    group.push_tensor("forgotten", tensor)
+    group.move_to(GroupState.KEPT)
+    with pytest.raises(KeyError):
+        group.pop_tensor("forgotten")
 
 
 @pytest.mark.parametrize(("kind", "other"), [("offload", "reload"), ("reload", "offload")])
