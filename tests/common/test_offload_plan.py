@@ -136,7 +136,6 @@ def test_a_run_without_a_schedule_is_compared_once_it_learns(
 ) -> None:
     rank = RankPlan(((PlannedGroup("mlp", 1, True),),))
     made_with = MADE_FOR | {"min_offloaded_tensor_size": 16}
-    caplog.set_level(logging.WARNING)
     with session("cpu", plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)) as manager:
         for _ in range(3):  # from which a manager learns
             train(Net(), inputs(2), True)

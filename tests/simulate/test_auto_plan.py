@@ -85,6 +85,16 @@ def test_steps_with_more_microbatches_in_flight_begin_anew(training: Training) -
     assert few < training.sent_by_a_step(in_flight=5, num=6) < NUM_LAYERS * 6 * SAVED_BYTES
 
 
+@with_limit(60)
+def test_a_step_that_teaches_no_plan_leaves_more_room(training: Training) -> None:
+    training.run(6)
+    peaks = []
+    for training.loss_bytes in (20 * SAVED_BYTES, 0) * 4:
+        peaks.append(training.step())
+        _ = training.loss_bytes and training.forward()  # without a backward
+    assert peaks[0] > training.limit_bytes >= peaks[-2]
+
+
 @with_limit(None)
 def test_what_another_process_takes_has_no_room(training: Training) -> None:
     backend = training.backend
