@@ -240,6 +240,8 @@ class RecomputedLayers:
 
 
 class _Unwarned(Recompute):
+    """Does not warn of groups inside."""
+
     @never_compiled
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return super().__call__(partial(expected, function), *args, **kwargs)

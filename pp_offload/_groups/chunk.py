@@ -270,7 +270,6 @@ class Chunk:
         for group in self.groups:
             if group.state is GroupState.OPEN:
                 group.drop()
-                group.saved_refs.clear()
         self.groups.clear()
         self.open_groups.clear()
         self.key = None  # a forward that goes on in another thread is part of the next step

@@ -101,9 +101,9 @@ class StepRecord:
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
         if before is not chunk:
-            for earlier in [c for key, c in self._forward.items() if key in self._backward]:
-                if earlier is not chunk:
-                    self._leave(earlier)
+            begun = self._backward
+            for earlier in [c for k, c in self._forward.items() if k in begun and c is not chunk]:
+                self._leave(earlier)
 
     def begin_part(self, chunk: Chunk, part: BackwardPass, split: SplitBackward) -> None:
         assert chunk.key is not None, "a step finds its chunks by key"

@@ -228,8 +228,8 @@ class _ChosenOutputs(selective.KeptOutputs):
         self._calls = defaultdict(list)
 
     def _calls_of(self, op: Any, args: Any) -> Any:
-        is_left_out = op in SAC_IGNORED_OPS or (op is selective.CAST and self._has_cached)
-        return None if is_left_out else self._calls[_key(op, args)]
+        is_ignored = op in SAC_IGNORED_OPS or (op is selective.CAST and self._has_cached)
+        return None if is_ignored else self._calls[_key(op, args)]
 
     def _pack_of(self, op: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=outputs)
