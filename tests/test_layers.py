@@ -23,7 +23,7 @@ MOST_LINES = {
     "cli": 1150,
     "compat": 100,
     "integrations": 1050,
-    "plan": 2700,
+    "plan": 2750,
     "simulate": 2300,
     "testing": 900,
     "trace": 1250,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,6 +25,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import computed
 from pp_offload._core.saved import Saved
 from pp_offload.plan.tape import Event, GroupTape, Mark, Payload, Stretch
+from pp_offload.simulate.clocks import HostClock, Link
 from pp_offload.simulate.device import DeviceMemory, VirtualBackend, rounded
 
 
@@ -72,6 +73,20 @@ class ChunkNotes:
         return tuple(payloads)
 
 
+class _ExactLink(Link):
+    """Link that notes the times of compute's work. Differences of times of a clock are rounded, so
+    that equal microbatches would have unequal tapes.
+    """
+
+    def __init__(self, host: HostClock, note: Callable[[float], None]) -> None:
+        super().__init__(host)
+        self._note = note
+
+    def compute(self, begin_s: float, seconds: float) -> float:
+        self._note(seconds)
+        return super().compute(begin_s, seconds)
+
+
 _NOTHING = Stretch((), 0, 0)
 
 
@@ -95,7 +110,7 @@ class Recorder(Observer):
         self._uses_by_recipe: Counter[int] = Counter()
         """Number of uses of each payload by the recipe that runs."""
 
-        backend.compute.listeners = (*backend.compute.listeners, self._ran)
+        backend.link = _ExactLink(backend.host, self._ran)
 
     def begin_chunk(self) -> ChunkNotes:
         self.chunk = ChunkNotes()
@@ -145,8 +160,8 @@ class Recorder(Observer):
             return Mark("drop", self._sources[number][1])
         return Stretch((), nbytes, max(0, nbytes))
 
-    def _ran(self, ready_s: float, begin_s: float, end_s: float) -> None:
-        self._raw.append(Stretch((end_s - begin_s,), 0, 0))
+    def _ran(self, seconds: float) -> None:
+        self._raw.append(Stretch((seconds,), 0, 0))
 
     def _note_memory(self, number: int, nbytes: int) -> None:
         self._raw.append(_Memory(number, nbytes))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cli import check_refused, good
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from pp_offload.simulate.huggingface import groups_of, stages_of
 
@@ -30,6 +30,14 @@ def test_a_config(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         assert "mlp may leave" in good("simulate", "--hf", path, *SMALL, "--groups", "mlp")
     check_refused("simulate --hf ./nowhere", "found no file or directory './nowhere'")
+
+
+@pytest.mark.parametrize("kind", ["qwen3"])
+def test_parts_of_saved_tensors_are_planned(tmp_path: Path, kind: str) -> None:
+    """Norms of heads are computed again from parts, in equal times."""
+    CONFIG_MAPPING[kind](**SIZES | {"head_dim": 16, "pad_token_id": 0}).save_pretrained(tmp_path)
+    how = (*SMALL, "--length", "3000", "--limit", "1GiB", "-o", tmp_path / "plan.json")
+    assert "may leave" in good("plan", "--hf", tmp_path, *how)
 
 
 def test_stages_compute_what_the_model_computes() -> None:
