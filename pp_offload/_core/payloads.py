@@ -33,7 +33,7 @@ class Payloads:
         storages: Storage of each payload that fills one; None for a view, or if some bytes of the
             storage belong to no saved tensor.
         views: Indices of views to gather.
-        gathered: Indices of views that gather() copied.
+        gathered: Each view that gather() copied, and its copy, by the first saved tensor.
         beside_bytes: Bytes that the group holds beside payloads if it stays: the rest of storages
             of gathered views, and storages that could be computed again.
         parts: Indices of payloads that are parts of saved tensors, for recipes.
@@ -48,7 +48,7 @@ class Payloads:
         self.sizes: list[int] = []
         self.storages: list[UntypedStorage | None] = []
         self.views: list[int] = []
-        self.gathered: list[int] = []
+        self.gathered: dict[Saved, tuple[Tensor, Tensor]] = {}
         self.parts: list[int] = []
         self.beside_bytes = 0
         self.chosen: Any = None
@@ -64,9 +64,9 @@ class Payloads:
         with torch.no_grad():
             for index in self.views:
                 view = self.tensors[index]
-                self.tensors[index] = view.contiguous()
-                if self.tensors[index] is not view:
-                    self.gathered.append(index)
+                self.tensors[index] = copy = view.contiguous()
+                if copy is not view:
+                    self.gathered[self.members[index][0]] = view, copy
 
     def stay_apart(self) -> None:
         """Replace each view that recipes need by a copy, so that the larger tensor can be freed."""
@@ -80,6 +80,7 @@ class Payloads:
 
     def without(self, indices: Collection[int]) -> Payloads:
         rest = Payloads()
+        rest.gathered = self.gathered
         for index, tensor in enumerate(self.tensors):
             if index not in indices:
                 if index in self.views:

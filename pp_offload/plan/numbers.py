@@ -156,6 +156,11 @@ class NumberDevice(VirtualBackend):
         self.run([seconds])
         return self.memory.tensor(nbytes)
 
+    def scatter(self, scatter: Stretch, payload: object) -> Any:
+        """Copy a part that is back into memory in which it has its strides."""
+        self.run(scatter.seconds)
+        return self.memory.tensor(scatter.nbytes)
+
 
 class SharedNumbers(SharedCopies):
     """Shared copies by storages of a tape, each of which may be saved again."""
@@ -232,6 +237,9 @@ class NumberChunk(Chunk):
         for index in self.tape.groups[position].payloads:
             num_uses = self.tape.payloads[index].num_uses
             self._saved[index] = [Saved(self._tensor(index), group) for _ in range(num_uses)]
+            if (scatter := self.tape.payloads[index].scatter) is not None:
+                for saved in self._saved[index]:
+                    saved.restore = partial(self._device.scatter, scatter)
             group.saved_refs += map(weakref.ref, self._saved[index])
         self.open_groups.remove(group)
         if group.saved_refs:

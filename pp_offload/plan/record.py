@@ -45,9 +45,9 @@ def record(
         config: Options of which tensors may leave; give :func:`choose` the same.
 
     Raises:
-        ValueError: :func:`predict` does not support the program: a view is copied without the rest
-            of its storage, several microbatches or stages save the same bytes, the program makes
-            copies of its own, or the first two microbatches differ.
+        ValueError: :func:`predict` does not support the program: several microbatches or stages
+            save the same bytes, the program makes copies of its own, or the first two microbatches
+            differ.
     """
     still = replace(
         hardware,

@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.cheap_operators import Call
+from pp_offload._core.geometry import Geometry
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observers import Observer
 from pp_offload._core.payloads import Payloads
@@ -59,6 +60,9 @@ class ChunkNotes:
         self.recipes: dict[int, tuple[Event, ...]] = {}
         """Events of each payload that is computed again, when it was computed last."""
 
+        self.scatters: dict[int, Stretch] = {}
+        """Copy of each payload to memory in which it has its strides, when it was last used."""
+
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
         """First payload of each place in a batch."""
 
@@ -70,6 +74,8 @@ class ChunkNotes:
         ]
         for index, again in self.recipes.items():
             payloads[index] = payloads[index]._replace(again=again)
+        for index, scatter in self.scatters.items():
+            payloads[index] = payloads[index]._replace(scatter=scatter)
         return tuple(payloads)
 
 
@@ -179,27 +185,17 @@ class Recorder(Observer):
         if payloads is None or group.state is not GroupState.OFFLOADED:
             self._raw.append(end)
             return
-        made = {index: self._take_out(payloads.tensors[index]) for index in payloads.gathered}
+        made = {saved: self._take_out(copy) for saved, (_, copy) in payloads.gathered.items()}
         copies = self._take_out_copies(payloads)
         self._raw.append(end)  # before sources are freed: the payloads still hold them
         first = len(self.chunk.payloads)
         recipes = payloads.chosen.recipes if payloads.chosen else []
-        needed_for = {
-            leaf: storage for recipe, _, storage in recipes for leaf in _leaves(recipe.term)
-        }
-        self.chunk.inputs.update(needed_for)
+        self.chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
         for index, nbytes in enumerate(payloads.sizes):
             tensor, members = payloads.tensors[index], payloads.members[index]
-            storage = tensor.untyped_storage()
-            if index in payloads.views:
-                if any(saved not in needed_for for saved in members):
-                    self._refuse(
-                        f"group '{group.name}' saves a view of shape {tuple(tensor.shape)} that is "
-                        "copied without the rest of its storage, expected whole storages"
-                    )
-                    continue
-                storage = needed_for[members[0]]
-            self._note(group.name, nbytes, storage, members, made.get(index))
+            source, _ = payloads.gathered.get(members[0], (tensor, tensor))
+            gather = made.get(members[0])
+            self._note(group.name, nbytes, source.untyped_storage(), members, gather)
         for saved in payloads.chosen.reached if payloads.chosen else ():
             self._bring_anew(saved.batch)
         for recipe, members, storage in recipes:
@@ -231,9 +227,10 @@ class Recorder(Observer):
 
     def _compute(self, chunk: ChunkNotes, index: int, term: Call) -> Tensor:
         """Compute a payload by its recipe, with notes of their own."""
-        begin = len(self._raw)
-        self._uses_by_recipe.clear()
+        begin, outer_uses = len(self._raw), self._uses_by_recipe
+        self._uses_by_recipe = Counter()
         output: Tensor = computed(term, lambda leaf: leaf.unpack())
+        self._uses_by_recipe = outer_uses
         chunk.recipes[index] = self.events_of(self._raw[begin:])
         del self._raw[begin:]
         return output
@@ -296,8 +293,23 @@ class Recorder(Observer):
             weakref.finalize(holder, gone).atexit = False
 
     def used(self, saved: Saved, payload: Tensor) -> None:
-        self._use(saved, payload)
         saved.batch.back.given[saved.index] = None
+        restore: Any = saved.restore
+        if getattr(restore, "__func__", None) is not Geometry.scattered:
+            self._use(saved, payload)
+            return
+
+        def scattered(payload: Tensor) -> Tensor:
+            saved.restore = restore
+            view: Tensor = restore(payload)
+            scatter = self._take_out(view)
+            assert scatter is not None, "the view has memory of its own"
+            self.chunk.scatters[self._payload_of(saved)] = scatter
+            self._use(saved, view)
+            return view
+
+        self._ends[self.memory.see(payload.untyped_storage()).number] = _NOTHING
+        saved.restore = scattered  # called next, by unpack()
 
     def _computed(self, ref: weakref.ref[Saved], restore: Any, payload: Tensor) -> Tensor:
         """Note the use of a payload that a recipe has computed; see :meth:`used`."""
@@ -308,12 +320,8 @@ class Recorder(Observer):
         return payload if restore is None else restore(payload)
 
     def _use(self, holder: Saved, tensor: Tensor) -> None:
-        chunk, is_input = self.chunk, holder in self.chunk.inputs
-        index = chunk.payload_of.get(holder)
-        if index is None and is_input:  # another group has sent the payload
-            index = chunk.payload_of_copy[weakref.ref(holder.batch), holder.index]
-        if index is None:
-            return  # a refused view
+        chunk, index = self.chunk, self._payload_of(holder)
+        is_input = holder in chunk.inputs
         uses = self._uses_by_recipe if is_input else chunk.uses
         use = Mark("use", index, uses[index])
         uses[index] += 1
@@ -323,6 +331,12 @@ class Recorder(Observer):
         if not is_input:
             # A method, not a list's append: ``taken`` replaces the list of notes.
             weakref.finalize(tensor, self._lost, use._replace(kind="lose")).atexit = False
+
+    def _payload_of(self, holder: Saved) -> int:
+        index = self.chunk.payload_of.get(holder)
+        if index is None:  # a recipe needs what another group has sent
+            index = self.chunk.payload_of_copy[weakref.ref(holder.batch), holder.index]
+        return index
 
     def _lost(self, mark: Mark) -> None:
         self._raw.append(mark)

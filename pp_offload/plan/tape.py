@@ -37,7 +37,10 @@ class Payload(NamedTuple):
     """
 
     gather_s: float | None = None
-    """Time in which compute copies a part out of its source, if only recipes use the part."""
+    """Time in which compute copies a part out of its source, if it is copied without the rest."""
+
+    scatter: Stretch | None = None
+    """Copy of such a part, once it is back, to memory in which it has its strides."""
 
 
 class GroupTape(NamedTuple):

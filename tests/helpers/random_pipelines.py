@@ -26,16 +26,17 @@ from pp_offload.simulate.schedules import LOOPED, SCHEDULES, V_SHAPED
 
 
 class Attention(nn.Module):
-    """Heads of one projection, so that queries, keys and values are views."""
+    """Heads of one projection, so that queries, keys and values are views; or values alone."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, is_rotary: bool) -> None:
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv, self.is_rotary = nn.Linear(width, 3 * width), is_rotary
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(x).view(1, x.shape[0], 3, 4, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        scores = [part * 0.5 if self.is_rotary else part for part in parts[:2]]
+        mixed = F.scaled_dot_product_attention(*scores, parts[2], is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 
@@ -73,7 +74,7 @@ class Layer(nn.Module):
         self.gate = draw.choice([None, None, None, "input", "normed"])
         kind = draw.choice(["attention", "gated", "plain", "twice"])
         if kind == "attention":
-            self.part: nn.Module = Attention(width)
+            self.part: nn.Module = Attention(width, is_rotary=self.gate is not None)
         elif kind == "gated":
             self.part = Gated(width, width * draw.choice([1, 2, 3]))
         elif kind == "twice":

@@ -214,15 +214,6 @@ def test_what_is_not_known_is_refused() -> None:
         predict(drawn.order, how[1][:-1], drawn.hardware)
 
 
-class PartsOfOne(nn.Module):
-    """Saves a third of a storage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide: Tensor = torch.cat([x, x, x], dim=1)
-        width = x.shape[1]
-        return wide[:, :width].sigmoid().exp()[:, 1:].tanh() * 2 + wide[:, 1:width].cos()
-
-
 class InEachMicrobatch(nn.Module):
     """Saves the same tensor in all of them, which is no parameter and no buffer."""
 
@@ -245,7 +236,6 @@ class ThroughTheHost(nn.Module):
 @pytest.mark.parametrize(
     ("module", "groups", "message"),
     [
-        (PartsOfOne(), {"a": "*"}, "without the rest of its storage"),
         (InEachMicrobatch(), {"a": "*"}, "expected that each saves its own"),
         (ThroughTheHost(), {"a": "2"}, "expected a program without copies of its own"),
     ],
