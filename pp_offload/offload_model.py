@@ -140,7 +140,8 @@ class OffloadModel(CacheFigures, nn.Module):
             values = _split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
                 later = (each.places for each in slices[index + 1 :] if each.places.parameters())
-                slice_ = run.load(layers.places, [each.slice() for each in islice(later, 1)])
+                following = [each.slice() for each in islice(later, 1)]
+                slice_ = OnDevice(run, layers.places, following)
                 outputs = [self._compute(slice_, layers, arguments) for arguments in values]
                 slice_.release(is_needed=self._recompute is not None)
                 # If slices are modules, a tuple's elements are arguments of the next slice.

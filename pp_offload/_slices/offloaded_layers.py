@@ -183,7 +183,7 @@ class OffloadedLayers(CacheFigures):
             following = self._order.arrive(number, num)
         layers = [self._layers[number] for number in following if number in self._layers]
         slices = [layer.places.slice() for layer in layers if layer.places.parameters()]
-        return run.load(places, slices)
+        return OnDevice(run, places, slices)
 
 
 class StreamedForward:

@@ -6,7 +6,7 @@ device between forward and backward, and backward loads each slice once, in reve
 of its use. Other saved tensors go to the hooks that were entered before, if any.
 
     run = SlicedRun(cache)
-    slice_ = run.load(places, [following])
+    slice_ = OnDevice(run, places, [following])
     y = slice_.compute(partial(layer, x))
     slice_.release()
 
@@ -33,12 +33,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from pp_offload._common.torch_private import neg_view, never_compiled, set_versions, top_hooks
 from pp_offload._core.geometry import Geometry, flat_bytes
@@ -51,43 +51,30 @@ from pp_offload._slices.slices import Exchange, Places, Slice, stamp
 from pp_offload.errors import OffloadError
 
 
+@dataclass(eq=False)
 class SlicedRun:
     """A forward through slices, and its backwards."""
 
-    def __init__(self, cache: SliceCache) -> None:
-        self.cache = cache
-        self.slices: list[Slice] = []
-        self.needed: set[int] = set()
-        """Indices of slices that a backward will ask for."""
-
-    def load(self, places: Places, following: Sequence[Slice]) -> OnDevice:
-        """Return the slice that the forward reached, on the device, and prefetch others."""
-        slice_ = places.slice()
-        self.slices.append(slice_)
-        loaded = self.cache.use(slice_, self)
-        self.cache.prefetch(*following)
-        return OnDevice(self, len(self.slices) - 1, loaded)
-
-    def reload(self, index: int, parameter: int | None = None) -> list[Tensor]:
-        """Return the parameters of a slice in backward, and prefetch the slices before it."""
-        tensors = self.cache.use(self.slices[index], self, parameter)
-        if is_in_backward():
-            before = (self.slices[i] for i in reversed(range(index)) if i in self.needed)
-            self.cache.prefetch(*islice(before, self.cache.num_ahead))
-        return tensors
+    cache: SliceCache
+    slices: list[Slice] = field(default_factory=list)
+    needed: set[int] = field(default_factory=set)
+    """Indices of slices that a backward will ask for."""
 
 
 class OnDevice:
-    """A slice of a forward, whose parameters are on the device until :meth:`release`."""
+    """The slice that a forward reached, with its parameters on the device until :meth:`release`."""
 
-    def __init__(self, run: SlicedRun, index: int, loaded: Sequence[Tensor]) -> None:
+    def __init__(self, run: SlicedRun, places: Places, following: Sequence[Slice]) -> None:
+        """Load the slice, and prefetch those that follow."""
         self._run = run
-        self._index = index
-        self._slice = run.slices[index]
+        self._index = len(run.slices)
+        self._slice = places.slice()
+        run.slices.append(self._slice)
+        loaded = run.cache.use(self._slice, run)
+        run.cache.prefetch(*following)
         self._gradients = Gradients(run.cache.copies, self._slice.label)
         self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
-        self._tensors: Sequence[Tensor] | None
-        self._tensors = on_device(self._slice.parameters, loaded, self._gradients)
+        self._tensors: list[Tensor] | None = self._joined(loaded)
 
     def compute(
         self, call: Callable[[], Any], more: Sequence[Exchange] = (), *, saves: bool = True
@@ -103,11 +90,7 @@ class OnDevice:
         return self._slice.compute(self._tensors, call, more, pack)
 
     def _compute_again(self, call: Callable[[], Any]) -> Any:
-        for parameter, then in zip(self._slice.parameters, self._stamps, strict=True):
-            check_unchanged(parameter, then, self._slice.label)
-        loaded = self._run.reload(self._index)
-        tensors = on_device(self._slice.parameters, loaded, self._gradients)
-        return self._slice.compute(tensors, call)
+        return self._slice.compute(self._joined(self.reload()), call)
 
     def release(self, *, is_needed: bool = False) -> None:
         """Drop the device tensors. With ``is_needed``, note that backward will need the slice."""
@@ -115,8 +98,50 @@ class OnDevice:
         if is_needed and self._slice.parameters:
             self._run.needed.add(self._index)
 
+    def reload(self, only: int | None = None) -> list[Tensor]:
+        """Return the parameters, of which backward uses ``only`` this, and prefetch slices before.
+
+        Raises:
+            OffloadError: A used parameter was changed in place or exchanged since the forward.
+        """
+        run, slice_ = self._run, self._slice
+        for i in range(len(slice_.parameters)) if only is None else (only,):
+            parameter, then = slice_.parameters[i], self._stamps[i]
+            if parameter._version != then[0]:
+                raise modified(parameter, then[0], slice_.label)
+            if stamp(parameter) != then:
+                raise OffloadError(
+                    f"a parameter of {slice_.label}, of shape {tuple(parameter.shape)}, was given "
+                    "other memory through .data between a forward and its backward; expected that "
+                    "before or after both"
+                )
+        tensors = run.cache.use(slice_, run, only)
+        if is_in_backward():
+            before = (run.slices[i] for i in reversed(range(self._index)) if i in run.needed)
+            run.cache.prefetch(*islice(before, run.cache.num_ahead))
+        return tensors
+
+    def _joined(self, loaded: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors on the memory of ``loaded``, for layers to compute with.
+
+        Their gradients reach the parameters that require grad, and a parameter's attributes, such
+        as ``weight.main_grad``, are on the tensor, too, and its version, which a layer may compare.
+        """
+        parameters, gradients = self._slice.parameters, self._gradients
+        set_versions(tuple(loaded), tuple([parameter._version for parameter in parameters]))
+        tensors = [tensor.detach() for tensor in loaded]
+        wanting = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+        with torch.inference_mode(False):  # this enables grad, too; see NOTE [ Without grad ]
+            # One kind after the other: autograd runs the newest ready node, so all gradients of a
+            # slice are sent before the first is waited for.
+            settling = [Settle.apply(gradients, parameters[i]) for i in wanting]
+            for i, host in zip(wanting, settling, strict=True):
+                tensors[i] = Bring.apply(gradients, loaded[i], host)
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            tensor.__dict__ = parameter.__dict__  # shared: layers may set attributes in a forward
+        return tensors
+
     def _pack(self, tensors: Sequence[Tensor]) -> Chaining:
-        run, index = self._run, self._index
         places = {
             tensor.untyped_storage()._cdata: i for i, tensor in enumerate(tensors) if tensor.numel()
         }
@@ -127,8 +152,9 @@ class OnDevice:
             if has_storage(tensor):
                 place = places.get(tensor.untyped_storage()._cdata)
                 if place is not None:
-                    run.needed.add(index)
-                    return ParameterReference(run, index, place, tensor)
+                    self._run.needed.add(self._index)
+                    is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+                    return ParameterReference(self, place, Geometry.of(tensor), is_conj, is_neg)
             if outer is None:
                 return Resident(tensor)
             packed = outer[0](tensor)
@@ -140,40 +166,23 @@ class OnDevice:
         return chaining
 
 
-class ParameterReference:
+class ParameterReference(NamedTuple):
     """Reference to a saved tensor that is a parameter of a slice, or a view of one."""
 
-    __slots__ = ("_geometry", "_index", "_is_conj", "_is_neg", "_parameter", "_run", "_stamp")
-
-    def __init__(self, run: SlicedRun, index: int, parameter: int, tensor: Tensor) -> None:
-        self._run = run
-        self._index = index
-        self._parameter = parameter
-        self._geometry = Geometry.of(tensor)
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
-        self._stamp = stamp(run.slices[index].parameters[parameter])
+    slice: OnDevice
+    place: int
+    geometry: Geometry
+    is_conj: bool
+    is_neg: bool
 
     @never_compiled
     def unpack(self) -> Tensor:
-        slice_ = self._run.slices[self._index]
-        check_unchanged(slice_.parameters[self._parameter], self._stamp, slice_.label)
-        tensor = self._run.reload(self._index, self._parameter)[self._parameter]
-        if tensor.dtype != self._geometry.dtype:
+        tensor = self.slice.reload(self.place)[self.place]
+        if tensor.dtype != self.geometry.dtype:
             tensor = flat_bytes(tensor)
-        view = self._geometry.on_storage_of(tensor)
-        view = neg_view(view) if self._is_neg else view
-        return view.conj() if self._is_conj else view
-
-
-def check_unchanged(parameter: Parameter, then: tuple[int, int], label: str) -> None:
-    """Raise if a parameter was changed in place or exchanged since a forward."""
-    if parameter._version != then[0]:
-        raise modified(parameter, then[0], label)
-    if stamp(parameter) != then:
-        raise OffloadError(
-            f"a parameter of {label}, of shape {tuple(parameter.shape)}, was given other memory "
-            "through .data between a forward and its backward; expected that before or after both"
-        )
+        view = self.geometry.on_storage_of(tensor)
+        view = neg_view(view) if self.is_neg else view
+        return view.conj() if self.is_conj else view
 
 
 class Chained(NamedTuple):
@@ -249,25 +258,3 @@ class Bring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         return None, None, None if gradient is None else ctx.gradients.send(gradient)
-
-
-def on_device(
-    parameters: Sequence[Tensor], loaded: Sequence[Tensor], gradients: Gradients
-) -> list[Tensor]:
-    """Return tensors on the memory of ``loaded``, with which layers compute instead of parameters.
-
-    Their gradients reach the parameters that require grad, and a parameter's attributes, such as
-    ``weight.main_grad``, are on the tensor, too, and its version, which a layer may compare.
-    """
-    set_versions(tuple(loaded), tuple([parameter._version for parameter in parameters]))
-    tensors = [tensor.detach() for tensor in loaded]
-    wanting = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
-    with torch.inference_mode(False):  # this enables grad, too; see NOTE [ Without grad ]
-        # One kind after the other: autograd runs the newest ready node, so all gradients of a
-        # slice are sent before the first is waited for.
-        settling = [Settle.apply(gradients, parameters[i]) for i in wanting]
-        for i, host in zip(wanting, settling, strict=True):
-            tensors[i] = Bring.apply(gradients, loaded[i], host)
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        tensor.__dict__ = parameter.__dict__  # shared: a layer may set attributes in its forward
-    return tensors
