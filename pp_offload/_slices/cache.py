@@ -100,7 +100,11 @@ class SliceCache:
         if not slice_.parameters:
             return []
         if is_in_backward():
-            user = self._current_backward()
+            user = self._backward_end()  # of the backward around a reentrant checkpoint, if in one
+            if user is None:
+                user = EndOfBackward(self)
+                queue_callback(user)
+                self._backward_end = weakref.ref(user)
         resident = self._resident()
         if not (resident and self._is_valid(resident[0], slice_, index)):
             del resident[:1]  # frees its memory for the next slice
@@ -141,15 +145,6 @@ class SliceCache:
     def clear(self) -> None:
         self.end_prefetch()
         self._by_user.clear()
-
-    def _current_backward(self) -> EndOfBackward:
-        """Return the current backward; for a reentrant checkpoint, the one around it."""
-        end = self._backward_end()
-        if end is None:
-            end = EndOfBackward(self)
-            queue_callback(end)
-            self._backward_end = weakref.ref(end)
-        return end
 
     def _load(self, slice_: Slice) -> Loaded:
         stamps = [stamp(parameter) for parameter in slice_.parameters]

@@ -61,9 +61,8 @@ class LayerOrder:
         self._place = 0
 
     def end(self) -> None:
-        if self._seen and self._seen != self._last[: len(self._seen)]:
-            self._last = self._seen  # except a forward that ended early
-        self._seen = []
+        if self._seen != self._last[: len(self._seen)]:  # else it may have ended early
+            self._last = self._seen
 
     def arrive(self, layer: int, num: int) -> list[int]:
         """Note that the forward reached a layer; return the ``num`` layers expected next."""
@@ -135,33 +134,44 @@ class OffloadedLayers(CacheFigures):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _hook(self, module: Module) -> None:
-        self._hooks += [
-            module.register_forward_pre_hook(self._begin),
-            module.register_forward_hook(self._end, always_call=True),
-        ]
-
     def _begin(self, module: Module, args: object) -> None:
         if is_in_backward():
             return
         self._cache.clear()  # weights may have been written; see NOTE [ Interrupted forwards ]
         if self._run is None or self._opener is module:
+            self._order.begin()
             self._opener, self._run = module, SlicedRun(self._cache)
             self._is_reentrant = False
-            self._order.begin()
 
     def _end(self, module: Module, args: object, output: object) -> None:
-        if self._opener is module:
-            if self._is_reentrant:
-                _keep_with_graph(output, self._run)
-            self._opener = self._run = None
-            self._order.end()
-            self._cache.end_prefetch()
+        if self._opener is not module:
+            return
+        if self._is_reentrant:
+            # Saved parameters keep a run with the graph, so that its last layer is still loaded in
+            # backward; the forward of a reentrant checkpoint saves nothing.
+            nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+            if nodes:
+                metadata: Any = nodes[0].metadata
+                metadata["pp_offload: layers on the device"] = self._run
+        self._opener = self._run = None
+        self._order.end()
+        self._cache.end_prefetch()
 
     def _compute(self, layer: StreamedForward, call: Callable[[], Any], saves: bool) -> Any:
+        """Return the result of ``call``, with a layer on the device; prefetch the next layers."""
         self._layers[layer.number] = layer
+        run, num = self._run, self._cache.num_ahead
         try:
-            arrived = self._load(layer.places, layer.number)
+            if is_in_backward():
+                run, following = SlicedRun(self._cache), self._order.return_to(layer.number, num)
+            elif run is None:  # the layer is called alone
+                self._cache.clear()
+                run, following = SlicedRun(self._cache), []
+            else:
+                following = self._order.arrive(layer.number, num)
+            layers = [self._layers[number] for number in following if number in self._layers]
+            slices = [each.places.slice() for each in layers if each.places.parameters()]
+            arrived = OnDevice(run, layer.places, slices)
             output = arrived.compute(call, list(layer.exchanges(arrived)), saves=saves)
             arrived.release()
             return output
@@ -170,20 +180,6 @@ class OffloadedLayers(CacheFigures):
                 self._opener = self._run = None
                 self._cache.clear()
             raise
-
-    def _load(self, places: Places, number: int) -> OnDevice:
-        """Return a layer on the device, and prefetch the layers expected next."""
-        run, num = self._run, self._cache.num_ahead
-        if is_in_backward():
-            run, following = SlicedRun(self._cache), self._order.return_to(number, num)
-        elif run is None:  # the layer is called alone
-            self._cache.clear()
-            run, following = SlicedRun(self._cache), []
-        else:
-            following = self._order.arrive(number, num)
-        layers = [self._layers[number] for number in following if number in self._layers]
-        slices = [layer.places.slice() for layer in layers if layer.places.parameters()]
-        return OnDevice(run, places, slices)
 
 
 class StreamedForward:
@@ -208,13 +204,16 @@ class StreamedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))):
             self.handle._is_reentrant = True
-        return self._with_parameters(partial(self.__wrapped__, *args, **kwargs), saves=True)
+        return self._with_parameters(self.__wrapped__, True, *args, **kwargs)
 
-    def _with_parameters(self, call: Callable[[], Any], *, saves: bool) -> Any:
-        """Return the result of ``call``, with the layer's parameters on the device.
+    def _with_parameters(
+        self, function: Callable[..., Any], saves: bool, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the result of ``function``, with the layer's parameters on the device.
 
         They are saved as references if ``saves``: see NOTE [ Computed again ].
         """
+        call = partial(function, *args, **kwargs)
         if self._is_closed or not self.places.parameters():
             return call()
         if self._arrived is not None and self._thread is threading.current_thread():
@@ -234,11 +233,7 @@ class StreamedForward:
         self, checkpoint: Callable[..., Any], inside: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call the layer's own checkpoint; ``inside`` computes with the layer's parameters."""
-
-        def with_parameters(*args: Any, **kwargs: Any) -> Any:
-            return self._with_parameters(partial(inside, *args, **kwargs), saves=False)
-
-        return checkpoint(with_parameters, *args, **kwargs)
+        return checkpoint(partial(self._with_parameters, inside, False), *args, **kwargs)
 
     def apply_elsewhere(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Stand in for ``Module._apply``, so that ``to`` does not move what waits on the host.
@@ -307,19 +302,11 @@ def install(
         handle._layers[number] = streamed
         vars(layer).update(forward=streamed, _apply=streamed.apply_elsewhere)
     for module in around:
-        handle._hook(module)
+        handle._hooks += [
+            module.register_forward_pre_hook(handle._begin),
+            module.register_forward_hook(handle._end, always_call=True),
+        ]
     return handle
-
-
-def _keep_with_graph(output: object, run: SlicedRun | None) -> None:
-    """Keep a run as long as the graph of ``output``, so that its last layer is loaded in backward.
-
-    Saved parameters do so elsewhere; the forward of a reentrant checkpoint saves nothing.
-    """
-    nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
-    if nodes:
-        metadata: Any = nodes[0].metadata
-        metadata["pp_offload: layers on the device"] = run
 
 
 def _tensors(tree: object) -> list[Tensor]:

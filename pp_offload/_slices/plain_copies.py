@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +82,22 @@ class PlainCopies:
         """Start copying strided device tensors to host memory, freed with the last result.
 
         Where the host budget has no room, the copies use ordinary memory, with one warning:
-        gradients must go somewhere. Each result is a storage of its own.
+        gradients must go somewhere. Each result is a storage of its own. Compute waits for earlier
+        copies until few enough bytes are in flight.
         """
         dense = [as_dense(source.detach()) for source in sources]
         copy = self._queue(dense, label, to_host=True)
-        self._keep_bounded(sum([source.nbytes for source in dense]))
-        return copy
+        # Sources of this copy were needed until now: waiting for it lowers no peak.
+        nbytes = sum([source.nbytes for source in dense])
+        most = max(self._bound_bytes, nbytes) if self._bound_bytes else 0
+        while True:
+            with self._lock:
+                self.poll()
+                going = [each for each in self._under_way if each.in_flight_bytes]
+                if sum([each.in_flight_bytes for each in going]) <= most:
+                    return copy
+            self._streams.wait(going[0].end())  # blocks where the device is the host: no lock
+            going[0].sources, going[0].in_flight_bytes = (), 0
 
     def _queue(self, sources: Sequence[Tensor], label: str, *, to_host: bool) -> PendingCopy:
         backend, stream = self.backend, self.backend.current_stream()
@@ -111,21 +122,6 @@ class PlainCopies:
             backend.copy(copy_stream, targets, list(sources), label)
             copy.end()
         return copy
-
-    def _keep_bounded(self, last_bytes: int) -> None:
-        """Have compute wait for copies to the host until few enough bytes are in flight.
-
-        Sources of the last copy were needed until now: waiting for it lowers no peak.
-        """
-        most = max(self._bound_bytes, last_bytes) if self._bound_bytes else 0
-        while True:
-            with self._lock:
-                self.poll()
-                going = [copy for copy in self._under_way if copy.in_flight_bytes]
-                if sum([copy.in_flight_bytes for copy in going]) <= most:
-                    return
-            self._streams.wait(going[0].end())  # blocks where the device is the host: no lock
-            going[0].sources, going[0].in_flight_bytes = (), 0
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Allocate host memory for parameters, each a storage of its own, also above the budget."""
@@ -171,7 +167,7 @@ class PlainCopies:
         """Return statistics; copies to the device count as reloaded, others as offloaded."""
         with self._lock:
             self.poll()
-            numbers = dict.fromkeys(OffloadStatistics.__dataclass_fields__, 0)
+            numbers: dict[str, Any] = dict.fromkeys(OffloadStatistics.__dataclass_fields__, 0)
             numbers |= self._moved | {
                 "bytes_in_flight": sum([copy.in_flight_bytes for copy in self._under_way]),
                 "host_bytes_in_use": self._pool.in_use_bytes,
@@ -179,9 +175,10 @@ class PlainCopies:
                 "host_bytes_reserved": self._pool.reserved_bytes,
                 "host_allocations": self._pool.num_allocations,
                 "live_tensors": self._pool.num_payloads,
+                "step_ms": None,
+                "stalled_ms": None,
             }
-            untimed = {"step_ms": None, "stalled_ms": None}
-            return OffloadStatistics(**numbers | untimed)  # type: ignore[arg-type]
+            return OffloadStatistics(**numbers)
 
     def __del__(self) -> None:
         """Wait for copies that may still write memory freed with this: no stream does."""

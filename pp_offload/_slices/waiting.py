@@ -22,7 +22,7 @@ NOTE [ Loss scale ]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, RNNBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pp_offload._common.checks import brief
+from pp_offload._common.checks import brief, check_all
 from pp_offload._common.torch_private import ScaleCopies, has_compatible_shallow_copy_type
 from pp_offload._core.geometry import is_dense
 from pp_offload._memory.addresses import has_storage
@@ -90,11 +90,9 @@ def check_waiting(
         for inner, module in layer.named_modules()
         if any(id(parameter) in ids for parameter in module._parameters.values())
     }
-    problems = [
-        f"{name!r} {problem}" for name, module in modules.items() for problem in _problems(module)
-    ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    check_all(
+        *(f"{name!r} {problem}" for name, part in modules.items() for problem in _problems(part))
+    )
 
 
 def _problems(module: Module) -> Iterator[str]:
@@ -118,7 +116,11 @@ def _problems(module: Module) -> Iterator[str]:
 
 
 def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
-    odd = [name for name, p in waiting.items() if not _is_plain(p)]
+    odd = [
+        name
+        for name, p in waiting.items()
+        if not has_storage(p) or type(p.data) is not Tensor or p.is_meta or not is_dense(p)
+    ]
     if odd:
         raise ValueError(
             f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
@@ -144,11 +146,6 @@ def _check_memory(model: Module, waiting: Mapping[str, Parameter]) -> None:
             f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
             "under several names, as in head.weight = embedding.weight"
         )
-
-
-def _is_plain(parameter: Parameter) -> bool:
-    is_tensor = has_storage(parameter) and type(parameter.data) is Tensor
-    return is_tensor and not parameter.is_meta and is_dense(parameter)
 
 
 def waiting_parameters(
@@ -191,23 +188,21 @@ def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> 
 
     The parameters of a slice share an allocation.
     """
-    if not copies.backend.is_host:
-        wait_for_scales()
+    if not copies.backend.is_host and ScaleCopies.get is _get_at_once:
+        ScaleCopies.get = _get
+        register_optimizer_step_pre_hook(_scales_to_host)
     placed: set[int] = set()
     for parameters in slices:
         new = [parameter for parameter in parameters if id(parameter) not in placed]
         placed.update(map(id, new))
-        for parameter, on_host in zip(new, _on_host(new, copies), strict=True):
-            move(parameter, on_host)
-
-
-def _on_host(parameters: Sequence[Parameter], copies: PlainCopies) -> Sequence[Tensor]:
-    if copies.backend.is_host or not parameters:
-        return [parameter.detach().to(HOST) for parameter in parameters]
-    host = copies.host_tensors(parameters)
-    for copy, parameter in zip(host, parameters, strict=True):
-        copy.copy_(parameter.detach())
-    return host
+        if copies.backend.is_host or not new:
+            host = [parameter.detach().to(HOST) for parameter in new]
+        else:
+            host = copies.host_tensors(new)
+            for copy, parameter in zip(host, new, strict=True):
+                copy.copy_(parameter.detach())
+        for parameter, copy in zip(new, host, strict=True):
+            move(parameter, copy)
 
 
 def move_buffers(model: Module, device: torch.device) -> None:
@@ -255,14 +250,8 @@ def _exchange(parameter: Parameter, target: Tensor) -> None:
 _get_at_once = ScaleCopies.get
 
 
-def wait_for_scales() -> None:
-    """Have scales arrive on the host before they are read. Further calls do nothing."""
-    if ScaleCopies.get is _get_at_once:
-        ScaleCopies.get = _get
-        register_optimizer_step_pre_hook(_scales_to_host)
-
-
 def _get(copies: Any, device: torch.device) -> Tensor:
+    """Have a scale arrive on the host before it is read. See NOTE [ Loss scale ]."""
     if device.type == "cpu" and device not in copies._per_device_tensors:
         copies._per_device_tensors[device] = copies.master.to(device, copy=True)  # waits
     return _get_at_once(copies, device)
