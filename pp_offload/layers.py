@@ -72,7 +72,12 @@ def offload_layers(
     backend = _backend(model, device, backend)
     containers = _containers(model, layers)
     named = _layers_of(containers)
-    _check_model(model)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
+            "is; expected a plain module; call offload_layers() before it is wrapped, which works "
+            "where all parameters are on one device"
+        )
     check_count("num_resident", num_resident, least=1)
     waiting = waiting_parameters(model, named, frozen_only=frozen_only)
     check_waiting(model, named, waiting)
@@ -96,19 +101,16 @@ def lists_of_layers(model: Module) -> list[str]:
     names: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
-        if isinstance(module, ModuleList) and not is_inside and _are_layers(list(module)):
-            names.append(name)
+        if isinstance(module, ModuleList) and len(module) > 1 and not is_inside:
+            has_parameters = next(module.parameters(), None) is not None
+            if has_parameters and len(set(map(type, module))) == 1:
+                names.append(name)
     if not names:
         raise ValueError(
             f"a {type(model).__name__} has no ModuleList of several layers of one class; expected "
             "one; say where its layers are: layers=..."
         )
     return names
-
-
-def _are_layers(modules: list[Module]) -> bool:
-    has_parameters = any(next(module.parameters(), None) is not None for module in modules)
-    return len(modules) > 1 and len({type(module) for module in modules}) == 1 and has_parameters
 
 
 def _backend(model: Module, device: torch.device | str | None, backend: Backend | None) -> Backend:
@@ -166,12 +168,3 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
             f"the lists {list(containers)} are empty; expected at least one layer; name another"
         )
     return layers
-
-
-def _check_model(model: Module) -> None:
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
-            "is; expected a plain module; call offload_layers() before it is wrapped, which works "
-            "where all parameters are on one device"
-        )

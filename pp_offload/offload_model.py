@@ -85,8 +85,7 @@ class OffloadModel(CacheFigures, nn.Module):
     ) -> None:
         super().__init__()
         layers = _container(model)
-        _check_layers(layers)
-        _check_numbers(layers, num_slices, num_microbatches)
+        _check(layers, num_slices, num_microbatches)
         check_flag("checkpoint_activation", checkpoint_activation)
         config = config_or_default(config)
         where = check_device("device", device, backend)
@@ -199,8 +198,9 @@ def _container(model: object) -> nn.Sequential | nn.ModuleList:
     )
 
 
-def _check_layers(model: nn.Module) -> None:
-    kind = "Sequential" if isinstance(model, nn.Sequential) else "ModuleList"
+def _check(model: nn.Sequential | nn.ModuleList, num_slices: int, num_microbatches: int) -> None:
+    is_cut = isinstance(model, nn.Sequential)
+    kind = "Sequential" if is_cut else "ModuleList"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     own = [*model._parameters, *model._buffers, *(name for name in hooks if getattr(model, name))]
     problems = [sharded_problem(model)]
@@ -216,18 +216,12 @@ def _check_layers(model: nn.Module) -> None:
         )
     check_all(*problems)
     check_waiting(model, dict(model.named_children()), dict(model.named_parameters()))
-
-
-def _check_numbers(
-    layers: nn.Sequential | nn.ModuleList, num_slices: int, num_microbatches: int
-) -> None:
     check_count("num_microbatches", num_microbatches, least=1)
-    if not len(layers):
+    if not len(model):
         raise ValueError("the model has no layers; expected at least one module in it")
-    is_cut = isinstance(layers, nn.Sequential)
-    if is_cut and (count_problem("num_slices", num_slices, 1) or num_slices > len(layers)):
+    if is_cut and (count_problem("num_slices", num_slices, 1) or num_slices > len(model)):
         raise ValueError(
-            f"num_slices is {brief(num_slices)}; expected 1 to {len(layers)}, the number of "
+            f"num_slices is {brief(num_slices)}; expected 1 to {len(model)}, the number of "
             "layers, as an integer: each slice has at least one"
         )
 
@@ -251,21 +245,32 @@ def _split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ..
     size = max(1, -(-sizes[0] // num_microbatches))
     num = max(1, -(-sizes[0] // size))  # an empty batch is one part, unchanged
     parts = [leaf.split(size) if _has_batch(leaf) else [leaf] * num for leaf in leaves]
-    cut = [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
-    return [tuple(arguments) for arguments in cut]
+    return [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
 def _join(outputs: Sequence[Any]) -> Any:
     """Join the outputs of all microbatches, tensors along the first dimension."""
     if len(outputs) == 1:
         return outputs[0]
-    flat = [tree_flatten(output) for output in outputs]
-    structures = [structure for _, structure in flat]
+    flat, structures = zip(*map(tree_flatten, outputs), strict=True)
     if any(structure != structures[0] for structure in structures):
         raise ValueError(
             "the outputs of the microbatches differ in structure; take num_microbatches=1"
         )
-    joined = [_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    joined: list[Any] = []
+    for leaves in zip(*flat, strict=True):
+        first = leaves[0]
+        is_tensor = isinstance(first, Tensor)
+        if all(map(_has_batch, leaves)):
+            joined.append(torch.cat(leaves))
+        elif not is_tensor and all(leaf == first for leaf in leaves):
+            joined.append(first)
+        else:
+            what = f"a tensor of {first.dim()} dimensions" if is_tensor else f"{first!r}"
+            raise ValueError(
+                f"an output of {len(leaves)} microbatches is {what}; expected tensors with a batch "
+                "dimension, or the same plain value of each"
+            )
     return tree_unflatten(joined, structures[0])
 
 
@@ -276,17 +281,3 @@ def _has_batch(leaf: Any) -> bool:
 def _hides_tensors(leaf: Any) -> bool:
     inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
     return not isinstance(leaf, Tensor) and any(isinstance(value, Tensor) for value in inside)
-
-
-def _joined(leaves: Sequence[Any]) -> Any:
-    if all(map(_has_batch, leaves)):
-        return torch.cat(list(leaves))
-    first = leaves[0]
-    is_tensor = isinstance(first, Tensor)
-    if not is_tensor and all(leaf == first for leaf in leaves):
-        return first
-    what = f"a tensor of {first.dim()} dimensions" if is_tensor else f"{first!r}"
-    raise ValueError(
-        f"an output of {len(leaves)} microbatches is {what}; expected tensors with a batch "
-        "dimension, or the same plain value of each"
-    )

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module, Parameter, Sequential
 
 from pp_offload._common.checks import brief
 from pp_offload._hooks import saving
@@ -139,16 +139,15 @@ class Places:
         return Slice(self.label, tuple(parameters), tuple(places))
 
 
-class SliceLayers(Module):
+class SliceLayers(Sequential):
     """Current layers of a slice, and the places of all their parameters."""
 
     def __init__(self, label: str, layers: Iterable[Module]) -> None:
-        super().__init__()
-        self._layers = ModuleList(layers)
-        self.places = Places(label, self._layers, lambda parameter: True)
+        super().__init__(*layers)
+        self.places = Places(label, self, lambda parameter: True)
 
     def forward(self, *inputs: Any) -> Any:
-        first, *later_layers = self._layers
+        first, *later_layers = self
         value = first(*inputs)
         del inputs
         for layer in later_layers:
