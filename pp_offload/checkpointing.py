@@ -271,7 +271,16 @@ def recompute_layers(
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"names is {brief(names)}, expected a list of names of modules")
     for name in names:
-        _check_layer(model, name)
+        check_kind("a name of names", name, str, "the name of a module")
+        parts = name.split(".")
+        try:
+            around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts) + 1)]
+        except AttributeError as error:
+            raise ValueError(f"there is no module {name!r} in the model: {error}") from error
+        if not name or any(isinstance(module, CheckpointWrapper) for module in around):
+            raise ValueError(
+                f"{name!r} has a checkpoint already, or is the model; expected neither"
+            )
     params = FullACParams(preserve_rng_state=preserve_rng_state)
     return RecomputedLayers(model, names, _Unwarned(params))
 
@@ -288,17 +297,6 @@ def is_inside_recomputed(model: Module, name: str) -> bool:
     """Whether a module is such a layer, or in one, so that its groups never run."""
     parts = name.split(".")
     return any(is_recomputed(model, ".".join(parts[:num])) for num in range(1, len(parts) + 1))
-
-
-def _check_layer(model: Module, name: str) -> None:
-    check_kind("a name of names", name, str, "the name of a module")
-    parts = name.split(".")
-    try:
-        around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts) + 1)]
-    except AttributeError as error:
-        raise ValueError(f"there is no module {name!r} in the model: {error}") from error
-    if not name or any(isinstance(module, CheckpointWrapper) for module in around):
-        raise ValueError(f"{name!r} has a checkpoint already, or is the model; expected neither")
 
 
 # Single calls and modules

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,13 +63,10 @@ class ModuleState:
         parts = dict.fromkeys(part for module in modules for part in module.modules())
         copies: Copies = {}
         self._parts = [_PartState(part, copies) for part in parts]
-
-    @property
-    def draws_after_saving(self) -> bool:
+        self.draws_after_saving = any(isinstance(part, RReLU) for part in parts)
         """Whether an operator inside draws noise after it has saved the noise's memory. A second
         run that stops once all is saved would stop too early (pytorch/pytorch#193671).
         """
-        return any(isinstance(part.module, RReLU) for part in self._parts)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -79,14 +76,17 @@ class ModuleState:
             OffloadError: A large buffer was changed in place, or an exchanged parameter is gone.
         """
         copies: Copies = {}
-        new = [(part, part.buffers_again(copies), part.parameters_again()) for part in self._parts]
+        then = [
+            (part.module, part.is_training, part.buffers_again(copies), part.parameters_again())
+            for part in self._parts
+        ]
         now = [
             (m, m.training, dict(m._buffers), {name: m._parameters[name] for name in exchanged})
-            for m, exchanged in [(part.module, exchanged) for part, _, exchanged in new]
+            for m, _, _, exchanged in then
         ]
         try:
-            for part, buffers, parameters in new:
-                _put(part.module, part.is_training, buffers, parameters)
+            for state in then:
+                _put(*state)
             yield
         finally:
             for state in now:
@@ -100,14 +100,12 @@ class _PartState:
         self.module = module
         self.is_training = module.training
         self._attributes = _attributes(module)
-        self.buffers: Buffers = dict(module._buffers)
         self._versions = {
             name: _version(buffer)
-            for name, buffer in self.buffers.items()
+            for name, buffer in module._buffers.items()
             if buffer is not None and _is_traced(module, name, buffer)
         }
-        for name in self.buffers.keys() - self._versions.keys():
-            self.buffers[name] = _copied(self.buffers[name], copies)
+        self._buffers = self._with_copies(module._buffers, copies)
         self._parameters = {
             name: (weakref.ref(tensor), vars(tensor))
             for name, tensor in module._parameters.items()
@@ -119,20 +117,23 @@ class _PartState:
         if _attributes(self.module) != self._attributes:
             return {name: _copied(b, copies) for name, b in self.module._buffers.items()}
         for name, version in self._versions.items():
-            if _version(self.buffers[name]) != version:
+            if _version(self._buffers[name]) != version:
                 raise OffloadError(
                     f"buffer {name!r} of a {type(self.module).__name__} was changed in place "
                     "between a checkpoint's forward and its backward, which runs that again; "
                     f"assign a new tensor to self.{name}"
                 )
+        return self._with_copies(self._buffers, copies)
+
+    def _with_copies(self, buffers: Buffers, copies: Copies) -> Buffers:
         return {
             name: buffer if name in self._versions else _copied(buffer, copies)
-            for name, buffer in self.buffers.items()
+            for name, buffer in buffers.items()
         }
 
-    def parameters_again(self) -> dict[str, Parameter]:
+    def parameters_again(self) -> dict[str, Parameter | None]:
         """Return tensors of the first run that no longer stand in the places of parameters."""
-        exchanged = {}
+        exchanged: dict[str, Parameter | None] = {}
         for name, (reference, attributes) in self._parameters.items():
             now, then = self.module._parameters.get(name), reference()
             if now is None or now is then or vars(now) is attributes:
@@ -154,20 +155,18 @@ def _copied(buffer: Tensor | None, copies: Copies) -> Tensor | None:
 
 
 def _put(
-    module: Module, is_training: bool, buffers: Buffers, parameters: Mapping[str, Parameter | None]
+    module: Module, is_training: bool, buffers: Buffers, parameters: dict[str, Parameter | None]
 ) -> None:
     if module.training != is_training:
         module.training = is_training
     module._buffers.clear()  # in the order of the state dict
     module._buffers.update(buffers)
-    for name, tensor in parameters.items():
-        module._parameters[name] = tensor
+    module._parameters.update(parameters)
 
 
 def _attributes(module: Module) -> dict[str, Any]:
-    values = {name: value for name, value in vars(module).items() if type(value) in PLAIN}
-    values.pop("training", None)
-    return values
+    named = vars(module).items()
+    return {name: value for name, value in named if type(value) in PLAIN and name != "training"}
 
 
 def _version(tensor: Tensor | None) -> int:

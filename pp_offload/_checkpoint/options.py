@@ -193,13 +193,8 @@ class ActivationCheckpointedModelConfig:
     SelectiveOpACParams = SelectiveOpACParams
 
 
-PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
-    ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING: FullACParams,
-    ActivationCheckpointingVariants.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING: (
-        SelectiveLayerACParams
-    ),
-    ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING: SelectiveOpACParams,
-}
+KINDS = (FullACParams, SelectiveLayerACParams, SelectiveOpACParams)
+"""Parameters of the variants, in their order."""
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
@@ -209,15 +204,14 @@ def params_for(variant: object, given: Any) -> FullACParams:
     kind = _params_type(variant)
     if type(given) is kind:
         return given
-    if isinstance(given, FullACParams) or not (
-        isinstance(given, Mapping) or hasattr(given, "__dict__")
-    ):
+    is_mapping = isinstance(given, Mapping)
+    if isinstance(given, FullACParams) or not (is_mapping or hasattr(given, "__dict__")):
         raise ValueError(
             f"ac_fun_params is {brief(given)}; expected {kind.__name__} for {variant}, or a "
             "mapping or an object with such options"
         )
     names = [option.name for option in fields(kind)]
-    if isinstance(given, Mapping):
+    if is_mapping:
         check_names(given, names, "ac_fun_params")
         values = dict(given)
     else:
@@ -231,10 +225,10 @@ def params_for(variant: object, given: Any) -> FullACParams:
 
 def _params_type(variant: object) -> type[FullACParams]:
     spellings = (variant.value, variant.name) if isinstance(variant, enum.Enum) else (variant,)
-    for member, kind in PARAMS.items():
+    for member, kind in zip(ActivationCheckpointingVariants, KINDS, strict=True):
         if {member.value, member.name}.intersection(map(str, spellings)):
             return kind
-    names = ", ".join(f"{member} or {member.value!r}" for member in PARAMS)
+    names = ", ".join(f"{each} or {each.value!r}" for each in ActivationCheckpointingVariants)
     raise ValueError(f"unknown variant {brief(variant)}; expected one of {names}")
 
 

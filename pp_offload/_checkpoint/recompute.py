@@ -111,7 +111,12 @@ class Recompute:
         if self.stash is not None and self.stash.is_over and not is_recomputing():
             self.stash.begin()
         self.counts.forward_calls += 1
-        outputs = saving(self._pack(), self._checkpoint, function, args, kwargs)
+        pack = None
+        if self.stash is not None and self.params.offload_inputs:
+            # For the last condition see NOTE [ Recorded operators ].
+            if not is_left_to_checkpoint() and not is_transformed():
+                pack = PackHook(self.stash.pack)
+        outputs = saving(pack, self._checkpoint, function, args, kwargs)
         self._send()
         return outputs
 
@@ -171,13 +176,6 @@ class Recompute:
             stacklevel=3,
         )
 
-    def _pack(self) -> PackHook | None:
-        """Return the hook that saves inputs; None if they stay."""
-        stash = self.stash if self.params.offload_inputs else None
-        if stash is None or is_left_to_checkpoint() or is_transformed():
-            return None  # for the last condition see NOTE [ Recorded operators ]
-        return PackHook(stash.pack)
-
     def _send(self) -> None:
         if self.stash is not None:
             self.stash.send()
@@ -219,19 +217,14 @@ def _run_reentrant(
 
 def modules_of(*values: object) -> list[Module]:
     """Return modules that these functions and arguments are or hold, as far as visible."""
-    modules: list[Module] = []
     visited: dict[int, object] = {}
     to_visit = list(values)
     while to_visit:
         value = to_visit.pop()
-        if id(value) in visited:
-            continue
-        visited[id(value)] = value
-        if isinstance(value, Module):
-            modules.append(value)
-        else:
+        if id(value) not in visited and not isinstance(value, Module):
             to_visit += _parts(value)
-    return modules
+        visited[id(value)] = value
+    return [value for value in visited.values() if isinstance(value, Module)]
 
 
 def _parts(value: object) -> Iterable[object]:
