@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -117,7 +117,8 @@ class Recompute:
             if not is_left_to_checkpoint() and not is_transformed():
                 pack = PackHook(self.stash.pack)
         outputs = saving(pack, self._checkpoint, function, args, kwargs)
-        self._send()
+        if self.stash is not None:
+            self.stash.send()
         return outputs
 
     def _checkpoint(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -140,18 +141,17 @@ class Recompute:
             outputs = KeptOutputs(*given, preserve_rng_state=self.params.preserve_rng_state)
 
         def run(*tensors: Tensor) -> Any:
-            with ExitStack() as contexts:
-                if first:
-                    self._send()
-                    args, kwargs = first.pop()
-                    contexts.enter_context(outputs or nullcontext())
-                else:
-                    self.counts.recomputed_calls += 1
-                    rest = iter(tensors)
-                    filled = [next(rest) if leaf is _TENSOR else leaf for leaf in others]
-                    args, kwargs = tree_unflatten(filled, tree)
-                    contexts.enter_context(before.restored())
-                    contexts.enter_context(outputs.again() if outputs else nullcontext())
+            if first:
+                if self.stash is not None:
+                    self.stash.send()
+                args, kwargs = first.pop()
+                with outputs or nullcontext():
+                    return function(*args, **kwargs)
+            self.counts.recomputed_calls += 1
+            rest = iter(tensors)
+            filled = [next(rest) if leaf is _TENSOR else leaf for leaf in others]
+            args, kwargs = tree_unflatten(filled, tree)
+            with before.restored(), outputs.again() if outputs else nullcontext():
                 return function(*args, **kwargs)
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}
@@ -175,10 +175,6 @@ class Recompute:
             "the model with use_cache=False",
             stacklevel=3,
         )
-
-    def _send(self) -> None:
-        if self.stash is not None:
-            self.stash.send()
 
 
 _TENSOR = object()

@@ -150,11 +150,16 @@ class KeptOutputs(TorchDispatchMode):
         if calls is not None:  # for most operators it is None
             calls.append(None)  # first: where it raises, later calls keep their numbers
         outputs = func(*args, **kwargs)
-        if self._calls_in:
-            self._drop_written(func, args, kwargs)
+        written = written_arguments(func, args, kwargs)
+        for storage in storages_of(written):  # see NOTE [ Written in place ]
+            for earlier, number in self._calls_in.pop(storage, ()):
+                call, earlier[number] = earlier[number], None
+                if call is not None:
+                    self._counts.add(call, -1)
+                    self._counts.written_outputs += len(call.output_bytes)
         if calls is not None:
             pack = self._pack_of(func, args, kwargs, outputs)
-            if pack is not None and not written_arguments(func, args, kwargs):
+            if pack is not None and not written:
                 calls[-1] = self._keep(func, outputs, pack, calls)
         return outputs
 
@@ -187,15 +192,6 @@ class KeptOutputs(TorchDispatchMode):
         call = KeptCall(tree_map_only(Tensor, keep, outputs), sizes, set_generators)
         self._counts.add(call)
         return call
-
-    def _drop_written(self, op: Any, args: Any, kwargs: Any) -> None:
-        """Recompute the outputs that ``op`` writes into. See NOTE [ Written in place ]."""
-        for storage in storages_of(written_arguments(op, args, kwargs)):
-            for calls, number in self._calls_in.pop(storage, ()):
-                call, calls[number] = calls[number], None
-                if call is not None:
-                    self._counts.add(call, -1)
-                    self._counts.written_outputs += len(call.output_bytes)
 
 
 class Recomputation(TorchDispatchMode):
