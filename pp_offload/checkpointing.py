@@ -12,7 +12,6 @@ Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dic
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import fields
 from functools import partial
 from typing import Any, cast
 
@@ -40,9 +39,7 @@ from pp_offload.config import OffloadConfig
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)
 
-OP_OPTIONS = {option.name for option in fields(SelectiveOpACParams)} - {
-    option.name for option in fields(FullACParams)
-}
+OP_OPTIONS = SelectiveOpACParams.__annotations__.keys()
 
 INSTEAD = {
     "context_fn": "name operators in checkpoint_function(offload_ops_keys=[...])",

@@ -20,7 +20,7 @@ from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.offloaded_layers import OffloadedLayers, install
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.waiting import check_device, check_waiting, waiting_parameters
-from pp_offload.backends import Backend, check_backend, default_backend
+from pp_offload.backends import Backend, backend_or_default, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.modules import matching
 
@@ -115,18 +115,15 @@ def lists_of_layers(model: Module) -> list[str]:
 
 def _backend(model: Module, device: torch.device | str | None, backend: Backend | None) -> Backend:
     where = None if device is None else check_device("device", device, backend)
-    if backend is not None:
-        check_backend(backend)
-        return backend
-    if where is not None:
-        return default_backend(where)
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    if len(devices) > 1:
-        raise ValueError(
-            f"the model is on {sorted(map(str, devices))}, expected one device; say device=... to "
-            "have it moved there"
-        )
-    return default_backend(devices.pop() if devices else None)
+    if backend is None and where is None:
+        devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model is on {sorted(map(str, devices))}, expected one device; say device=... "
+                "to have it moved there"
+            )
+        where = devices.pop() if devices else None
+    return default_backend(where) if backend is None else backend_or_default(backend)
 
 
 def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Module]:

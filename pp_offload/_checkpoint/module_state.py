@@ -72,8 +72,7 @@ class ModuleState:
     def restored(self) -> Iterator[None]:
         """Restore the modules' state of the first run inside, and the current state afterwards.
 
-        Raises:
-            OffloadError: A large buffer was changed in place, or an exchanged parameter is gone.
+        Raise an OffloadError if a large buffer was changed, or an exchanged parameter is gone.
         """
         copies: Copies = {}
         then = [

@@ -56,11 +56,7 @@ class SliceCache:
         self._owner = threading.current_thread()
 
     def locked(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``call``, unless another thread is running such a call.
-
-        Raises:
-            OffloadError: Another thread is running one.
-        """
+        """Return the result of ``call``; raise an OffloadError while another thread runs one."""
         if not self._lock.acquire(blocking=False):
             raise OffloadError(
                 f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy "

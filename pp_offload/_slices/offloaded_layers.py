@@ -238,8 +238,7 @@ class StreamedForward:
     def apply_elsewhere(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Stand in for ``Module._apply``, so that ``to`` does not move what waits on the host.
 
-        Raises:
-            OffloadError: ``fn`` changes the dtype, or the memory format.
+        Raise an OffloadError if ``fn`` changes the dtype, or the memory format.
         """
         parameters = self.places.parameters()
         ids = {id(tensor) for p in parameters for tensor in (p, p.grad)}

@@ -5,7 +5,7 @@ host tensors afterwards.
 
     coming = copies.copy_to_device(parameters, "slice 0")
     going = copies.copy_to_host(gradients, "slice 0")
-    tensors = copies.synchronize(coming)  # the host waits; the tensors hold their data
+    copies.synchronize(coming)  # the host waits; coming.tensors hold their data
 
 NOTE [ Both ends ]
     Both ends of a copy stay referenced until it has run. Device sources are dropped earlier, after
@@ -143,8 +143,8 @@ class PlainCopies:
             )
             return [torch.empty_like(like, device="cpu") for like in likes]
 
-    def synchronize(self, pending: PendingCopy) -> list[Tensor]:
-        """Block the host until the copies have run, and return the tensors, which hold their data.
+    def synchronize(self, pending: PendingCopy) -> None:
+        """Block the host until the copies have run, so that the tensors hold their data.
 
         With ``verify``, raise a VerifyError if a target differs from its source.
         """
@@ -153,7 +153,6 @@ class PlainCopies:
         for tensor, expected in zip(pending.tensors, pending.checksums, strict=False):
             what = f"a tensor of {pending.label} with shape {tuple(tensor.shape)}"
             check_same(as_dense(tensor), expected, f"{what} came to {tensor.device}")
-        return pending.tensors
 
     def poll(self) -> None:
         """Drop what finished copies kept alive. Never blocks."""

@@ -101,8 +101,7 @@ class OnDevice:
     def reload(self, only: int | None = None) -> list[Tensor]:
         """Return the parameters, of which backward uses ``only`` this, and prefetch slices before.
 
-        Raises:
-            OffloadError: A used parameter was changed in place or exchanged since the forward.
+        Raise an OffloadError if a used one was changed in place or exchanged since the forward.
         """
         run, slice_ = self._run, self._slice
         for i in range(len(slice_.parameters)) if only is None else (only,):

@@ -66,10 +66,8 @@ class Slice:
     ) -> Any:
         """Return the result of ``call`` while ``tensors[i]`` replaces parameter ``i`` everywhere.
 
-        The values of ``more`` are exchanged as well, and ``pack``, if given, saves tensors.
-
-        Raises:
-            OffloadError: The layers changed a parameter, or put another in its place.
+        The values of ``more`` are exchanged as well, and ``pack``, if given, saves tensors. Raise
+        an OffloadError if the layers changed a parameter, or put another in its place.
         """
         stamps = list(map(stamp, tensors))
         exchanges = [(values, {name: tensors[i]}) for values, name, i in self.places]
@@ -115,9 +113,7 @@ class Places:
     def slice(self) -> Slice:
         """Return a slice of the parameters with which the layer computes now.
 
-        Raises:
-            KeyError: A parameter was renamed, as by pruning.
-            OffloadError: A parameter is not on the host.
+        Raise a KeyError if one was renamed, as by pruning, an OffloadError if it is elsewhere.
         """
         parameters = self.parameters()
         index = {id(parameter): i for i, parameter in enumerate(parameters)}

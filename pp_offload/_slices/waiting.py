@@ -217,8 +217,7 @@ def move_buffers(model: Module, device: torch.device) -> None:
 def move(parameter: Parameter, target: Tensor) -> None:
     """Move a parameter, and its gradient, to the memory of ``target``, on any device.
 
-    Raises:
-        ValueError: PyTorch refuses, because something else refers to the parameter.
+    Raise a ValueError if PyTorch refuses, because something else refers to the parameter.
     """
     gradient, parameter.grad = parameter.grad, None
     try:
