@@ -39,8 +39,6 @@ from pp_offload.config import OffloadConfig
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)
 
-OP_OPTIONS = SelectiveOpACParams.__annotations__.keys()
-
 INSTEAD = {
     "context_fn": "name operators in checkpoint_function(offload_ops_keys=[...])",
     "debug": "call torch.utils.checkpoint.checkpoint to look for the operator that differs",
@@ -269,12 +267,11 @@ def recompute_layers(
         raise TypeError(f"names is {brief(names)}, expected a list of names of modules")
     for name in names:
         check_kind("a name of names", name, str, "the name of a module")
-        parts = name.split(".")
         try:
-            around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts) + 1)]
+            model.get_submodule(name)
         except AttributeError as error:
             raise ValueError(f"there is no module {name!r} in the model: {error}") from error
-        if not name or any(isinstance(module, CheckpointWrapper) for module in around):
+        if not name or isinstance(model, CheckpointWrapper) or is_inside_recomputed(model, name):
             raise ValueError(
                 f"{name!r} has a checkpoint already, or is the model; expected neither"
             )
@@ -319,7 +316,8 @@ def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Re
         ValueError: An option cannot be right or does not exist; the message names near ones.
         TypeError: ``backend`` is no backend.
     """
-    kind = SelectiveOpACParams if OP_OPTIONS & options.keys() else FullACParams
+    is_by_op = bool(SelectiveOpACParams.__annotations__.keys() & options.keys())
+    kind = SelectiveOpACParams if is_by_op else FullACParams
     return shared_for(kind(**options), backend)
 
 

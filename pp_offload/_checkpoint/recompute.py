@@ -42,11 +42,6 @@ from pp_offload._common.torch_private import (
 from pp_offload._hooks import PackHook, is_left_to_checkpoint, is_recomputing, saving
 from pp_offload.backends import Backend, check_backend
 
-ATTRIBUTE = "_pp_offload_checkpoints"
-"""Attribute of a backend with its engines. A table of ours would keep both for good; as a cycle,
-they are freed when nothing else refers to the backend.
-"""
-
 _lock = threading.Lock()
 _of_default: list[Recompute] = []
 """Engines of the default backend. Not a dict: options may hold mappings, which are no keys."""
@@ -164,8 +159,7 @@ class Recompute:
     def _warn_of_cache(self, name: str, modules: list[Module], others: list[Any]) -> None:
         """Warn of a cache: Hugging Face's checkpoints leave it out; ours must not fill it twice."""
         cache = next(filter(_is_cache, others), None)
-        mark = "_can_checkpoint_with_cache"
-        is_only_read = any(getattr(module, mark, False) for module in modules)
+        is_only_read = any(getattr(each, "_can_checkpoint_with_cache", False) for each in modules)
         if cache is None or is_only_read or self._has_warned_of_cache:
             return
         self._has_warned_of_cache = True
@@ -254,10 +248,11 @@ def shared_for(params: FullACParams, backend: Backend | None = None) -> Recomput
         engines = _of_default
     else:
         check_backend(backend)
-        engines = vars(backend).setdefault(ATTRIBUTE, [])  # not setattr: it may be frozen
+        # A table of ours would keep both for good; setattr would fail where it is frozen.
+        engines = vars(backend).setdefault("_pp_offload_checkpoints", [])
     with _lock:
         for engine in engines:
-            if type(engine.params) is type(params) and engine.params == params:
+            if engine.params == params:
                 return engine
         engines.append(Recompute(params, backend))
         return engines[-1]

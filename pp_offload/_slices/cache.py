@@ -9,8 +9,7 @@ NOTE [ Host writes ]
     ``load_state_dict``. So no slice is being copied while the program runs: the copy of a used
     slice ends before layers use it, that of a prefetched slice before the slice is discarded, and
     nothing is prefetched after a forward or backward ends. A slice that is still on the device is
-    used again only if its parameters have the same version and address as when they were
-    read.
+    used again only if its parameters have the version and address with which they were read.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ the parameter's own data, device and version are never touched.
 
 NOTE [ Interrupts ]
     A signal handler may raise where Python calls or loops, but never inside a call in C. So a
-    single such call restores all places: an interrupt leaves no tensor where a parameter
-    was.
+    single such call restores all places: an interrupt leaves no tensor where a parameter was.
 """
 
 from __future__ import annotations
