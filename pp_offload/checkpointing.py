@@ -28,12 +28,7 @@ from pp_offload._checkpoint.options import (
 )
 from pp_offload._checkpoint.recompute import Recompute, shared_for
 from pp_offload._common.checks import brief, check_flag, check_kind
-from pp_offload._common.torch_private import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    never_compiled,
-)
-from pp_offload._hooks import expected
+from pp_offload._common.torch_private import CheckpointWrapper, apply_activation_checkpointing
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -234,14 +229,6 @@ class RecomputedLayers:
         self.remove()
 
 
-class _Unwarned(Recompute):
-    """Does not warn of groups inside."""
-
-    @never_compiled
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(partial(expected, function), *args, **kwargs)
-
-
 def recompute_layers(
     model: Module, names: Collection[str], *, preserve_rng_state: bool = True
 ) -> RecomputedLayers:
@@ -276,7 +263,7 @@ def recompute_layers(
                 f"{name!r} has a checkpoint already, or is the model; expected neither"
             )
     params = FullACParams(preserve_rng_state=preserve_rng_state)
-    return RecomputedLayers(model, names, _Unwarned(params))
+    return RecomputedLayers(model, names, Recompute(params, warns_of_groups=False))
 
 
 def is_recomputed(model: Module, name: str) -> bool:

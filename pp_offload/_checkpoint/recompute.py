@@ -39,7 +39,7 @@ from pp_offload._common.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from pp_offload._hooks import PackHook, is_left_to_checkpoint, is_recomputing, saving
+from pp_offload._hooks import PackHook, expected, is_left_to_checkpoint, is_recomputing, saving
 from pp_offload.backends import Backend, check_backend
 
 _lock = threading.Lock()
@@ -50,12 +50,15 @@ _of_default: list[Recompute] = []
 class Recompute:
     """Runs functions under a checkpoint; ``stash`` is None if all stays on the device."""
 
-    def __init__(self, params: FullACParams, backend: Backend | None = None) -> None:
+    def __init__(
+        self, params: FullACParams, backend: Backend | None = None, *, warns_of_groups: bool = True
+    ) -> None:
         if backend is not None:
             check_backend(backend)
         self.params = params
         self.counts = CheckpointCounts()
         self.stash: ActivationStash | None = None
+        self._warns_of_groups = warns_of_groups
         self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()
         self._is_checked = self._has_warned_of_cache = False
         if params.offload_inputs or self._offloaded:
@@ -101,6 +104,8 @@ class Recompute:
 
         A compiled model runs this uncompiled; a layer inside has to be compiled on its own.
         """
+        if not self._warns_of_groups:
+            function = partial(expected, function)
         if not torch.is_grad_enabled() or records_operators():
             return function(*args, **kwargs)
         if self.stash is not None and self.stash.is_over and not is_recomputing():

@@ -110,10 +110,9 @@ class OffloadedLayers(CacheFigures):
         parameters = [p for layer in self._layers.values() for p in layer.places.parameters()]
         return f"<OffloadedLayers: {len(self._layers)} layers, {self._figures(parameters)}>"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayers:
+    def __deepcopy__(self, memo: object) -> OffloadedLayers:
         """Return the handle of a copy of the model; each layer of the copy joins when it runs."""
-        memo[id(self)] = copied = OffloadedLayers(self.names, self._order.usual, self._cache)
-        return copied
+        return OffloadedLayers(self.names, self._order.usual, self._cache)
 
     def close(self) -> None:
         """Give the layers their own forward back. May be called twice.
