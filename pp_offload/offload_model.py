@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -139,8 +138,7 @@ class OffloadModel(CacheFigures, nn.Module):
             values = _split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
                 later = (each.places for each in slices[index + 1 :] if each.places.parameters())
-                following = [each.slice() for each in islice(later, 1)]
-                slice_ = OnDevice(run, layers.places, following)
+                slice_ = OnDevice(run, layers.places, (places.slice() for places in later))
                 outputs = [self._compute(slice_, layers, arguments) for arguments in values]
                 slice_.release(is_needed=self._recompute is not None)
                 # If slices are modules, a tuple's elements are arguments of the next slice.

@@ -2,7 +2,7 @@
 
     cache = SliceCache(copies)
     tensors = cache.use(slice_, run)  # loads it, unless it was prefetched; valid as long as the run
-    cache.prefetch(following)         # while compute uses the tensors
+    cache.prefetch([following])       # while compute uses the tensors
 
 NOTE [ Host writes ]
     The program writes parameters on the host whenever it likes, as an optimizer does, or
@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -121,9 +122,9 @@ class SliceCache:
             and all(loaded.stamps[i] == stamp(slice_.parameters[i]) for i in indices)
         )
 
-    def prefetch(self, *slices: Slice) -> None:
+    def prefetch(self, following: Iterable[Slice]) -> None:
         """Start loading the slices used next, in order, as far as ``num_resident`` permits."""
-        resident, slices = self._resident(), slices[: self.num_ahead]
+        resident, slices = self._resident(), list(islice(following, self.num_ahead))
         if not (resident and slices):
             return
         useless = [loaded for loaded in resident[1:] if not any(map(loaded.slice.has_same, slices))]

@@ -32,9 +32,8 @@ NOTE [ Without grad ]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -64,14 +63,14 @@ class SlicedRun:
 class OnDevice:
     """The slice that a forward reached, with its parameters on the device until :meth:`release`."""
 
-    def __init__(self, run: SlicedRun, places: Places, following: Sequence[Slice]) -> None:
+    def __init__(self, run: SlicedRun, places: Places, following: Iterable[Slice]) -> None:
         """Load the slice, and prefetch those that follow."""
         self._run = run
         self._index = len(run.slices)
         self._slice = places.slice()
         run.slices.append(self._slice)
         loaded = run.cache.use(self._slice, run)
-        run.cache.prefetch(*following)
+        run.cache.prefetch(following)
         self._gradients = Gradients(run.cache.copies, self._slice.label)
         self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
         self._tensors: list[Tensor] | None = self._joined(loaded)
@@ -116,8 +115,8 @@ class OnDevice:
                 )
         tensors = run.cache.use(slice_, run, only)
         if is_in_backward():
-            before = (run.slices[i] for i in reversed(range(self._index)) if i in run.needed)
-            run.cache.prefetch(*islice(before, run.cache.num_ahead))
+            before = reversed(range(self._index))
+            run.cache.prefetch(run.slices[i] for i in before if i in run.needed)
         return tensors
 
     def _joined(self, loaded: Sequence[Tensor]) -> list[Tensor]:
