@@ -98,9 +98,8 @@ class OffloadModel(CacheFigures, nn.Module):
         self.training = layers.training
         self._num_microbatches = num_microbatches
         self._is_list = isinstance(layers, nn.ModuleList)
-        num = len(layers) if self._is_list else num_slices
         sizes = [{id(p): p.nbytes for p in layer.parameters()} for layer in _layers_of(self)]
-        self._slices = partition(sizes, num)
+        self._slices = partition(sizes, len(layers) if self._is_list else num_slices)
         self._cache = SliceCache(PlainCopies(backend, config))
         self._recompute: Recompute | None = None
         if checkpoint_activation:

@@ -65,13 +65,11 @@ def check_device(name: str, given: object, backend: Backend | None = None) -> to
 
 def sharded_problem(model: Module) -> str | None:
     """Describe the parts of a model that FSDP owns, as a problem; None if it owns none."""
-    names = [
-        name or "the model" for name, part in model.named_modules() if hasattr(part, FSDP_MARK)
-    ]
-    if not names:
+    owned = [name or "the model" for name, m in model.named_modules() if hasattr(m, FSDP_MARK)]
+    if not owned:
         return None
     return (
-        f"parameters of {names[:3]} are owned by FSDP; expected layers that are not sharded: a "
+        f"parameters of {owned[:3]} are owned by FSDP; expected layers that are not sharded: a "
         "slice is copied to the device as a whole; wrap the OffloadModel in "
         "DistributedDataParallel, with gloo for tensors of the host, or do without it: "
         "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps the shards on the host"
@@ -157,13 +155,9 @@ def waiting_parameters(
     there it would be used without its layer. A parameter of several layers waits on the host;
     each layer loads it for itself, and its gradients are summed on the host.
     """
-    inside = {id(module) for layer in layers.values() for module in layer.modules()}
-    outside = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module._parameters.values()
-    }
+    inside = {module for layer in layers.values() for module in layer.modules()}
+    others = [module for module in model.modules() if module not in inside]
+    outside = {id(parameter) for module in others for parameter in module._parameters.values()}
     waiting = {
         f"{name}.{inner}": parameter
         for name, layer in layers.items()
