@@ -371,11 +371,7 @@ class CheckpointedModule(CheckpointWrapper):
 
 
 def checkpoint_wrapper(
-    module: Module,
-    offload_to_cpu: bool = False,
-    *,
-    backend: Backend | None = None,
-    **options: Any,
+    module: Module, offload_to_cpu: bool = False, *, backend: Backend | None = None, **options: Any
 ) -> CheckpointedModule:
     """Have backward recompute ``module``, and offload its inputs if wanted.
 

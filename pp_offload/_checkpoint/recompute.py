@@ -156,7 +156,7 @@ class Recompute:
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}
         if self.params.use_reentrant:
-            return _run_reentrant(run, name, modules, tensors, options)
+            return _run_reentrant(run, name, modules, tensors, **options)
         options["determinism_check"] = self.params.determinism_check
         options["early_stop"] = self.params.early_stop and not before.draws_after_saving
         return checkpoint(run, *tensors, use_reentrant=False, **options)
@@ -181,11 +181,7 @@ _TENSOR = object()
 
 
 def _run_reentrant(
-    run: Callable[..., Any],
-    name: str,
-    modules: list[Module],
-    tensors: list[Tensor],
-    options: dict[str, Any],
+    run: Callable[..., Any], name: str, modules: list[Module], tensors: list[Tensor], **options: Any
 ) -> Any:
     """Run a call under PyTorch's older checkpoint, and add what that lacks: outputs may be a tree,
     and no input needs a gradient if parameters do.

@@ -57,8 +57,7 @@ class LayerOrder:
         self._place = self._place_back = 0
 
     def begin(self) -> None:
-        self._seen = []
-        self._place = 0
+        self._seen, self._place = [], 0
 
     def end(self) -> None:
         if self._seen != self._last[: len(self._seen)]:  # else it may have ended early
