@@ -138,8 +138,10 @@ class OffloadModel(CacheFigures, nn.Module):
             for index, layers in enumerate(slices):
                 later = (each.places for each in slices[index + 1 :] if each.places.parameters())
                 slice_ = OnDevice(run, layers.places, (places.slice() for places in later))
-                outputs = [self._compute(slice_, layers, arguments) for arguments in values]
-                slice_.release(is_needed=self._recompute is not None)
+                try:
+                    outputs = [self._compute(slice_, layers, arguments) for arguments in values]
+                finally:
+                    slice_.release(is_needed=self._recompute is not None)
                 # If slices are modules, a tuple's elements are arguments of the next slice.
                 values = [
                     output if self._is_list and isinstance(output, tuple) else (output,)

@@ -170,9 +170,10 @@ class OffloadedLayers(CacheFigures):
             layers = [self._layers[number] for number in following if number in self._layers]
             slices = (each.places.slice() for each in layers if each.places.parameters())
             arrived = OnDevice(run, layer.places, slices)
-            output = arrived.compute(call, list(layer.exchanges(arrived)), saves=saves)
-            arrived.release()
-            return output
+            try:
+                return arrived.compute(call, list(layer.exchanges(arrived)), saves=saves)
+            finally:
+                arrived.release()
         except BaseException:
             if not is_in_backward():  # in backward, a checkpoint stops early by raising
                 self._opener = self._run = None
