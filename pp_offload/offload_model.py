@@ -26,13 +26,7 @@ from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import HOST, SliceLayers, partition
-from pp_offload._slices.waiting import (
-    check_device,
-    check_waiting,
-    move_buffers,
-    move_to_host,
-    sharded_problem,
-)
+from pp_offload._slices.waiting import check_device, check_waiting, place, sharded_problem
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
@@ -105,8 +99,7 @@ class OffloadModel(CacheFigures, nn.Module):
         if checkpoint_activation:
             self._recompute = Recompute(FullACParams(offload_inputs=True, config=config), backend)
         slices = [layers.places.parameters() for layers in self._slice_layers()]
-        move_to_host(slices, self._cache.copies)
-        move_buffers(self, backend.device)
+        place(self, slices, self._cache.copies)
 
     def forward(self, *inputs: Any) -> Any:
         """Compute all layers, and return the output of the last one.

@@ -43,7 +43,7 @@ from pp_offload._hooks import is_in_backward, is_recomputing
 from pp_offload._slices.cache import CacheFigures, SliceCache
 from pp_offload._slices.saved_parameters import OnDevice, SlicedRun
 from pp_offload._slices.slices import Exchange, Places
-from pp_offload._slices.waiting import move, move_buffers, move_to_host
+from pp_offload._slices.waiting import place
 from pp_offload.errors import OffloadError
 
 
@@ -284,19 +284,13 @@ def install(
     for earlier in [each for layer in layers.values() for each in offloaded_in(layer)]:
         earlier.handle.close()
         earlier.close()  # the handle of a copied model has only the layers that ran
-    device = cache.copies.backend.device
     others = [p for other in offloaded_in(model) for p in other.places.parameters()]
-    on_host = {*waiting, *map(id, others)}
     places = [Places(name, layer, lambda p: id(p) in waiting) for name, layer in layers.items()]
-    move_to_host([place.parameters() for place in places], cache.copies)
-    for parameter in model.parameters():
-        if id(parameter) not in on_host and parameter.device != device:
-            move(parameter, parameter.detach().to(device))
-    move_buffers(model, device)
-    usual = [number for number, place in enumerate(places) if place.parameters()]
+    place(model, [each.parameters() for each in places], cache.copies, others)
+    usual = [number for number, each in enumerate(places) if each.parameters()]
     handle = OffloadedLayers(list(layers), usual, cache)
-    for number, (layer, place) in enumerate(zip(layers.values(), places, strict=True)):
-        streamed = StreamedForward(handle, number, layer, place)
+    for number, (layer, each) in enumerate(zip(layers.values(), places, strict=True)):
+        streamed = StreamedForward(handle, number, layer, each)
         handle._layers[number] = streamed
         vars(layer).update(forward=streamed, _apply=streamed.apply_elsewhere)
     for module in around:

@@ -4,7 +4,7 @@ They stay the same objects, with hooks and attributes.
 
     waiting = waiting_parameters(model, layers, frozen_only=True)
     check_waiting(model, layers, waiting)
-    move_to_host([waiting.values()], copies)
+    place(model, [waiting.values()], copies)
 
 NOTE [ Modules that are refused ]
     A scripted or traced module computes outside of Python, with parameters of its own. An RNN keeps
@@ -177,18 +177,24 @@ def waiting_parameters(
 # Moves
 
 
-def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> None:
+def place(
+    model: Module,
+    slices: Iterable[Iterable[Parameter]],
+    copies: PlainCopies,
+    others: Iterable[Parameter] = (),
+) -> None:
     """Move parameters to host memory from which the device can copy beside compute.
 
-    The parameters of a slice share an allocation.
+    The parameters of a slice share an allocation. What else the model has moves to the device,
+    but for the ``others``, which wait on the host already.
     """
     if not copies.backend.is_host and ScaleCopies.get is _get_at_once:
         ScaleCopies.get = _get
         register_optimizer_step_pre_hook(_scales_to_host)
-    placed: set[int] = set()
+    device, on_host = copies.backend.device, set[int]()
     for parameters in slices:
-        new = [parameter for parameter in parameters if id(parameter) not in placed]
-        placed.update(map(id, new))
+        new = [parameter for parameter in parameters if id(parameter) not in on_host]
+        on_host.update(map(id, new))
         if copies.backend.is_host or not new:
             host = [parameter.detach().to(HOST) for parameter in new]
         else:
@@ -197,11 +203,11 @@ def move_to_host(slices: Iterable[Iterable[Parameter]], copies: PlainCopies) -> 
                 copy.copy_(parameter.detach())
         for parameter, copy in zip(new, host, strict=True):
             move(parameter, copy)
-
-
-def move_buffers(model: Module, device: torch.device) -> None:
-    """Move all buffers; a buffer registered twice remains one object."""
-    moved: dict[int, Tensor] = {}
+    on_host.update(map(id, others))
+    for parameter in model.parameters():
+        if id(parameter) not in on_host and parameter.device != device:
+            move(parameter, parameter.detach().to(device))
+    moved: dict[int, Tensor] = {}  # a buffer registered twice remains one object
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
