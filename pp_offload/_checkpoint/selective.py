@@ -131,15 +131,13 @@ class KeptOutputs(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._kept, self._offloaded = kept, offloaded
-        self._stash = stash
-        self._counts = counts
+        self._stash, self._counts = stash, counts
         self._preserve_rng_state = preserve_rng_state
         # See NOTE [ Cached casts ].
         self._has_cached = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
         ops = kept.keys() - ({CAST} if self._has_cached else ())
         self._calls: dict[Any, Calls] = {op: [] for op in ops}
-        self._calls_in: WeakKeyDictionary[UntypedStorage, list[tuple[Calls, int]]]
-        self._calls_in = WeakKeyDictionary()
+        self._calls_in = WeakKeyDictionary[UntypedStorage, list[tuple[Calls, int]]]()
 
     def again(self) -> TorchDispatchMode:
         return Recomputation(self._calls, self._counts)
@@ -201,8 +199,7 @@ class Recomputation(TorchDispatchMode):
 
     def __init__(self, calls: Mapping[Any, Calls], counts: CheckpointCounts) -> None:
         super().__init__()
-        self._calls = calls
-        self._counts = counts
+        self._calls, self._counts = calls, counts
 
     def __enter__(self) -> Any:
         self._num_asked = Counter[Any]()  # anew for each backward

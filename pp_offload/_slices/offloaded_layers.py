@@ -185,9 +185,7 @@ class StreamedForward:
     """Forward of a layer around the layer's own, which alone runs after :meth:`close`."""
 
     def __init__(self, handle: OffloadedLayers, number: int, layer: Module, places: Places) -> None:
-        self.places = places
-        self.number = number
-        self.handle = handle
+        self.handle, self.number, self.places = handle, number, places
         self._layer = layer
         self._own: Callable[..., Any] | None = vars(layer).get("forward")
         self._is_closed = False
@@ -256,8 +254,7 @@ class StreamedForward:
                 "model before offload_layers()"
             )
 
-        kind: Any = type(self._layer)
-        return kind._apply(self._layer, apply, recurse)
+        return type(self._layer)._apply(self._layer, apply, recurse)
 
     def close(self) -> None:
         """Remove this from the layer, unless another function was put around it."""

@@ -198,8 +198,7 @@ class Gradients:
     """Copies of a slice's gradients to the host, until :meth:`settle` waits for them."""
 
     def __init__(self, copies: PlainCopies, label: str) -> None:
-        self._copies = copies
-        self._label = label
+        self._copies, self._label = copies, label
         self._under_way: deque[PendingCopy] = deque()
 
     def send(self, gradient: Tensor) -> Tensor:
