@@ -23,8 +23,7 @@ from helpers.toy import same_bits
 from helpers.virtual_training import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
 from torch import Tensor, nn
 
-from pp_offload import OffloadConfig
-from pp_offload._activations.context import NoOpManager, OffloadActivations
+from pp_offload import NoOpManager, OffloadActivations, OffloadConfig
 from pp_offload._common import processes
 from pp_offload._memory.budget import as_another_process
 from pp_offload.activations import (

@@ -36,7 +36,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._activations.context import exclude
+from pp_offload.activations import exclude
 from pp_offload.testing import SimulatedBackend
 
 pytestmark = pytest.mark.parametrize("backend", ["late"], indirect=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from pp_offload._activations.stash import ActivationStash
+from pp_offload._activations import ActivationStash
 from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload._checkpoint.options import FullACParams
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.checkpoint import SAC_IGNORED_OPS, get_device_states, set_device_states
 
-from pp_offload._activations.stash import ActivationStash
+from pp_offload._activations import ActivationStash
 from pp_offload._common.operators import operator
 from pp_offload._common.torch_private import (
     DispatchKey,

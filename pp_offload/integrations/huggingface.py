@@ -26,10 +26,13 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from pp_offload._activations.context import OffloadActivations
 from pp_offload._common.checks import brief
 from pp_offload._slices.offloaded_layers import OffloadedLayers
-from pp_offload.activations import OffloadHiddenStates, get_lora_act_offloading_ctx_manager
+from pp_offload.activations import (
+    OffloadActivations,
+    OffloadHiddenStates,
+    get_lora_act_offloading_ctx_manager,
+)
 from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.forwards import Figures

@@ -20,8 +20,7 @@ from torch.nn import Module, Parameter
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
-from pp_offload._activations.context import OffloadActivations
-from pp_offload._activations.stash import ActivationStash
+from pp_offload._activations import ActivationStash
 from pp_offload._checkpoint import selective
 from pp_offload._common.checks import check_count
 from pp_offload._common.text import size_text
@@ -30,7 +29,7 @@ from pp_offload._common.undo import UndoStack
 from pp_offload._core.saved import Resident
 from pp_offload._core.statistics import OffloadStatistics, step_text
 from pp_offload._hooks import HookScope, HookScopes, PackHook, exact_exit, is_left_to_checkpoint
-from pp_offload.activations import get_lora_act_offloading_ctx_manager
+from pp_offload.activations import OffloadActivations, get_lora_act_offloading_ctx_manager
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError

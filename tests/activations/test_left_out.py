@@ -19,12 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from pp_offload._activations.context import OffloadActivations, exclude, is_excluded
-from pp_offload.activations import (
-    find_head,
-    get_lora_act_offloading_ctx_manager,
-    unwrapped,
-)
+from pp_offload import OffloadActivations, get_lora_act_offloading_ctx_manager
+from pp_offload.activations import exclude, find_head, is_excluded, unwrapped
 from pp_offload.testing import SimulatedBackend
 
 transformers = pytest.importorskip("transformers")

@@ -272,7 +272,7 @@ def test_one_warning_of_a_model_that_is_compiled_as_a_whole(
     way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its backward takes all saved tensors at once; that of a layer those of the layer."""
-    monkeypatch.setattr("pp_offload._activations.stash.MANY_TENSORS", 8)
+    monkeypatch.setattr("pp_offload._activations.MANY_TENSORS", 8)
     model = nn.Sequential(*(Turned() for _ in range(8)))
     compute = WAYS[way](model, backend="aot_eager")
     offload = OffloadActivations(min_offload_size=1, backend=CpuBackend())

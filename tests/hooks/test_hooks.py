@@ -46,10 +46,10 @@ from pp_offload import (
     PipelineOffloadManager,
     offload_modules,
 )
-from pp_offload._activations.context import _seeing
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._core.saved import Resident
 from pp_offload._hooks import HookScope, all_packs, top_pack
+from pp_offload.activations import _seeing
 from pp_offload.backends import Backend, CpuBackend
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -135,7 +135,7 @@ def hooks_of_this_test_only() -> Iterator[None]:
 
 FILES = files(
     *("_hooks", "_megatron/interface", "_megatron/manager"),
-    *("_activations/context", "_checkpoint/recompute", "modules", "offload_model", "_slices/*"),
+    *("activations", "_checkpoint/recompute", "modules", "offload_model", "_slices/*"),
 )
 
 
