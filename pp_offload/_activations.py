@@ -104,16 +104,12 @@ class ActivationStash:
         if self._offloader.engine.recipes is not None:
             self._offloader.engine.recipes.is_planned = False
 
-    def _start_in_child(self) -> None:
-        """Start an engine for a forked process: see :mod:`pp_offload._megatron.manager`."""
-        self._inherited = old = self._offloader  # kept, or its end would wait for its copies
-        self._start()
-        self._offloader.engine.go_on_as(old.engine)
-
     def begin(self) -> None:
         """Begin the forward of a microbatch, and offload the tensors that the last one gathered."""
-        if self._owner != current():
-            self._start_in_child()
+        if self._owner != current():  # forked: see :mod:`pp_offload._megatron.manager`
+            self._inherited = old = self._offloader  # kept, or its end would wait for its copies
+            self._start()
+            self._offloader.engine.go_on_as(old.engine)
         if not self._offloader.copies_free:
             self._warn_of_host()
         self._offloader.renew_if_torn()
@@ -128,7 +124,9 @@ class ActivationStash:
             self._offloader.engine.begin_step()
         self._offloader.settle()
         self._offloader.engine.check_freed()
-        self._warn_of_elsewhere()
+        problem = self._offloader.engine.eligibility.elsewhere_advice()
+        if problem and not self._offloader.engine.mover.counts.bytes_offloaded:
+            warn_once(logger, self, "'%s' offloaded nothing: %s", self.name, problem)
         self._forward.chunk = Chunk(0, self._offloader)
 
     def _end_step(self) -> None:
@@ -166,13 +164,6 @@ class ActivationStash:
             'an accelerator, or OffloadConfig(tiers=("disk",))',
             *(self.name, self.backend.name),
         )
-
-    def _warn_of_elsewhere(self) -> None:
-        """Warn once if nothing was ever offloaded because tensors are on another device."""
-        offloader = self._offloader
-        problem = offloader.engine.eligibility.elsewhere_advice()
-        if problem and not offloader.engine.mover.counts.bytes_offloaded:
-            warn_once(logger, self, "'%s' offloaded nothing: %s", self.name, problem)
 
     @property
     def is_over(self) -> bool:
@@ -217,21 +208,16 @@ class ActivationStash:
             return Resident(tensor)  # the cache of autocast holds a cast until the forward ends
         while self._forward.gathering:
             self.residents.add_gathered(self._forward.gathering.pop())
-        if self.max_tensors is not None and self._is_another_operator():
-            self.send_if_full()
+        if self.max_tensors is not None:
+            # An operator runs after it has saved, and may write its saved tensor without counting a
+            # change, as rrelu does with its noise. So nothing leaves before another operator saves.
+            before, self._forward.number = self._forward.number, sequence_number()
+            if before != self._forward.number:
+                self.send_if_full()
         group = self._forward.open
         if group is None or group.is_used:  # by a backward inside the forward: it stays
             group = self._forward.open = chunk.start(self.name)
         return group.pack(tensor)
-
-    def _is_another_operator(self) -> bool:
-        """Whether another operator saves now than at the last call.
-
-        An operator runs after it has saved, and may write its saved tensor without counting a
-        change, as rrelu does with its noise. So nothing is offloaded before another operator saves.
-        """
-        before, self._forward.number = self._forward.number, sequence_number()
-        return before != self._forward.number
 
     def end(self) -> None:
         """End the forward of a microbatch."""
@@ -250,20 +236,17 @@ class ActivationStash:
         forward = self._forward
         group, forward.open = forward.open, None
         # Another thread may have ended the step meanwhile, and a step drops open groups.
-        if forward.chunk is not None and group in forward.chunk.open_groups:
-            self._warn_of_many(len(group.saved_refs))
-            forward.chunk.commit(self.name)
-
-    def _warn_of_many(self, num_tensors: int) -> None:
-        """Warn once of a model that is compiled as a whole. Source: pytorch/pytorch#148222."""
-        if self.max_tensors is None or num_tensors < self.max_tensors + MANY_TENSORS:
+        if forward.chunk is None or group not in forward.chunk.open_groups:
             return
-        warn_once(
-            logger,
-            self,
-            "one operator saved about %d tensors at once, as a model does that is compiled as a "
-            "whole: none leaves before its forward is over, and its backward needs all of them on "
-            "the device; expected layers that are compiled one by one: for layer in model.layers: "
-            "layer.compile()",
-            num_tensors,
-        )
+        num_tensors = len(group.saved_refs)
+        if self.max_tensors is not None and num_tensors >= self.max_tensors + MANY_TENSORS:
+            warn_once(  # see pytorch/pytorch#148222
+                logger,
+                self,
+                "one operator saved about %d tensors at once, as a model does that is compiled as "
+                "a whole: none leaves before its forward is over, and its backward needs all of "
+                "them on the device; expected layers that are compiled one by one: for layer in "
+                "model.layers: layer.compile()",
+                num_tensors,
+            )
+        forward.chunk.commit(self.name)
