@@ -59,7 +59,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import starmap
 from operator import countOf, itemgetter, methodcaller
-from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -73,6 +72,7 @@ from pp_offload._common.torch_private import (
     push_hooks,
     top_hooks,
 )
+from pp_offload._common.undo import UndoStack
 from pp_offload.errors import GroupStateError
 
 logger = logger_of(__name__)
@@ -342,8 +342,7 @@ class exact_exit:  # noqa: N801  a decorator
 class _Lookups(threading.local):
     """The ``__exit__`` that a thread looked up last: by a ``with``, right before ``__enter__``."""
 
-    def __init__(self) -> None:
-        self.last: weakref.ref[_BoundExit] | None = None
+    last: weakref.ref[_BoundExit] | None = None
 
     def of(self, owner: object, when_gone: Callable[..., Any]) -> weakref.ref[_BoundExit] | None:
         """Return a reference to the last lookup, with a callback; None if of another object."""
@@ -365,7 +364,7 @@ SWITCHES = {
 """Variables by module; each is off while it is False or None."""
 
 _lock = threading.Lock()
-_before: list[tuple[ModuleType, str, Any]] = []
+_undo = UndoStack()
 _num_on = 0
 
 
@@ -379,10 +378,8 @@ def turn_on() -> bool:
         for name, variables in SWITCHES.items():
             module = sys.modules.get(name)
             for variable in variables:
-                value = getattr(module, variable, True)
-                if module is not None and not value:
-                    _before.append((module, variable, value))
-                    setattr(module, variable, True)
+                if not getattr(module, variable, True):
+                    _undo.set(module, variable, True)
     return True
 
 
@@ -393,5 +390,5 @@ def turn_off(is_on: bool) -> None:
         return
     with _lock:
         _num_on -= 1
-        while not _num_on and _before:
-            setattr(*_before.pop())
+        if not _num_on:
+            _undo.close()
