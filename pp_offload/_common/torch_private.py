@@ -53,7 +53,6 @@ try:
 
     tree_flatten = _pytree.tree_flatten
     tree_leaves = _pytree.tree_leaves
-    tree_map = _pytree.tree_map
     tree_map_only = _pytree.tree_map_only
     tree_unflatten = _pytree.tree_unflatten
 
