@@ -20,6 +20,7 @@ import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -48,13 +49,9 @@ class OffloadModulesHandle:
     """Handle of :func:`offload_modules`, which removes its groups; ``manager`` is their manager."""
 
     def __init__(
-        self,
-        hooks: ExitStack,
-        groups: Sequence[_Group],
-        modules: dict[str, list[str]],
-        running: Sequence[str],
+        self, hooks: ExitStack, modules: dict[str, list[str]], running: Sequence[str]
     ) -> None:
-        self._hooks, self._groups, self._running = hooks, groups, running
+        self._hooks, self._running = hooks, running
         self._is_removed = False
         self.modules = modules
         self.manager = PipelineOffloadManager.get_instance()
@@ -68,8 +65,6 @@ class OffloadModulesHandle:
         if not self._is_removed:
             self.manager.idle_groups.forget(self._running)
         self._is_removed = True
-        for group in self._groups:
-            group.is_over = True  # also around copies of the model
         self._hooks.close()
         self.manager.release_idle_memory()
 
@@ -121,12 +116,8 @@ def offload_modules(
     check_kind("model", model, Module, "an nn.Module")
     check_patterns(groups)
     check_flag("missing_ok", missing_ok)
-    missing = [
-        pattern
-        for patterns in groups.values()
-        for pattern in listed(patterns)
-        if not matching(model, pattern)
-    ]
+    patterns = chain.from_iterable(map(listed, groups.values()))
+    missing = [pattern for pattern in patterns if not matching(model, pattern)]
     if missing and not missing_ok:
         raise ValueError(no_match(model, missing))
     PipelineOffloadManager.get_instance().offloader.engine.eligibility.residents.add_module(model)
@@ -149,17 +140,18 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
     distinct = _once_each(places)
     names = {group: [place.name for place in places if place.group == group] for group in groups}
     running = {each.group for each in places if not is_inside_recomputed(each.model, each.name)}
+    modules = dict.fromkeys(chain.from_iterable(model.modules() for model in models.values()))
     with ExitStack() as hooks:
-        _keep_gathered(models.values(), hooks)
-        marked = []
+        for module in filter(is_sharded, modules):
+            hooks.enter_context(module.register_forward_pre_hook(_keep_gathered))
         for place in distinct:
             module, group = place.module, _Group(place.group)
             for previous in _groups_around(module):
                 _take_off(module, previous)  # its handle was removed: a living one is refused
-            _put_on(module, group)
+            attribute = "forward" if getattr(module, _COMPILED) is None else _COMPILED
+            setattr(module, attribute, _Forward(group, module, vars(module).get(attribute)))
             hooks.callback(_take_off, module, group)
-            marked.append(group)
-        return OffloadModulesHandle(hooks.pop_all(), marked, names, sorted(running))
+        return OffloadModulesHandle(hooks.pop_all(), names, sorted(running))
 
 
 class _Place(NamedTuple):
@@ -194,18 +186,12 @@ def check_patterns(groups: object) -> None:
             )
 
 
-def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:
+@never_compiled
+def _keep_gathered(module: Module, args: object) -> None:
     """Keep parameters that FSDP gathers for a forward on the device.
 
     ``fully_shard`` replaces the shards by these parameters in its own hook, which runs before.
     """
-    for module in dict.fromkeys(module for model in models for module in model.modules()):
-        if is_sharded(module):
-            hooks.enter_context(module.register_forward_pre_hook(_keep_parameters))
-
-
-@never_compiled
-def _keep_parameters(module: Module, args: object) -> None:
     manager = PipelineOffloadManager.get_instance()
     manager.offloader.engine.eligibility.residents.add_gathered(module)
 
@@ -263,13 +249,9 @@ _COMPILED = "_compiled_call_impl"
 """Attribute that ``module.compile()`` sets: a group inside that graph would do nothing."""
 
 
-def _put_on(module: Module, group: _Group) -> None:
-    attribute = "forward" if getattr(module, _COMPILED) is None else _COMPILED
-    setattr(module, attribute, _Forward(group, module, vars(module).get(attribute)))
-
-
 def _take_off(module: Module, group: _Group) -> None:
-    """Restore the module. A running forward ends as it began."""
+    """Restore the module, and end the group of its copies. A running forward ends as it began."""
+    group.is_over = True
     for attribute in ("forward", _COMPILED):
         forward = vars(module).get(attribute)
         if isinstance(forward, _Forward) and forward.group is group:
@@ -335,16 +317,12 @@ def listed(patterns: str | Collection[str]) -> list[str]:
 
 
 def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    if not parts:
-        return not wanted
+    if not parts or not wanted:
+        return not parts and not wanted
     first, *rest = parts
-    if wanted and _is_part(first, wanted[0]) and _fit(rest, wanted[1:]):
+    # A star stands for no wrapper, but for a module named ``module``.
+    is_literal = first in WRAPPERS and first != "module"
+    fits = first == wanted[0] if is_literal else fnmatch.fnmatchcase(first, wanted[0])
+    if fits and _fit(rest, wanted[1:]):
         return True
     return first in WRAPPERS and bool(rest) and _fit(rest, wanted)
-
-
-def _is_part(part: str, want: str) -> bool:
-    """Match a part of a name. A star stands for no wrapper, but for a module named ``module``."""
-    if part in WRAPPERS and part != "module":
-        return part == want
-    return fnmatch.fnmatchcase(part, want)
