@@ -34,9 +34,6 @@ from pp_offload.modules import (
 
 _ATTACHED = "_pp_offload_handle"
 
-_SCHEDULES = "torch.distributed.pipelining.schedules"
-"""Module of PyTorch's schedules."""
-
 
 def attach(
     schedule: Any, groups: Patterns | None = None, config: OffloadConfig | None = None
@@ -92,10 +89,18 @@ class AttachedSchedule:
     ) -> None:
         self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
-        self._stages = _stages(schedule)
+        self._stages = stages = _stages(schedule)
+        self._rank = int(stages[0].group_rank)
         self._modules: OffloadModulesHandle | None = None
-        _check_free(self._stages)
-        self._order = _order_of(schedule, self._stages)
+        for stage in stages:
+            if _ATTACHED in vars(stage):
+                raise OffloadError(
+                    f"stage {stage.stage_index} is attached through another schedule; detach() "
+                    "the handle of that schedule first"
+                )
+        numbers = [stage.stage_index for stage in stages]
+        late = [each.stage_index for each in stages if each.is_first and not each.dw_builder]
+        self._order = backward_order(actions_of(schedule, self._rank), numbers, late)
         self._split: SplitBackward | None = None
         self._is_attached = False
         self._undo = UndoStack()
@@ -111,12 +116,11 @@ class AttachedSchedule:
         plan = (config or manager.config).offload_plan
         if plan is not None:
             plan.rank(self._stages[0].group_size - 1)  # on each rank: all know what the last lacks
-            _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
+            _check_recomputed(self._stages, plan.rank(self._rank))
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # last, because the old options are lost
-        facts = _facts_of(self._schedule, self._stages)
-        manager.plan_check.check(manager.config, _rank_of(self._stages), **facts)
+        manager.plan_check.check(manager.config, self._rank, **self._facts())
         self._split = self._order.split_backward(manager.config)
         undo.callback(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
@@ -131,6 +135,15 @@ class AttachedSchedule:
             backward = partial(self._backward, vp_stage, BackwardPass.WEIGHT)
             undo.wrap(stage, "backward_weight_one_chunk", backward)
         undo.wrap(self._schedule, "step", self._step)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the known facts of the schedule that a plan's options also record."""
+        kind, num_ranks = type(self._schedule), self._stages[0].group_size
+        facts = {"num_microbatches": self._schedule._n_microbatches, "num_ranks": num_ranks}
+        is_named = not kind.__name__.startswith("_")  # unlike a list of actions
+        if is_named and kind.__module__ == "torch.distributed.pipelining.schedules":
+            facts["schedule"] = kind.__name__
+        return facts
 
     def detach(self) -> None:
         """Restore the schedule and the modules. A second call does nothing."""
@@ -173,7 +186,7 @@ class AttachedSchedule:
                 numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
                 near = no_match(self._stages[0].submod, listed(patterns))
                 raise ValueError(
-                    f"pipeline rank {_rank_of(self._stages)} has no module of group '{group}' in "
+                    f"pipeline rank {self._rank} has no module of group '{group}' in "
                     f"stage {numbers}: {near}; leave the group out on such a rank, or add a "
                     "pattern of a module that it has"
                 )
@@ -187,23 +200,14 @@ class AttachedSchedule:
                     residents.add(tensor)
 
     def _forward(
-        self,
-        vp_stage: int,
-        inner: Callable[..., Any],
-        fwd_chunk_id: int,
-        *args: Any,
-        **kwargs: Any,
+        self, vp_stage: int, inner: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> Any:
         if not self._stages[vp_stage].has_backward:
             return inner(fwd_chunk_id, *args, **kwargs)
-        manager = self.manager
+        manager, num_stages = self.manager, len(self._stages)
+        smallest = manager.config.min_offloaded_tensor_size
         try:
-            manager.begin_chunk(
-                len(self._stages),
-                vp_stage,
-                manager.config.min_offloaded_tensor_size,
-                microbatch=fwd_chunk_id,
-            )
+            manager.begin_chunk(num_stages, vp_stage, smallest, microbatch=fwd_chunk_id)
             return inner(fwd_chunk_id, *args, **kwargs)
         finally:
             manager.end_chunk()
@@ -231,21 +235,7 @@ class AttachedSchedule:
     def begin_step(self) -> None:
         """Begin a step. ``schedule.step`` calls this; callers of single actions must call it."""
         self._keep_modules()
-        self._order.begin_step(self.manager, _rank_of(self._stages), self._split)
-
-
-def _rank_of(stages: list[Any]) -> int:
-    """Pipeline rank of the stages."""
-    return int(stages[0].group_rank)
-
-
-def _facts_of(schedule: Any, stages: list[Any]) -> dict[str, Any]:
-    """Collect the known facts of a schedule that a plan's options also record."""
-    kind = type(schedule)
-    facts = {"num_microbatches": schedule._n_microbatches, "num_ranks": stages[0].group_size}
-    if kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_"):
-        facts["schedule"] = kind.__name__  # not for a list of actions, which is unnamed
-    return facts
+        self._order.begin_step(self.manager, self._rank, self._split)
 
 
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
@@ -256,15 +246,6 @@ def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
             raise OffloadError(
                 f"the plan has {missing} of stage {stage.stage_index} recomputed, and they are not;"
                 f" call recompute_layers(module, {list(names)}) with the stage's module before"
-            )
-
-
-def _check_free(stages: list[Any]) -> None:
-    for stage in stages:
-        if _ATTACHED in vars(stage):
-            raise OffloadError(
-                f"stage {stage.stage_index} is attached through another schedule; detach() "
-                "the handle of that schedule first"
             )
 
 
@@ -336,12 +317,6 @@ def backward_order(
             keys.append(key)
     split = frozenset(key.chunk for key in keys if isinstance(key, WeightPassKey))
     return BackwardOrder(keys, split, frozenset(late))
-
-
-def _order_of(schedule: Any, stages: list[Any]) -> BackwardOrder:
-    numbers = [stage.stage_index for stage in stages]
-    late = [stage.stage_index for stage in stages if stage.is_first and not stage.dw_builder]
-    return backward_order(actions_of(schedule, _rank_of(stages)), numbers, late)
 
 
 class Action(NamedTuple):
