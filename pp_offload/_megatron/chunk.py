@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -159,9 +159,7 @@ class ChunkOffloadHandler(Chunk):
 
     # Forward
 
-    def on_group_start_forward(self, name: str) -> OffloadTensorGroup:
-        """Open a group; see :meth:`start`."""
-        return cast(OffloadTensorGroup, self.start(name))
+    on_group_start_forward = Chunk.start  # Megatron's name
 
     def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
         """Commit the group started last; see :meth:`commit`."""
@@ -193,9 +191,10 @@ class ChunkOffloadHandler(Chunk):
 
     # Backward
 
-    def on_group_commit_backward(self, name: str) -> None:
+    def on_group_commit_backward(self, name: str | None) -> None:
         """Mark the next group of this name, if any, as reached; reload its tensors."""
-        self._reach_next(name)
+        if (group := self._next_in_backward(name)) is not None:
+            group.on_use()
 
     def bulk_reload(self) -> None:
         """Reload ahead as far as the window allows."""
@@ -206,16 +205,12 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_reload_group(self) -> None:
         """Reload the next group to run backward."""
-        self._reach_next(None)
+        self.on_group_commit_backward(None)
 
     def pre_reload_last_layer(self) -> None:
         """Reload the groups backward uses first, before it begins."""
         if (group := self._next_in_backward(None)) is not None:
             self.offloader.resume(group)
-
-    def _reach_next(self, name: str | None) -> None:
-        if (group := self._next_in_backward(name)) is not None:
-            group.on_use()
 
     def _next_in_backward(self, name: str | None) -> Group | None:
         unused = (group for group in reversed(self.groups) if not group.is_used)
@@ -274,6 +269,7 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
             vp_stage=vp_stage,
             microbatch=microbatch,
         )
+        self.offload_groups = self.groups  # main's name
         self.max_inflight_offloads = max_inflight_offloads
         self._in_flight: dict[str, deque[Any]] = defaultdict(deque)
 
@@ -315,11 +311,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         """Offload an open group, ignoring the plan; without host room the group stays."""
         self.open_groups.remove(group_to_offload)
         self.send(group_to_offload)
-
-    @property
-    def offload_groups(self) -> list[OffloadTensorGroup]:
-        """Groups of the chunk in this step, in forward order."""
-        return self.groups
 
     def find_group_with_name(  # type: ignore[override]
         self, groups: Sequence[OffloadTensorGroup], name: str, start_index: int = 0

@@ -106,7 +106,10 @@ def fine_grained_offloading_forward_record(event: Any) -> None:
     backward each end with a record. The graph keeps the host memory of its copies until the manager
     is dropped. Run a step first: a capture cannot allocate host memory.
     """
-    _record_and_join(event)
+    offloader = PipelineOffloadManager.get_instance().offloader
+    if event is not None:  # main has none without CUDA
+        event.record(offloader.backend.current_stream())
+    offloader.engine.mover.join()
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
@@ -123,20 +126,13 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         """Record ``event`` on the current stream, which then waits for both copy streams."""
-        _record_and_join(ctx.event)
+        fine_grained_offloading_forward_record(ctx.event)
         return grad_output, None
 
 
 def fine_grained_offloading_backward_record(tensor: Tensor, event: Any) -> Tensor:
     """Return ``tensor``; its backward records ``event`` and joins the copy streams."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
-
-
-def _record_and_join(event: Any) -> None:
-    offloader = PipelineOffloadManager.get_instance().offloader
-    if event is not None:  # main has none without CUDA
-        event.record(offloader.backend.current_stream())
-    offloader.engine.mover.join()
 
 
 # A group around code
