@@ -62,10 +62,7 @@ class ForwardOffload(NamedTuple):
 
 
 def offload_of(
-    model: Module,
-    groups: Patterns | None,
-    config: OffloadConfig | None,
-    options: Mapping[str, Any],
+    model: Module, groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
 ) -> ForwardOffload:
     """Make the offload of a model that is ready to train: wrapped, sharded, on its device.
 
