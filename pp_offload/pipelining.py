@@ -81,7 +81,7 @@ def detach(schedule: Any) -> None:
         attached.detach()
 
 
-class AttachedSchedule:
+class AttachedSchedule(AbstractContextManager["AttachedSchedule"]):
     """A schedule whose stages offload; made by :func:`attach`."""
 
     def __init__(
@@ -98,10 +98,6 @@ class AttachedSchedule:
                     f"stage {stage.stage_index} is attached through another schedule; detach() "
                     "the handle of that schedule first"
                 )
-        numbers = [stage.stage_index for stage in stages]
-        late = [each.stage_index for each in stages if each.is_first and not each.dw_builder]
-        self._order = backward_order(actions_of(schedule, self._rank), numbers, late)
-        self._split: SplitBackward | None = None
         self._is_attached = False
         self._undo = UndoStack()
         try:
@@ -113,7 +109,12 @@ class AttachedSchedule:
     def _attach(self, groups: Patterns | None, config: OffloadConfig | None) -> None:
         manager, undo = self.manager, self._undo
         undo.set(self._schedule, _ATTACHED, self)
-        plan = (config or manager.config).offload_plan
+        options = config or manager.config
+        numbers = [stage.stage_index for stage in self._stages]
+        late = [each.stage_index for each in self._stages if each.is_first and not each.dw_builder]
+        actions = actions_of(self._schedule, self._rank)
+        self._order = backward_order(actions, numbers, late, options)
+        plan = options.offload_plan
         if plan is not None:
             plan.rank(self._stages[0].group_size - 1)  # on each rank: all know what the last lacks
             _check_recomputed(self._stages, plan.rank(self._rank))
@@ -121,7 +122,6 @@ class AttachedSchedule:
         if config is not None:
             manager.configure(config)  # last, because the old options are lost
         manager.plan_check.check(manager.config, self._rank, **self._facts())
-        self._split = self._order.split_backward(manager.config)
         undo.callback(self._leave_manager)
         manager.num_attached, self._is_attached = manager.num_attached + 1, True
         if groups is None and plan is None:
@@ -169,9 +169,6 @@ class AttachedSchedule:
             groups = self._modules.described()
         name = type(self._schedule).__name__
         return f"<AttachedSchedule of {name}: {state}; {groups}>"
-
-    def __enter__(self) -> AttachedSchedule:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.detach()
@@ -235,7 +232,7 @@ class AttachedSchedule:
     def begin_step(self) -> None:
         """Begin a step. ``schedule.step`` calls this; callers of single actions must call it."""
         self._keep_modules()
-        self._order.begin_step(self.manager, self._rank, self._split)
+        self._order.begin_step(self.manager, self._rank)
 
 
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
@@ -266,21 +263,16 @@ class BackwardOrder(NamedTuple):
     keys: list[ChunkKey | WeightPassKey]
     """Backwards in order."""
 
-    split: frozenset[ChunkKey]
-    """Chunks whose backward comes in two parts."""
+    split: SplitBackward | None
+    """Observer of the backwards that come in two parts; None if all come in one."""
 
     late: frozenset[ChunkKey]
     """Chunks whose first part does nothing, as a first stage has no inputs to differentiate."""
 
-    def split_backward(self, config: OffloadConfig) -> SplitBackward | None:
-        """Make the observer of backwards in two parts; None if all come in one."""
-        is_keeping = config.split_backward == "keep"
-        return SplitBackward(self.split, is_keeping=is_keeping) if self.split else None
-
-    def begin_step(self, manager: Manager, rank: int, split: SplitBackward | None) -> None:
+    def begin_step(self, manager: Manager, rank: int) -> None:
         """Begin a step of a rank, whose groups are needed in this order."""
         manager.reset()
-        manager.offloader.follow_parts(split)
+        manager.offloader.follow_parts(self.split)
         manager.step.pipeline_rank = rank
         if self.keys or manager.step.queue.is_scheduled:
             manager.step.queue.set_order(self.keys, is_scheduled=bool(self.keys))
@@ -289,7 +281,7 @@ class BackwardOrder(NamedTuple):
         self, manager: Manager, key: ChunkKey, part: BackwardPass
     ) -> AbstractContextManager[None]:
         """Begin a chunk's backward, or a part of it, which runs in the returned context."""
-        if key in self.split:
+        if self.split is not None and key in self.split.chunks:
             return manager.backward_pass(key, part)
         if part is BackwardPass.WEIGHT or key not in self.late:
             manager.begin_backward(key)
@@ -297,26 +289,26 @@ class BackwardOrder(NamedTuple):
 
 
 def backward_order(
-    actions: Iterable[Action], stages: Sequence[int], late_stages: Collection[int]
+    actions: Iterable[Action], stages: Sequence[int], late: Collection[int], config: OffloadConfig
 ) -> BackwardOrder:
-    """Read the order of backward on a rank, whose ``stages`` are by virtual stage.
-
-    In ``late_stages`` the first part of a backward in two does nothing.
+    """Read the order of backward on a rank, whose ``stages`` are by virtual stage. In those that
+    are ``late`` the first part of a backward in two does nothing.
     """
     keys: list[ChunkKey | WeightPassKey] = []
-    late = []
+    late_keys = []
     for kind, stage, microbatch in actions:
         if stage not in stages:
             continue
-        key, is_late = ChunkKey(stages.index(stage), microbatch), stage in late_stages
+        key, is_late = ChunkKey(stages.index(stage), microbatch), stage in late
         if kind == "BACKWARD_INPUT" and is_late:
-            late.append(key)
+            late_keys.append(key)
         elif kind == "BACKWARD_WEIGHT" and not is_late:
             keys.append(WeightPassKey(key))
         elif kind in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"):
             keys.append(key)
-    split = frozenset(key.chunk for key in keys if isinstance(key, WeightPassKey))
-    return BackwardOrder(keys, split, frozenset(late))
+    chunks = frozenset(key.chunk for key in keys if isinstance(key, WeightPassKey))
+    split = SplitBackward(chunks, is_keeping=config.split_backward == "keep") if chunks else None
+    return BackwardOrder(keys, split, frozenset(late_keys))
 
 
 class Action(NamedTuple):
@@ -330,10 +322,7 @@ class Action(NamedTuple):
 
 
 def actions_of(schedule: Any, rank: int) -> Iterator[Action]:
-    """Yield the actions of a rank in the schedule's order; none if it has no list.
-
-    Overlapping actions come one by one.
-    """
+    """Yield a rank's actions in order, overlapping ones one by one; none if there is no list."""
     with_comms = getattr(schedule, "pipeline_order_with_comms", None)
     order = with_comms or getattr(schedule, "pipeline_order", None) or {}
     for action in order.get(rank, ()):

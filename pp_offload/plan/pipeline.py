@@ -134,8 +134,7 @@ class TapeWork(RankWork):
             self.manager = NumberManager(config, device)
         self._tapes, self._number = tapes, number
         self._stages = order.stages_of(number)
-        self._order = backward_order(order.actions[number], self._stages, late_stages=[0])
-        self._split = self._order.split_backward(config)
+        self._order = backward_order(order.actions[number], self._stages, [0], config)
         self._chunks: dict[ChunkKey, Any] = {}
         """Chunks of the step. A program may hold what they saved until its end."""
 
@@ -148,7 +147,7 @@ class TapeWork(RankWork):
         """Begin a step with the plan learned from the last step."""
         self._chunks.clear()
         self._have_gradients.clear()
-        self._order.begin_step(self.manager, self._number, self._split)
+        self._order.begin_step(self.manager, self._number)
         state_bytes = self._tapes.state_bytes * self._has_updated
         self.device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
 
