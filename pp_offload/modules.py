@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ are as in a state dict, or as in ``named_modules()``.
 """
 
 
-class OffloadModulesHandle:
+class OffloadModulesHandle(AbstractContextManager["OffloadModulesHandle"]):
     """Handle of :func:`offload_modules`, which removes its groups; ``manager`` is their manager."""
 
     def __init__(
@@ -81,9 +81,6 @@ class OffloadModulesHandle:
     def __repr__(self) -> str:
         state = "removed; " if self._is_removed else ""
         return f"<OffloadModulesHandle: {state}{self.described()}>"
-
-    def __enter__(self) -> OffloadModulesHandle:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()
@@ -188,10 +185,7 @@ def check_patterns(groups: object) -> None:
 
 @never_compiled
 def _keep_gathered(module: Module, args: object) -> None:
-    """Keep parameters that FSDP gathers for a forward on the device.
-
-    ``fully_shard`` replaces the shards by these parameters in its own hook, which runs before.
-    """
+    """Keep the parameters of a forward, by which FSDP's own hook has just replaced the shards."""
     manager = PipelineOffloadManager.get_instance()
     manager.offloader.engine.eligibility.residents.add_gathered(module)
 
@@ -267,11 +261,7 @@ def _groups_around(module: Module) -> list[_Group]:
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:
-    """Drop repeated modules of places.
-
-    Raises:
-        ValueError: A module is a group already, would be two, or is scripted.
-    """
+    """Drop repeated modules; raise if one is a group already, would be two, or is scripted."""
     by_module: dict[Module, _Place] = {}
     for place in places:
         if isinstance(place.module, torch.jit.ScriptModule):
@@ -302,9 +292,8 @@ def no_match(model: Module, missing: Iterable[str]) -> str:
 
 
 def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
-    """Return the names of the modules that match a pattern.
-
-    A pattern that omits the names of wrappers matches the wrapper, not the module inside.
+    """Return the names of the modules that match a pattern. One that omits the names of wrappers
+    matches the wrapper, not the module inside.
     """
     wanted = [pattern.split(".") for pattern in listed(patterns)]
     names = [name for name, _ in model.named_modules() if name]
