@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -43,7 +44,7 @@ MAX_TENSORS = 5
 _active: patch | None = None
 
 
-class patch:  # noqa: N801  called as a function is
+class patch(AbstractContextManager["patch"]):  # noqa: N801  called as a function is
     """Route other libraries' offload of activations through this package, overlapped with compute.
 
     The patch is active from construction until :meth:`undo`, and is a context manager as well.
@@ -103,15 +104,11 @@ class patch:  # noqa: N801  called as a function is
             self._undo.callback(setattr, _select, "__code__", _select.__code__)
             _select.__code__ = _in_place_of_torchs.__code__
         if importlib.util.find_spec("trl") is not None:
-            self._replace_everywhere(importlib.import_module(TRL))
-
-    def _replace_everywhere(self, trl: Any) -> None:
-        """Replace TRL's function also where it was imported by name."""
-        name = "get_act_offloading_ctx_manager"
-        original = getattr(trl, name)
-        for module in [*sys.modules.values()]:
-            if getattr(module, "__dict__", {}).get(name) is original:
-                self._undo.set(module, name, self._context_of)
+            name = "get_act_offloading_ctx_manager"
+            original = getattr(importlib.import_module(TRL), name)
+            for module in [*sys.modules.values()]:  # also where it was imported by name
+                if getattr(module, "__dict__", {}).get(name) is original:
+                    self._undo.set(module, name, self._context_of)
 
     def _context_of(self, model: Module, **options: Any) -> OffloadActivations:
         """Make a context, with the parameters of TRL's ``get_act_offloading_ctx_manager``."""
@@ -129,9 +126,6 @@ class patch:  # noqa: N801  called as a function is
         self._undo.close()
         if _active is self:
             _active = None
-
-    def __enter__(self) -> patch:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.undo()
