@@ -64,10 +64,8 @@ class ForwardOffload(NamedTuple):
 def offload_of(
     model: Module, groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
 ) -> ForwardOffload:
-    """Make the offload of a model that is ready to train: wrapped, sharded, on its device.
-
-    Without groups all activations are offloaded, with ``options`` of
-    :func:`pp_offload.get_lora_act_offloading_ctx_manager`.
+    """Make the offload of a model that is ready to train: wrapped, sharded, on its device. Without
+    groups all activations leave: see :func:`pp_offload.get_lora_act_offloading_ctx_manager`.
     """
     check_kind("model", model, Module, "an nn.Module")
     check_choice(groups, config, options)
@@ -121,7 +119,13 @@ class GroupForwards:
         manager = self._manager
         try:
             if step != self._step:
-                self._begin_step()
+                # Models trained in turn share the manager's single step. The model that begins its
+                # next step ends the step of all; the others join it.
+                members = _MEMBERS.setdefault(manager, WeakSet())
+                if not members or self in members:
+                    manager.reset()
+                    members.clear()
+                members.add(self)
                 self._step = step
             manager.begin_chunk(None, None, manager.config.min_offloaded_tensor_size)
             yield
@@ -131,18 +135,6 @@ class GroupForwards:
             raise
         finally:
             manager.end_chunk()
-
-    def _begin_step(self) -> None:
-        """Begin a step of the manager, or join the step that another model of the loop has begun.
-
-        Models trained in turn share the manager's single step. The model that begins its next step
-        ends the step of all.
-        """
-        members = _MEMBERS.setdefault(self._manager, WeakSet())
-        if not members or self in members:
-            self._manager.reset()
-            members.clear()
-        members.add(self)
 
     def close(self) -> None:
         _MEMBERS.get(self._manager, WeakSet()).discard(self)
