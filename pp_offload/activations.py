@@ -31,11 +31,10 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -154,10 +153,9 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if top_pack() is None:  # else it may begin inside an excluded module
             _here.excluded = None  # the mark of an interrupted forward
         self.stash.begin()
-        parts: Iterable[Module] = ()
-        if "torch.distributed.fsdp" in sys.modules:
-            parts = chain.from_iterable(model.modules() for model in self._models)
-        if not self._models or any(map(is_sharded, parts)):
+        has_fsdp = "torch.distributed.fsdp" in sys.modules
+        parts = (part for model in self._models for part in model.modules())
+        if not self._models or (has_fsdp and any(map(is_sharded, parts))):
             forward.call_with_modules(self._keep_memory_of)
         forward.enter(PackHook(self.pack_hook), self)
 
@@ -455,8 +453,7 @@ class OffloadHiddenStates(OffloadActivations):
         model = self._model()
         if model is not None:  # each time: a trainer enables checkpoints when it begins
             layers = list(_checkpointed(model))
-            for layer, name in layers:
-                function = getattr(layer, name)
+            for layer, name, function in layers:
                 if not isinstance(function, _Noting):
                     setattr(layer, name, _Noting(function))
             if not layers and torch.is_grad_enabled():
@@ -495,7 +492,7 @@ def _pack_noted(stash: ActivationStash, tensor: Tensor) -> Packed:
     return packed
 
 
-def _checkpointed(model: Module) -> Iterator[tuple[Module, str]]:
+def _checkpointed(model: Module) -> Iterator[tuple[Module, str, Callable[..., Any]]]:
     """Yield modules that call a checkpoint function, with the attribute that holds it."""
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
@@ -506,7 +503,7 @@ def _checkpointed(model: Module) -> Iterator[tuple[Module, str]]:
             continue
         function = getattr(module, name, None)
         if callable(function) and not isinstance(getattr(function, "func", None), Recompute):
-            yield module, name
+            yield module, name, function
 
 
 __all__ = [
