@@ -225,9 +225,7 @@ class ActivationStash:
         self.send_if_full()
 
     def send_if_full(self) -> None:
-        """Offload the gathered tensors if there are ``max_tensors``. To be called after the
-        operators that saved them have run.
-        """
+        """Offload the gathered tensors, if ``max_tensors``; the operators must have run."""
         group = self._forward.open
         if group is not None and self.max_tensors and len(group.saved_refs) >= self.max_tensors:
             self.send()

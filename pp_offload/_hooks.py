@@ -116,10 +116,8 @@ def all_packs() -> list[Pack]:
 
 
 def popped(until: object) -> Iterator[tuple[Any, None]]:
-    """Return an iterator that pops hooks until ``until`` is on top; all of them if None. Before
-    each pop, zip asks for the top, and ends there.
-    """
-    never = object()
+    """Return an iterator that pops hooks until ``until`` is on top; all of them if None."""
+    never = object()  # before each pop, zip asks for the top, and ends there
     return zip(iter(partial(top_hooks, True), until), iter(pop_hooks, never), strict=False)
 
 
@@ -216,12 +214,8 @@ unpack: Callable[[Any], Tensor] = methodcaller("unpack")
 def saving(
     pack: Callable[[Tensor], Any] | None, call: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Return ``call(...)``, with tensors saved through ``pack``. See NOTE [ Interrupts ].
-
-    Args:
-        pack: Returns an object with an ``unpack``. None leaves the hooks as they are.
-        call: Function that computes.
-        args, kwargs: Arguments of ``call``.
+    """Return ``call(...)``, with tensors saved through ``pack``, which returns an object with an
+    ``unpack``. None leaves the hooks as they are. See NOTE [ Interrupts ].
     """
     pops = popped(until=top_hooks(True))
     is_on = False
@@ -251,11 +245,8 @@ class HookScope:
         self._exit: weakref.ref[_BoundExit] | None = None  # of the ``with``
 
     def enter(self, pack: Callable[[Tensor], Any], owner: object) -> None:
-        """Save tensors through ``pack``, until the scope is left.
-
-        Args:
-            pack: Returns an object with an ``unpack``. No other scope has this pack.
-            owner: Object with the ``__exit__`` of the ``with``.
+        """Save tensors through ``pack``, which no other scope has and which returns an object with
+        an ``unpack``, until the scope is left. ``owner`` has the ``__exit__`` of the ``with``.
         """
         self._pack = pack
         self._pops = pops = popped(until=top_hooks(True))
@@ -301,11 +292,7 @@ class HookScopes(threading.local):
             raise
 
     def leave(self, failure: BaseException | None = None) -> None:
-        """Leave the innermost scope of this thread.
-
-        Raises:
-            GroupStateError: This thread is in none.
-        """
+        """Leave the innermost scope of this thread; raise a GroupStateError if it is in none."""
         if not self.scopes:
             raise GroupStateError(
                 f"a context is left that thread {threading.get_ident()} did not enter; expected as "

@@ -303,11 +303,7 @@ def without_plan(config: OffloadConfig) -> OffloadConfig:
 
 
 def check_config(config: object) -> None:
-    """Check that options are a config.
-
-    Raises:
-        TypeError: ``config`` is no :class:`OffloadConfig`.
-    """
+    """Raise a TypeError unless ``config`` is an :class:`OffloadConfig`."""
     advice = "write OffloadConfig(**options)" if isinstance(config, dict) else ""
     if config is None:
         advice = "write OffloadConfig() for the defaults"
@@ -315,11 +311,7 @@ def check_config(config: object) -> None:
 
 
 def config_or_default(config: OffloadConfig | None) -> OffloadConfig:
-    """Return default options for None, else ``config`` itself.
-
-    Raises:
-        TypeError: ``config`` is no :class:`OffloadConfig`.
-    """
+    """Return default options for None, else ``config``; raise a TypeError if that is no config."""
     if config is None:
         return OffloadConfig()
     check_config(config)

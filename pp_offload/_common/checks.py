@@ -51,12 +51,10 @@ def _class_of(value: object) -> str:
 
 
 def described(tensor: Tensor) -> str:
-    """Format a tensor for a message about another error. Never raises: nested tensors have no
-    shape, and a subclass may refuse every question.
-    """
+    """Format a tensor for a message about another error. Never raises."""
     try:
         return f"a tensor of shape {tuple(tensor.shape)}, dtype {tensor.dtype}"
-    except Exception:
+    except Exception:  # nested tensors have no shape, and a subclass may refuse every question
         return _class_of(tensor)
 
 
@@ -133,11 +131,7 @@ def check_names(options: Iterable[object], names: Sequence[str], of: str) -> Non
 
 
 def takes_options_by_name(cls: _Cls) -> _Cls:
-    """Decorate a dataclass to propose near names of unknown options, before any other check.
-
-    Raises:
-        OptionError: From the constructor; a ``ConfigError`` and a ``TypeError``.
-    """
+    """Decorate a dataclass to raise an OptionError, with near names, for unknown options first."""
     init = cls.__init__  # type: ignore[misc]
     names = [each.name for each in fields(cls)]
 

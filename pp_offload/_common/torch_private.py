@@ -123,9 +123,8 @@ except (AttributeError, ImportError) as failure:
 
 
 def never_compiled(function: F) -> F:
-    """Mark a function so that it, and all that it calls, runs uncompiled; returns it.
-
-    Does what ``torch.compiler.disable`` does, without a wrapper that each call would go through.
+    """Mark a function so that it, and all that it calls, runs uncompiled; return it. Unlike
+    ``torch.compiler.disable``, this adds no wrapper that each call would go through.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a call inside a graph
     _set_strategy(function.__code__, _SKIP)  # type: ignore[attr-defined]  # and for a direct call
@@ -152,9 +151,7 @@ def is_in_autocast() -> bool:
 
 
 def has_modes_of_others() -> bool:
-    """Whether a dispatch mode is active that is not this package's: operators may give others'
-    results in it, unless it says that it ``only_observes``.
-    """
+    """Whether a dispatch mode of others, which may change results, is active."""
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     others = [mode for mode in modes if not type(mode).__module__.startswith("pp_offload.")]
     return not all(getattr(mode, "only_observes", False) for mode in others)
@@ -177,11 +174,8 @@ def end_checkpoints(failure: BaseException | None) -> None:
 
 
 def schedule_of_csv(path: str, stages: list[Any], num_microbatches: int, loss_fn: Any) -> Any:
-    """Make a schedule from a CSV file of actions, a line for each rank.
-
-    Raises:
-        AssertionError: The file does not fit the stages.
-        RuntimeError: A line is no list of actions.
+    """Make a schedule from a CSV file of actions, a line for each rank. Raise an AssertionError if
+    they do not fit the stages, and a RuntimeError if a line is no list of actions.
     """
     # Imported late, because this module of torch imports its compiler.
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -192,10 +186,7 @@ def schedule_of_csv(path: str, stages: list[Any], num_microbatches: int, loss_fn
 
 
 def knows_sizes(stage: Any) -> bool:
-    """Have a stage read the sizes of the samples it was given; False if it does so itself.
-
-    Torch 2.10 stages do.
-    """
+    """Have a stage read the sizes of its samples; False for torch 2.10, where it does so itself."""
     from torch.distributed.pipelining import _utils
 
     modes = getattr(_utils, "InferenceMode", None)
@@ -213,9 +204,7 @@ def default_store() -> Store:
 
 
 def prepare_stage(stage: Any, num_microbatches: int) -> None:
-    """Prepare a ``PipelineStage`` that was given samples of its inputs and outputs, as a schedule
-    does in its first step, where all sizes are known.
-    """
+    """Prepare a ``PipelineStage`` with samples, which tell all sizes, as its first step does."""
     stage.has_backward = True
     if knows_sizes(stage):
         stage._prepare_forward_infra(num_microbatches, None, has_backward=True)

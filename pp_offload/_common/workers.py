@@ -114,11 +114,8 @@ class Piece:
         return self._has_ended
 
     def wait(self) -> None:
-        """Block until the work has ended.
-
-        Raises:
-            ForkedError: The work was queued before a fork, in another process.
-            ClosedError: The process ends.
+        """Block until the work has ended; raise a ForkedError if it was queued in another process,
+        before a fork, and a ClosedError if this process ends.
         """
         if self._has_ended or sys.is_finalizing():  # then no thread runs any more
             return

@@ -54,9 +54,7 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
 
 
 def _start(name: str) -> Group | None:
-    """Open a group on the current chunk. Return None if groups do nothing here: without grad, while
-    offload is disabled, and inside a checkpoint.
-    """
+    """Open a group; None where groups do nothing: no grad, offload disabled, or a checkpoint."""
     chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
     return None if chunk is None or chunk.leaves_out(name) else chunk.start(name)
 

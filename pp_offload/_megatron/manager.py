@@ -229,9 +229,7 @@ class PipelineOffloadManager(Manager):
 
 
 def _handler(chunk: object) -> ChunkOffloadHandler | None:
-    """Return ``chunk``; None for the weight pass of a split backward, which lacks Megatron's
-    methods.
-    """
+    """Return ``chunk``; None for the weight pass of a split backward, not of Megatron."""
     return chunk if isinstance(chunk, ChunkOffloadHandler) else None
 
 
