@@ -184,6 +184,8 @@ def expected(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 class _OfThread(threading.local):
     is_expected = False
+    last_exit: weakref.ref[_BoundExit] | None = None
+    """The ``__exit__`` looked up last: by a ``with``, right before ``__enter__``."""
 
 
 _here = _OfThread()
@@ -211,9 +213,7 @@ unpack: Callable[[Any], Tensor] = methodcaller("unpack")
 """Unpack hook of all scopes: returns tensors as they were saved."""
 
 
-def saving(
-    pack: Callable[[Tensor], Any] | None, call: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
+def saving(pack: Pack | None, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Return ``call(...)``, with tensors saved through ``pack``, which returns an object with an
     ``unpack``. None leaves the hooks as they are. See NOTE [ Interrupts ].
     """
@@ -250,7 +250,7 @@ class HookScope:
         """
         self._pack = pack
         self._pops = pops = popped(until=top_hooks(True))
-        self._exit = _lookups.of(owner, partial(countOf, pops))  # which pops all, in C
+        self._exit = _exit_of(owner, partial(countOf, pops))  # which pops all, in C
         self._is_on = turn_on()
         push_hooks(pack, unpack)
 
@@ -322,25 +322,18 @@ class exact_exit:  # noqa: N801  a decorator
         if owner is None:
             return self._function
         bound = _BoundExit(self._function, owner)
-        _lookups.last = weakref.ref(bound)
+        _here.last_exit = weakref.ref(bound)
         return bound
 
 
-class _Lookups(threading.local):
-    """The ``__exit__`` that a thread looked up last: by a ``with``, right before ``__enter__``."""
+def _exit_of(owner: object, when_gone: Callable[..., Any]) -> weakref.ref[_BoundExit] | None:
+    """Return a reference to the last lookup, with a callback; None if of another object."""
+    ref, _here.last_exit = _here.last_exit, None
+    bound = None if ref is None else ref()
+    if bound is None or bound.args[0] is not owner:
+        return None
+    return weakref.ref(bound, when_gone)
 
-    last: weakref.ref[_BoundExit] | None = None
-
-    def of(self, owner: object, when_gone: Callable[..., Any]) -> weakref.ref[_BoundExit] | None:
-        """Return a reference to the last lookup, with a callback; None if of another object."""
-        ref, self.last = self.last, None
-        bound = None if ref is None else ref()
-        if bound is None or bound.args[0] is not owner:
-            return None
-        return weakref.ref(bound, when_gone)
-
-
-_lookups = _Lookups()
 
 # The switch of Transformer Engine
 
