@@ -48,9 +48,7 @@ are as in a state dict, or as in ``named_modules()``.
 class OffloadModulesHandle(AbstractContextManager["OffloadModulesHandle"]):
     """Handle of :func:`offload_modules`, which removes its groups; ``manager`` is their manager."""
 
-    def __init__(
-        self, hooks: ExitStack, modules: dict[str, list[str]], running: Sequence[str]
-    ) -> None:
+    def __init__(self, hooks: ExitStack, modules: dict[str, list[str]], running: list[str]) -> None:
         self._hooks, self._running = hooks, running
         self._is_removed = False
         self.modules = modules

@@ -22,9 +22,6 @@ from pp_offload._common.checks import check_count
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.chunk import MainChunkOffloadHandler
-from pp_offload._megatron.interface import (
-    FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
-)
 from pp_offload.config import AUTO, OffloadConfig
 
 the_manager = introduced_manager.PipelineOffloadManager.get_instance
@@ -141,6 +138,7 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 _FACE = PipelineOffloadManager()
 
 fine_grained_offloading_group_offload = introduced.fine_grained_offloading_group_commit
+_BackwardRecord = introduced.FineGrainedOffloadingBackwardRecordFunction
 
 
 class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
