@@ -67,13 +67,9 @@ class TrainerMixin:
 
 
 class OfModel:
-    """Offload of a trainer's current model, as its user and its arguments choose.
-
-    Args:
-        name: Name of the choice, which the trainer's arguments may have as well.
-        wanted: Options, True, False or a word; None leaves the choice to the trainer's arguments.
-        make: Makes the offload of a model, from the model, options and the trainer's arguments.
-        words: Words of other trainers for options, or for False.
+    """Offload of a trainer's current model, made from the model, options and trainer's arguments.
+    The user has ``wanted`` options, True, False or one of the ``words`` of other trainers; None
+    leaves the choice to the trainer's arguments, where it has the same ``name``.
     """
 
     def __init__(
