@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._common.processes import current, logger_of, warn_once
+from pp_offload._common.processes import HERE, logger_of, warn_once
 from pp_offload._common.torch_private import (
     is_in_autocast,
     never_compiled,
@@ -95,7 +95,7 @@ class ActivationStash:
         self._start()
 
     def _start(self) -> None:
-        self._owner = current()
+        self._owner = HERE[0]
         self._forward = _Forward()
         self._step = StepRecord()
         self._offloader = self._make(self._step)
@@ -106,7 +106,7 @@ class ActivationStash:
 
     def begin(self) -> None:
         """Begin the forward of a microbatch, and offload the tensors that the last one gathered."""
-        if self._owner != current():  # forked: see :mod:`pp_offload._megatron.manager`
+        if self._owner != HERE[0]:  # forked: see :mod:`pp_offload._megatron.manager`
             self._inherited = old = self._offloader  # kept, or its end would wait for its copies
             self._start()
             self._offloader.engine.go_on_as(old.engine)

@@ -1,7 +1,7 @@
 """The current process: its number, rank, log and garbage collector.
 
 Threads, copies in flight and files do not follow a fork. Owners of such resources note
-:func:`current`, and call :func:`check` before each use.
+:data:`HERE`, and call :func:`check` before each use.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def current() -> int:
-    """Return the number of this process."""
-    return HERE[0]
 
 
 def own_rank(process_group: dist.ProcessGroup | None = None) -> int | None:

@@ -34,7 +34,7 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from pp_offload._common.processes import check, current
+from pp_offload._common.processes import HERE, check
 from pp_offload.errors import ClosedError
 
 _here = threading.local()
@@ -77,7 +77,7 @@ class Piece:
         self._work = [work]  # popped by run() or call_off(): a pop is atomic
         self._has_ended = False
         self._waiters: list[LockType] = []  # see NOTE [ Signals and threads ]
-        self._owner = current()
+        self._owner = HERE[0]
         self._value: Any = None
         self.failure: BaseException | None = None
 
@@ -141,12 +141,8 @@ def _check_not_closed() -> None:
 
 
 class Workers:
-    """A queue of work, and the threads that do it.
-
-    Args:
-        name: Name of the threads.
-        num_threads: Most pieces in progress at a time. They begin in the order of the queue.
-        keep: An object that the threads refer to until they end.
+    """A queue of work, and threads that begin its pieces in order, ``num_threads`` at a time. The
+    threads refer to ``keep`` until they end.
     """
 
     def __init__(self, name: str, num_threads: int = 1, keep: object = None) -> None:
@@ -164,7 +160,7 @@ class Workers:
             thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._owner = current()  # last: see NOTE [ Signals and threads ]
+        self._owner = HERE[0]  # last: see NOTE [ Signals and threads ]
 
     def submit(self, work: Callable[[], object]) -> Piece:
         """Queue work, and return its piece."""
@@ -179,7 +175,7 @@ class Workers:
     def queue(self, piece: Piece) -> None:
         """Queue a piece. A caller interrupted inside must call the piece off."""
         _check_not_closed()
-        if self._owner != current():
+        if self._owner != HERE[0]:
             self._begin()
         self._queue.put(piece)
 

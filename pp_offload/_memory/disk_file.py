@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._common.processes import check, current, logger_of
+from pp_offload._common.processes import HERE, check, logger_of
 from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload._memory.addresses import Ranges, as_array, new_checksum
 from pp_offload.backends import Event
@@ -155,7 +155,7 @@ class DiskFile:
         # The threads close the file: a destructor loses what a signal handler raises.
         self._threads = Workers("disk", num_threads, keep=self._file)
         new_checksum()  # imports now: a fork during an import leaves a child that hangs
-        self._owner = current()
+        self._owner = HERE[0]
         self._free = Ranges()
         self._end = self._in_use_bytes = 0
         # By id of the weak reference to an extent, its start and bytes; to a write, None and bytes.
