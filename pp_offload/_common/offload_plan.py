@@ -28,60 +28,51 @@ HOW = "expected a plan as `pp-offload plan -o` writes it"
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of a stage."""
+    """A group of a stage.
+
+    Attributes:
+        nbytes: Bytes that an offload of the group moves. A group with other bytes is not planned.
+        keeps: True if the group stays on the device.
+    """
 
     name: str
-
     nbytes: int
-    """Bytes that an offload of the group moves. A group with other bytes is not planned."""
-
     keeps: bool
-    """True if the group stays on the device."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Plan of a rank, and the predicted cost of a step."""
+    """Plan of a rank, and the predicted cost of a step.
 
-    stages: tuple[tuple[PlannedGroup, ...], ...]
-    """Groups in forward order, by virtual stage."""
-
-    recomputed: tuple[tuple[str, ...], ...] = ()
-    """Names of layers that backward recomputes whole, by virtual stage; for
-    :func:`pp_offload.recompute_layers`. Recomputed layers have no groups.
+    Attributes:
+        stages: Groups in forward order, by virtual stage.
+        recomputed: Names of layers that backward recomputes whole, by virtual stage; for
+            :func:`pp_offload.recompute_layers`. Recomputed layers have no groups.
+        peak_bytes: Peak of the device, with parameters, gradients and, where planned, the
+            optimizer's state.
+        seconds: Time from the begin of the step until the rank's compute has ended.
+        busy_s: Part of ``seconds`` in which compute works.
+        stalled_s: Part of ``seconds`` in which compute waits for copies.
+        bytes_offloaded: Bytes copied to the host.
+        offload_s: Time that the copies to the host take.
+        on_demand_reloads: Payloads reloaded only when backward reaches their group.
+        optimizer_bytes: Part of the peak that is the optimizer's state; 0 without an optimizer.
+        max_in_flight_bytes, prefetch_bytes: Options of this rank; None if the engine chooses.
     """
 
+    stages: tuple[tuple[PlannedGroup, ...], ...]
+    recomputed: tuple[tuple[str, ...], ...] = ()
     peak_bytes: int = 0
-    """Peak of the device, with parameters, gradients and, where planned, the optimizer's state."""
-
     host_peak_bytes: int = 0
-
     seconds: float = 0.0
-    """Time from the begin of the step until the rank's compute has ended."""
-
     busy_s: float = 0.0
-    """Part of ``seconds`` in which compute works."""
-
     stalled_s: float = 0.0
-    """Part of ``seconds`` in which compute waits for copies."""
-
     bytes_offloaded: int = 0
-    """Bytes copied to the host."""
-
     offload_s: float = 0.0
-    """Time that the copies to the host take."""
-
     on_demand_reloads: int = 0
-    """Payloads reloaded only when backward reaches their group."""
-
     optimizer_bytes: int = 0
-    """Part of the peak that is the optimizer's state; 0 without an optimizer."""
-
     max_in_flight_bytes: int | None = None
-    """Option ``max_in_flight_bytes`` of this rank; None if the engine chooses."""
-
     prefetch_bytes: int | None = None
-    """Option ``prefetch_bytes`` of this rank; None if the engine chooses."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
@@ -93,27 +84,25 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Plan of all ranks of a pipeline."""
+    """Plan of all ranks of a pipeline.
+
+    Attributes:
+        made_for: Model, schedule and device, in words.
+        limit_bytes: Limit on the peak of each device.
+        seconds: Time of a step by this plan.
+        least_seconds: Time of a step without any offload. No plan is faster: offload only adds
+            waits.
+        options: Options the plan was made with, by name, which the run needs, too: fields of
+            :class:`pp_offload.OffloadConfig` that differ from the default, ``num_microbatches``
+            and ``schedule``.
+    """
 
     made_for: str
-    """Model, schedule and device, in words."""
-
     limit_bytes: int
-    """Limit on the peak of each device."""
-
     seconds: float
-    """Time of a step by this plan."""
-
     least_seconds: float
-    """Time of a step without any offload. No plan is faster: offload only adds waits."""
-
     ranks: tuple[RankPlan, ...]
-
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Options the plan was made with, by name, which the run needs, too: fields of
-    :class:`pp_offload.OffloadConfig` that differ from the default, ``num_microbatches`` and
-    ``schedule``.
-    """
 
     def rank(self, number: int) -> RankPlan:
         """Return the plan of one rank.
