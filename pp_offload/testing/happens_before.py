@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -30,17 +31,12 @@ class VectorClock(dict[str, int]):
     Loops use a copy: an engine collected meanwhile waits, and a clock advances.
     """
 
-    def merge(self, other: VectorClock) -> None:
-        """Add all progress that ``other`` knows."""
+    def merge(self, other: VectorClock) -> VectorClock:
+        """Add all progress that ``other`` knows; return this clock."""
         for name, tick in dict(other).items():
             if self.get(name, 0) < tick:
                 self[name] = tick
-
-    def merged(self, other: VectorClock) -> VectorClock:
-        """Return a clock with the progress known to both clocks."""
-        result = VectorClock(self)
-        result.merge(other)
-        return result
+        return self
 
     def covers(self, other: VectorClock) -> bool:
         """Whether this clock knows all progress that ``other`` knows."""
@@ -71,8 +67,6 @@ def extent_of(tensor: Tensor) -> Extent:
     start = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.numel() == 0:
         return Extent(start, start)
-    if tensor.is_contiguous():
-        return Extent(start, start + tensor.nbytes)
     last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     return Extent(start, start + (last + 1) * tensor.itemsize)
 
@@ -157,15 +151,8 @@ class StorageHistory:
 
     def first_race(self, access: Access, past: VectorClock) -> Access | None:
         """Return an earlier access that conflicts with ``access`` and is not in ``past``."""
-        for old in self.accesses:
-            if past.get(old.stream, 0) < old.tick and old.conflicts(access):
-                return old
-        return None
-
-    def add(self, access: Access) -> None:
-        """Add ``access``, and remove the accesses that it supersedes."""
-        self.accesses = [old for old in self.accesses if not access.supersedes(old)]
-        self.accesses.append(access)
+        unordered = (old for old in self.accesses if past.get(old.stream, 0) < old.tick)
+        return next((old for old in unordered if old.conflicts(access)), None)
 
 
 class RaceDetector:
@@ -226,7 +213,8 @@ class RaceDetector:
         race = history.first_race(access, clock.past)
         if race is not None:
             raise RaceError(_unordered(access, race))
-        history.add(access)
+        history.accesses = [old for old in history.accesses if not access.supersedes(old)]
+        history.accesses.append(access)
 
     def raise_fault(self) -> None:
         """Raise the race that a free has caused since the last call, if any."""
@@ -245,7 +233,7 @@ class RaceDetector:
             return
         self.device_bytes -= history.nbytes
         free = history.owner.access("free", WHOLE, "storage released")
-        clock = self.host.merged(self.thread_clock())
+        clock = VectorClock(self.host).merge(self.thread_clock())
         if not history.is_host:
             clock.merge(history.owner.past)
         race = history.first_race(free, clock)
@@ -255,11 +243,10 @@ class RaceDetector:
 
 def _bytes_of(storage: UntypedStorage) -> range:
     """Return addresses of a storage's bytes; empty for the storage of a fake tensor."""
-    try:
+    with suppress(RuntimeError):
         begin = storage.data_ptr()
-    except RuntimeError:
-        return range(0)
-    return range(begin, begin + storage.nbytes())
+        return range(begin, begin + storage.nbytes())
+    return range(0)
 
 
 def _unordered(access: Access, earlier: Access) -> str:

@@ -15,16 +15,15 @@ schema says which arguments it writes. Views are ignored: they touch no byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload._common.checks import brief
-from pp_offload._common.operators import Operator, operator
+from pp_offload._common.operators import operator
 from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream, no_memory_in_captures
 from pp_offload.testing.streams import (
@@ -128,9 +127,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         for target, source in pairs:
             self._check_copy(stream, source, "read", label, is_host=stream is self.h2d)
             self._check_copy(stream, target, "write", label, is_host=stream is self.d2h)
-        copies = [
-            QueuedCopy(WeakTensor(target), WeakTensor(source), label) for target, source in pairs
-        ]
+        copies = [QueuedCopy(WeakTensor(to), WeakTensor(source), label) for to, source in pairs]
         self._timeline.queue_copies(stream, copies)
 
     def allocate_host(self, nbytes: int) -> Tensor:
@@ -157,8 +154,12 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     def synchronize(self) -> None:
         """Run all copies, and have the host wait for all work."""
-        self._timeline.forbid_in_capture("the device is synchronized")
-        self._timeline.synchronize()
+        timeline = self._timeline
+        timeline.forbid_in_capture("the device is synchronized")
+        with timeline.lock:
+            timeline.enter()
+            for stream in timeline.streams.values():
+                stream.last_event().finish()
 
     def _check_copy(
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
@@ -179,28 +180,9 @@ class Watch(TorchDispatchMode):
         self._live = live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = operator(func)
+        kwargs, schema = kwargs or {}, operator(func)
         if schema.is_view:
             return func(*args, **kwargs)
-        self._check_operands(schema, args, kwargs)
-        outputs = func(*args, **kwargs)
-        self._see_outputs(outputs)
-        return outputs
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None:
-            self._timeline.detector.raise_fault()
-
-    def _check_operands(
-        self, schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
         self._timeline.enter()
         detector, stream = self._timeline.detector, self._live()
         touched = [  # all made before this operator, which the stream does not know yet
@@ -211,31 +193,22 @@ class Watch(TorchDispatchMode):
         stream.advance(detector.host)
         for history, tensor, kind in touched:
             detector.access(stream, history, tensor, kind, schema.label)
-
-    def _see_outputs(self, outputs: Any) -> None:
-        """Note which stream made each storage."""
-        stream = self._live()
+        outputs = func(*args, **kwargs)
         for _, storage in _with_bytes(outputs):
-            self._timeline.detector.see(storage, stream, is_host=False)
+            detector.see(storage, stream, is_host=False)  # made by this stream
+        return outputs
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            self._timeline.detector.raise_fault()
 
 
 def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:
-    """List the tensors in an argument or output that have bytes the detector can follow."""
-    if not isinstance(value, list | tuple):
-        value = (value,)
+    """List the ordinary CPU tensors in an argument or output, not sparse, meta and fake tensors."""
     pairs = []
-    for item in value:
-        if isinstance(item, Tensor) and (storage := _host_storage(item)) is not None:
-            pairs.append((item, storage))
-    return pairs
-
-
-def _host_storage(tensor: Tensor) -> UntypedStorage | None:
-    """Return the storage of an ordinary CPU tensor; None for sparse, meta and fake tensors."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-    return storage if storage.device.type == "cpu" else None
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, Tensor) and item.layout is torch.strided:
+            with suppress(RuntimeError):  # raised by subclasses without a storage
+                pairs.append((item, item.untyped_storage()))
+    return [pair for pair in pairs if pair[1].device.type == "cpu"]

@@ -59,10 +59,9 @@ class SimulatedEvent:
             timeline.begin_question(self, "an event is queried")
             if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.past):
                 return False
-            if not self.is_reached():
-                return False
-            host.merge(self.past)
-            return True
+            if self.is_reached():
+                host.merge(self.past)
+            return self.is_reached()
 
     def synchronize(self) -> None:
         """Run everything before this point, and have the host wait for it.
@@ -103,13 +102,24 @@ class SimulatedStream(StreamClock):
         assert isinstance(event, SimulatedEvent)
         with self.timeline.lock:
             self.timeline.enter()
-            self.timeline.join_capture(self, event)
+            self._join_capture(event)
             self.past.merge(event.past)
             if not self.is_copy:
                 self.timeline.force(event)
             elif not event.is_reached():
                 self.queue.append(event)
                 self.timeline.work_queued(self)
+
+    def _join_capture(self, event: SimulatedEvent) -> None:
+        """Join the capture of an event; raise a CaptureError if both are not in one capture."""
+        if event.capture == self.capture:
+            return
+        if self.capture or event.capture != self.timeline.capture:
+            raise CaptureError(
+                f"stream {self.name}, in {_capture(self.capture)}, waits for an event "
+                f"recorded in {_capture(event.capture)}; expected one of the same capture"
+            )
+        self.capture = event.capture
 
     def wait_stream(self, other: SimulatedStream) -> None:
         """Order all later work of this stream after all current work of ``other``."""
@@ -123,7 +133,7 @@ class SimulatedStream(StreamClock):
 
     def last_event(self) -> SimulatedEvent:
         """Make an event after everything queued so far, for the simulator's own use."""
-        past = self.past.merged(self.timeline.detector.host)
+        past = VectorClock(self.past).merge(self.timeline.detector.host)
         return SimulatedEvent(self, self.num_done + len(self.queue), past)
 
     def synchronize(self) -> None:
@@ -147,9 +157,7 @@ class Timeline:
     """Streams of one device, and the order in which their queued work runs.
 
     The lock is held while queues change: one thread computes, but tiers' threads wait for events.
-
-    Raises:
-        ValueError: ``order`` is none of :data:`ORDERS`.
+    An order that is none of :data:`ORDERS` raises a ValueError.
     """
 
     def __init__(self, order: str, seed: int) -> None:
@@ -165,35 +173,23 @@ class Timeline:
 
     @contextmanager
     def captured(self, origin: SimulatedStream) -> Iterator[None]:
-        """Capture a graph inside, on ``origin`` and the streams that join it.
-
-        Raises:
-            CaptureError: At the end, ``origin`` has not waited for all that was captured.
+        """Capture a graph inside, on ``origin`` and the streams that join it. Raise a CaptureError
+        at the end if ``origin`` has not waited for all that was captured.
         """
         self._num_captures += 1
         self.capture = origin.capture = self._num_captures
         try:
             yield
-            self._check_joined(origin)
+            for stream in self.streams.values():
+                if stream.capture and not origin.past.covers(stream.last_event().past):
+                    raise CaptureError(
+                        f"{_capture(self.capture)} ends, but stream {origin.name} has not waited "
+                        f"for stream {stream.name}; expected it joined"
+                    )
         finally:
             self.capture = 0
             for stream in self.streams.values():
                 stream.capture = 0
-
-    def join_capture(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        """Add ``stream`` to the capture of an event that it waits for.
-
-        Raises:
-            CaptureError: Both are not in one capture.
-        """
-        if event.capture == stream.capture:
-            return
-        if stream.capture or event.capture != self.capture:
-            raise CaptureError(
-                f"stream {stream.name}, in {_capture(stream.capture)}, waits for an event "
-                f"recorded in {_capture(event.capture)}; expected one of the same capture"
-            )
-        stream.capture = event.capture
 
     def forbid_in_capture(self, what: str) -> None:
         """Raise :class:`CaptureError` if a graph is captured."""
@@ -201,30 +197,16 @@ class Timeline:
             raise CaptureError(f"{what} in {_capture(self.capture)}; expected it before or after")
 
     def begin_question(self, event: SimulatedEvent, what: str) -> None:
-        """Begin a call that asks whether ``event`` is reached.
-
-        Raises:
-            CaptureError: A graph is captured, or ``event`` was: it is not reached by capturing.
+        """Begin a call that asks whether ``event`` is reached. Raise a CaptureError if a graph is
+        captured, or ``event`` was: it is not reached by capturing.
         """
         self.enter()
         self.forbid_in_capture(what)
         if event.capture:
             raise CaptureError(f"an event recorded in {_capture(event.capture)} is asked about")
 
-    def _check_joined(self, origin: SimulatedStream) -> None:
-        for stream in self.streams.values():
-            if stream.capture and not origin.past.covers(stream.last_event().past):
-                raise CaptureError(
-                    f"{_capture(self.capture)} ends, but stream {origin.name} has not waited "
-                    f"for stream {stream.name}; expected it joined"
-                )
-
     def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
-        """Make a stream, unordered with others.
-
-        Raises:
-            ValueError: The name is taken.
-        """
+        """Make a stream, unordered with others. Raise a ValueError if the name is taken."""
         if name in self.streams:
             raise ValueError(f"stream {name!r} exists; expected a new name")
         stream = SimulatedStream(self, name, is_copy=is_copy)
@@ -236,20 +218,18 @@ class Timeline:
         self.detector.raise_fault()
         if self.order == "random":
             with self.lock:
-                self._run_some()
-
-    def _run_some(self) -> None:
-        while self._random.random() < 0.5:
-            ready = [s for s in self.streams.values() if s.queue and s.blocker() is None]
-            if not ready:
-                return
-            self._random.choice(ready).run_head()
+                while self._random.random() < 0.5:
+                    ready = [s for s in self.streams.values() if s.queue and s.blocker() is None]
+                    if not ready:
+                        return
+                    self._random.choice(ready).run_head()
 
     def queue_copies(self, stream: SimulatedStream, copies: Iterable[QueuedCopy]) -> None:
         """Queue ``copies``; spoil each target unless another queued copy still needs it."""
         with self.lock:
             for copy in copies:
-                if not any(queued.touches(copy.target) for queued in self.queued_copies()):
+                queued = [each for old in self.queued_copies() for each in (old.target, old.source)]
+                if not any(copy.target.overlaps(each) for each in queued):
                     copy.spoil_target()
                 stream.queue.append(copy)
             self.work_queued(stream)
@@ -271,13 +251,6 @@ class Timeline:
             else:
                 goal.stream.run_head()
 
-    def synchronize(self) -> None:
-        """Run everything, and have the host wait for it."""
-        with self.lock:
-            self.enter()
-            for stream in self.streams.values():
-                stream.last_event().finish()
-
     def queued_copies(self) -> list[QueuedCopy]:
         """Return copies that have not run yet."""
         queued: list[QueuedCopy] = []
@@ -292,7 +265,7 @@ def _capture(number: int) -> str:
 
 
 POISON = 0xFF
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
@@ -322,11 +295,8 @@ class WeakTensor:
     def overlaps(self, other: WeakTensor) -> bool:
         """Whether both tensors lie on the same storage and share a byte."""
         storage = self._storage()
-        return (
-            storage is not None
-            and storage is other._storage()
-            and self.extent.overlaps(other.extent)
-        )
+        is_same = storage is not None and storage is other._storage()
+        return is_same and self.extent.overlaps(other.extent)
 
 
 @dataclass(frozen=True)
@@ -338,10 +308,6 @@ class QueuedCopy:
     label: str
     """The group, for messages."""
 
-    def touches(self, tensor: WeakTensor) -> bool:
-        """Whether the copy reads or writes a byte of ``tensor``."""
-        return tensor.overlaps(self.target) or tensor.overlaps(self.source)
-
     @unwatched()
     def spoil_target(self) -> None:
         """Set every byte of every element of the target to 0xFF, which is NaN for floats."""
@@ -349,16 +315,11 @@ class QueuedCopy:
         if target is None or target.numel() == 0:
             return
         target = torch.view_as_real(target) if target.is_complex() else target
-        integer = _INTEGERS[target.itemsize]
-        target.view(integer).fill_(POISON if integer is torch.uint8 else -1)
+        target.view(_INTEGERS[target.itemsize]).fill_(-1)
 
     @unwatched()
     def run(self) -> None:
-        """Run the copy.
-
-        Raises:
-            RaceError: Source or target was freed meanwhile.
-        """
+        """Run the copy. Raise a RaceError if source or target was freed meanwhile."""
         target, source = self.target.rebuild(), self.source.rebuild()
         if target is None or source is None:
             side = "target" if target is None else "source"
