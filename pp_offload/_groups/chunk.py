@@ -191,9 +191,10 @@ class Chunk:
             return True
         plan, nbytes = offloader.plan, group.counts.nbytes
         stays = plan.keeps(key, group.name, nbytes) or (
-            plan.is_last_of_its_name(key, group.name) and offloader.step.is_next(self)
+            plan.is_last_of_its_name(key, group.name)
+            and next(offloader.step.queue.certain(), None) is self
         )
-        return not stays or plan.has_no_room(key, nbytes)
+        return not stays or nbytes > plan.stay.get(key.place, nbytes)
 
     def send(self, group: Group, payloads: Payloads | None = None) -> None:
         """Queue the copies of a group being committed. Without room on the host the group stays."""

@@ -236,8 +236,9 @@ class Manager:
     def end_chunk(self) -> None:
         """End the forward of the current chunk; afterwards no chunk is current."""
         chunk, self.forward.chunk = self.forward.chunk, None
-        if chunk is not None:
-            self.step.skip(chunk)
+        if chunk is not None and chunk.key is None and chunk.microbatch is not None:
+            key = ChunkKey(chunk.vp_stage, chunk.microbatch)
+            self.step.queue.skip(key)  # a chunk without groups has no backward to wait for
         self.verify()
 
     def open_chunk(self, action: str, name: str) -> Chunk | None:

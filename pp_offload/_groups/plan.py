@@ -89,17 +89,10 @@ class ChunkRecord(NamedTuple):
     """Groups without a commit."""
 
 
-class Stay(NamedTuple):
-    """Groups that stay below a limit."""
-
-    most_bytes: frozenset[tuple[Place, int]]
-    """Places of these groups, each with the most bytes of a group that stays there."""
-
-    lean: frozenset[Place]
-    """Places whose groups stay without bytes that recipes compute again."""
-
-
-NOTHING_STAYS = Stay(frozenset(), frozenset())
+Stay = frozenset[tuple[Place, int, bool]]
+"""Places of groups that stay below a limit, each with the most bytes of a group that stays there,
+and whether groups stay there without bytes that recipes compute again.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,17 +145,13 @@ class Plan:
             names = tuple(group.name for group in self._planned_from(key))
         return names[:1] == (name,) and name not in names[1:]
 
-    def has_no_room(self, key: GroupKey, nbytes: int) -> bool:
-        """Whether a group that should stay below a limit is larger than planned."""
-        return nbytes > self.stay.get(key.place, nbytes)
-
 
 @lru_cache(maxsize=8)
 def make_plan(
     chunks: tuple[ChunkShape, ...],
     config: OffloadConfig,
     pipeline_rank: int,
-    stay: Stay = NOTHING_STAYS,
+    stay: Stay = frozenset(),
     unused: frozenset[Place] = frozenset(),
 ) -> Plan:
     """Make the plan after a step, from its chunks in backward order; none before the first step.
@@ -171,7 +160,7 @@ def make_plan(
     Raises:
         ConfigError: The plan of the options has fewer ranks.
     """
-    places = dict(stay.most_bytes)
+    places = {place: nbytes for place, nbytes, _ in stay}
     at_places = {key for chunk in chunks for key, _, _ in chunk.by_key() if key.place in places}
     planned = planned_groups(chunks, config, pipeline_rank)
     unplanned = {key.place for key, group in planned if group is None}
@@ -188,7 +177,7 @@ def make_plan(
         },
         num_unplanned=len(unplanned | missing),
         stay=places,
-        lean=stay.lean,
+        lean=frozenset([place for place, _, is_lean in stay if is_lean]),
         planned=() if rank is None else rank.stages,
         bounds=None if rank is None or unplanned else rank.bounds,
     )

@@ -210,9 +210,7 @@ class DeviceRoom:
     @property
     def stay(self) -> Stay:
         sizes, lean = self._history.demand.sizes, self._history.demand.lean
-        most_bytes = frozenset((place, lean[place]) for place in self._stay)
-        is_lean = (place for place, nbytes in self._stay.items() if nbytes < sizes[place])
-        return Stay(most_bytes, frozenset(is_lean))
+        return frozenset((at, lean[at], nbytes < sizes[at]) for at, nbytes in self._stay.items())
 
     def begin_step(self, limit: int | str | None) -> None:
         """Begin to measure a step; without a limit only its peak, and no group stays."""
@@ -301,8 +299,9 @@ class DeviceRoom:
 
     def _staying(self, step: Demand) -> dict[Place, int]:
         """Return the bytes of this step's groups at places that stay."""
-        lean = self.stay.lean
-        return {at: (step.lean if at in lean else step.sizes).get(at, 0) for at in self._stay}
+        return {
+            at: (step.lean if is_lean else step.sizes).get(at, 0) for at, _, is_lean in self.stay
+        }
 
     def _forget(self, change: Change) -> None:
         """Forget the choice for another demand. After a larger step all groups leave."""

@@ -22,7 +22,6 @@ from pp_offload._core.group import ChunkKey, Group, Place, WeightPassKey
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import (
-    NOTHING_STAYS,
     ChunkRecord,
     ChunkShape,
     ChunksInFlight,
@@ -82,9 +81,6 @@ class StepRecord:
             self._weight_passes[chunk.key] = weight_pass
             self.queue.push(weight_pass)
 
-    def is_next(self, chunk: Chunk) -> bool:
-        return next(self.queue.certain(), None) is chunk
-
     def begin(self, group: Group) -> None:
         chunk = self._chunk_of(group)
         if chunk is not None:
@@ -95,7 +91,7 @@ class StepRecord:
         before, self.in_backward = self.in_backward, chunk
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
             live = {k for k, c in self._forward.items() if not c.is_finished()}
-            live |= {k for k in self._weight_passes if not self.queue.has_begun(WeightPassKey(k))}
+            live |= {k for k in self._weight_passes if WeightPassKey(k) not in self.queue.begun}
             if len(live) > len(self._live_at_peak):
                 self._live_at_peak = frozenset(live)
             self._backward[chunk.key] = chunk
@@ -131,11 +127,6 @@ class StepRecord:
         self._weight_passes.pop(key, None)
         chunk.key = None  # a forward that goes on in it is added again
 
-    def skip(self, chunk: Chunk) -> None:
-        """End the forward of ``chunk``; without groups, the queue skips its backward."""
-        if chunk.key is None and chunk.microbatch is not None:
-            self.queue.skip(ChunkKey(chunk.vp_stage, chunk.microbatch))
-
     def chunk(self, key: ChunkKey) -> Chunk | None:
         """Return the chunk of this step with this key; None before its first group starts."""
         return self._forward.get(key)
@@ -168,10 +159,8 @@ class StepRecord:
     def awaited_elsewhere(self) -> Chunk | None:
         """Return a chunk of another living thread whose backward is still to come, or None."""
         here = threading.current_thread()
-        for chunk in self._forward.values():
-            if chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited:
-                return chunk
-        return None
+        others = (c for c in self._forward.values() if c.thread is not here and c.thread.is_alive())
+        return next((chunk for chunk in others if chunk.is_awaited), None)
 
     def is_complete(self, *, is_ended: bool) -> bool:
         """Whether groups saved tensors, and backward is over in each chunk. If the user says that
@@ -206,13 +195,9 @@ class StepRecord:
 
     def in_flight(self) -> ChunksInFlight:
         """Return the number of chunks of each virtual stage whose backward is not over."""
-        nums = Counter(key.vp_stage for key in self._forward if self._is_in_flight(key))
-        return tuple(sorted(nums.items()))
-
-    def _is_in_flight(self, key: ChunkKey) -> bool:
-        if key not in self._backward or not self._forward[key].is_finished():
-            return True
-        return key in self._weight_passes and not self.queue.has_begun(WeightPassKey(key))
+        over = {k for k in self._backward.keys() & self._forward if self._forward[k].is_finished()}
+        over -= {k for k in self._weight_passes if WeightPassKey(k) not in self.queue.begun}
+        return tuple(sorted(Counter(key.vp_stage for key in self._forward.keys() - over).items()))
 
     def shapes(self) -> tuple[ChunkShape, ...]:
         """Return the chunks as numbers, in backward order."""
@@ -227,7 +212,7 @@ class StepRecord:
         """Return records of all chunks, also of chunks without backward."""
         return _records({**self._forward, **self._backward})
 
-    def make_plan(self, config: OffloadConfig, stay: Stay = NOTHING_STAYS) -> Plan:
+    def make_plan(self, config: OffloadConfig, stay: Stay) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
         if not self.queue.is_scheduled:
             self.queue.set_order(self._backward)
@@ -292,7 +277,9 @@ class ChunkQueue:
         self._position: dict[Key, int] = {}
         self._order: list[Key] = []
         self._num_done = 0
-        self._begun: set[Key] = set()
+        self.begun: set[Key] = set()
+        """Chunks of this step, and parts of them, whose backward has begun."""
+
         self._queued: list[QueuedChunk] = []
 
     def set_order(self, keys: Iterable[Key], *, is_scheduled: bool = False) -> None:
@@ -312,25 +299,21 @@ class ChunkQueue:
     def remove(self, chunk: QueuedChunk) -> None:
         """Take out a chunk whose backward begins."""
         if chunk.key is not None:
-            self._begun.add(chunk.key)
-            while self._num_done < len(self._order) and self._order[self._num_done] in self._begun:
+            self.begun.add(chunk.key)
+            while self._num_done < len(self._order) and self._order[self._num_done] in self.begun:
                 self._num_done += 1
         if chunk in self._queued:
             self._queued.remove(chunk)
-
-    def has_begun(self, key: Key) -> bool:
-        """Whether the backward of a chunk of this step, or a part of it, has begun."""
-        return key in self._begun
 
     def forget(self, chunk: QueuedChunk) -> None:
         """Forget a chunk without living tensors, in a step that never ends."""
         self.remove(chunk)
         if chunk.key is not None and chunk.key not in self._position:
-            self._begun.discard(chunk.key)
+            self.begun.discard(chunk.key)
 
     def skip(self, key: ChunkKey) -> None:
         """Do not wait for the backward of this chunk, which has no groups."""
-        self._begun.update((key, WeightPassKey(key)))
+        self.begun.update((key, WeightPassKey(key)))
 
     def certain(self) -> Iterator[QueuedChunk]:
         """Yield the queued chunks, next first, up to a gap: a chunk whose forward is still to come.
@@ -339,13 +322,11 @@ class ChunkQueue:
         """
         position = self._num_done
         for chunk in self._queued:
-            if not self._order:
-                if isinstance(chunk.key, ChunkKey) and chunk.key.vp_stage != self.vp_size - 1:
+            if not self._order and isinstance(chunk.key, ChunkKey):
+                if chunk.key.vp_stage != self.vp_size - 1:
                     return
-                yield chunk
-                continue
             rank, _ = self._rank(chunk)
-            while position < rank and self._order[position] in self._begun:
+            while position < rank and self._order[position] in self.begun:
                 position += 1
             if position < rank:
                 return
@@ -366,7 +347,7 @@ class ChunkQueue:
     def clear(self) -> None:
         """Forget the chunks, but not the order."""
         self._queued.clear()
-        self._begun.clear()
+        self.begun.clear()
         self._num_done = 0
 
     def _rank(self, chunk: QueuedChunk) -> tuple[int, int]:
