@@ -173,21 +173,20 @@ class AutoBounds:
             self._is_new = True
 
     def _choose(self, times: StepTimes) -> None:
-        stalled_s = seconds(times.waits)
-        to_host, back = rate(times.offloads), rate(times.reloads)
-        step_s = times.seconds_until(times.end)
+        stalled_s, step_s = seconds(times.waits), times.seconds_until(times.end)
         self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
-        if to_host is not None and back is not None:
-            forward_s = (step_s - stalled_s) / 3
-            self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
-        has_auto = AUTO in (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
+        to_host, back = rate(times.offloads), rate(times.reloads)
+        if not (to_host and back):
+            return
+        forward_s = (step_s - stalled_s) / 3
+        self.hidden_bytes = int(min(to_host, 2 * back) * forward_s * CAUTION)
+        options = (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
         # With a disk, the times of copies do not suffice.
-        if self._plan.bounds is not None or not has_auto or self._config.tiers != ("host",):
-            return
-        least = least_bounds(times, self._plan.kept)
-        if least is None:
-            return
-        self._take(_within(self._config, self.now, least, self._unused_bytes()))
+        if self._plan.bounds is None and AUTO in options and self._config.tiers == ("host",):
+            least = least_bounds(times, self._plan.kept)
+            least = [nbytes * (given == AUTO) for nbytes, given in zip(least, options, strict=True)]
+            cap_bytes, ahead_bytes = _within(self._unused_bytes(), self.now, least)
+            self._take((max(1, cap_bytes), ahead_bytes))  # with 0 compute would wait for each copy
 
     def _take(self, bounds: tuple[int, int]) -> None:
         cap_bytes, ahead_bytes = bounds
@@ -266,22 +265,20 @@ class StepTimes(Laps):
             marks.append(Mark(key, now, nbytes, freed))
 
 
-def rate(laps: Sequence[Lap]) -> float | None:
-    """Return bytes a second while copies ran; None if no copy took time."""
+def rate(laps: Sequence[Lap]) -> float:
+    """Return bytes a second while copies ran; 0 if no copy took time."""
     took_s = seconds(laps)
-    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None
+    return sum([lap.nbytes for lap in laps]) / took_s if took_s else 0.0
 
 
-def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> tuple[int, int] | None:
+def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> Sequence[int]:
     """Return the least bytes in flight, and ahead, at which compute does not wait for copies, if
-    ``staying`` groups stay; None if the step had no copies to the host, or none back.
+    ``staying`` groups stay. The step had copies to the host, and copies back.
     """
-    offload_rate, reload_rate = rate(times.offloads), rate(times.reloads)
-    if offload_rate is None or reload_rate is None:
-        return None
+    offload_rate, reload_rate = rate(times.offloads) * CAUTION, rate(times.reloads) * CAUTION
     sent, uses = (_by_chunk(times, marks, staying) for marks in (times.sent, times.uses))
-    caps = [in_flight_bytes(chunk, offload_rate * CAUTION) for chunk in sent]
-    windows = [window_bytes(chunk, reload_rate * CAUTION) for chunk in uses]
+    caps = [in_flight_bytes(chunk, offload_rate) for chunk in sent]
+    windows = [window_bytes(chunk, reload_rate) for chunk in uses]
     # small tensors come back in batches of SMALL_BYTES
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
 
@@ -383,24 +380,13 @@ def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> b
     return True
 
 
-def _within(
-    config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
-) -> tuple[int, int]:
-    """Return ``least`` for bounds that are ``"auto"``, as far as the device has room."""
-    options = (config.max_in_flight_bytes, config.prefetch_bytes)
-    wanted = [nbytes * (option == AUTO) for nbytes, option in zip(least, options, strict=True)]
-    if unused_bytes is not None:
-        wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
-    return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
-
-
-def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the new bounds, which together grow by ``room`` bytes at most.
-
-    A bound that shrinks makes no room for another: the two need not be full at the same time.
+def _within(unused_bytes: int | None, now: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:
+    """Return the new bounds, which together grow into a part of the unused bytes at most. A bound
+    that shrinks makes no room for another: the two need not be full at the same time.
     """
     more = [max(0, new - old) for old, new in zip(now, wanted, strict=True)]
-    total, room = sum(more), max(0, room)
-    if total > room:
-        more = [nbytes * room // total for nbytes in more]
-    return [min(new, old + add) for old, new, add in zip(now, wanted, more, strict=True)]
+    room = sum(more) if unused_bytes is None else int(unused_bytes * SHARE_OF_UNUSED)
+    if sum(more) <= room:
+        return wanted
+    shares = [nbytes * room // sum(more) for nbytes in more]
+    return [min(new, old + add) for old, new, add in zip(now, wanted, shares, strict=True)]
