@@ -82,7 +82,8 @@ class SplitBackward(Observer):
         indices = range(len(batch.sizes))
         uses = [first.get(index, 0) + later.get(index, 0) for index in indices]
         # A batch may be smaller than the last one, if another group has copied some of its bytes.
-        _expect(group, batch, uses, frozenset(first).intersection(indices))
+        part = frozenset(first).intersection(indices)
+        group.engine.guarded(batch.mover.arrived.expect_uses, batch.back, uses, part)
 
     def begin(self, key: ChunkKey, groups: Sequence[Group], part: BackwardPass) -> None:
         batches = map(_batch, groups)
@@ -141,7 +142,7 @@ class SplitBackward(Observer):
             if second is not None:
                 uses = [second.get(index, 0) for index in range(len(uses))]
             uses = [0 if (position, index) in payloads else num for index, num in enumerate(uses)]
-            _expect(group, batch, uses)
+            group.engine.guarded(batch.mover.arrived.expect_uses, batch.back, uses)
 
 
 class WeightPass:
@@ -193,12 +194,6 @@ class WeightVisit:
             return []
         counts = enumerate(batch.back.uses_left)
         return [(batch, [index for index, num in counts if num > 0 and index in self._used])]
-
-
-def _expect(
-    group: Group, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
-) -> None:
-    group.engine.guarded(batch.mover.arrived.expect_uses, batch.back, uses, part)
 
 
 def _batch(group: Group) -> Batch | None:
