@@ -49,7 +49,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight, Stay, groups_sum
 from pp_offload._groups.step_line import DeviceFigures, Gain, StepTime
-from pp_offload._groups.which_stay import Beside, Change, Demand, History, by_stage, fitting
+from pp_offload._groups.which_stay import Beside, Change, Demand, History, by_stage, covers, fitting
 from pp_offload.backends import Allocated
 from pp_offload.config import AUTO
 
@@ -92,7 +92,6 @@ class StepMemory(Observer):
         offloader: Offloader,
         begin: Allocated,
         has_room: Callable[[ChunksInFlight], bool],
-        *,
         reads_always: bool,
     ) -> None:
         self._offloader, self._begin = offloader, begin
@@ -165,7 +164,7 @@ class StepMemory(Observer):
         the bytes of groups that stay, given by stage for each chunk.
         """
         bytes_then = (
-            nbytes - sum(num * staying.get(stage, 0) for stage, num in chunks)
+            nbytes - sum([num * staying.get(stage, 0) for stage, num in chunks])
             for chunks, nbytes in self._besides_copies.items()
         )
         return max(bytes_then, default=0)
@@ -233,13 +232,11 @@ class DeviceRoom:
             return
         is_choosing = bool(self._num_left or self._history.may_shrink)
         reads_always = limit is not None and is_choosing
-        self._seen = StepMemory(
-            self._offloader, allocated, self._has_room, reads_always=reads_always
-        )
-        self._offloader.observers.add(self._seen)
+        self._seen = seen = StepMemory(self._offloader, allocated, self._has_room, reads_always)
+        self._offloader.observers.add(seen)
 
     def _has_room(self, in_flight: ChunksInFlight) -> bool:
-        return not self._stay or self._history.demand.covers(in_flight)
+        return not self._stay or covers(self._history.demand.in_flight, in_flight)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
         """End the step, and choose which groups stay; not if ``chunks`` is None, for a step that is

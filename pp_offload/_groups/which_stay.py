@@ -17,6 +17,7 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from pp_offload._core.group import Place
@@ -73,16 +74,9 @@ class Demand:
 
     def merged(self, step: Demand) -> Demand:
         """Return the most of both; an equal demand if the step needs no more."""
-        return Demand(
-            _most(self.sizes, step.sizes),
-            _most(self.lean, step.lean),
-            _largest(self.in_flight | step.in_flight),
-            self.num_chunks | step.num_chunks,
-        )
-
-    def covers(self, nums: ChunksInFlight) -> bool:
-        """Whether as many chunks of each stage were in flight together before."""
-        return _covers(self.in_flight, nums)
+        sizes, lean = _most(self.sizes, step.sizes), _most(self.lean, step.lean)
+        in_flight = _largest(self.in_flight | step.in_flight)
+        return Demand(sizes, lean, in_flight, self.num_chunks | step.num_chunks)
 
     def again_bytes(self, chosen: Mapping[Place, int]) -> int:
         """Return the bytes that recipes compute again in a step, if places keep ``chosen``."""
@@ -98,23 +92,20 @@ class Demand:
 
     def peak_bytes(self, by_stage: Mapping[int, int]) -> int:
         """Return the most bytes at a time, from the bytes of a chunk of each stage."""
-        return max(
-            [sum([num * by_stage.get(at, 0) for at, num in nums]) for nums in self.in_flight],
-            default=0,
-        )
+        moments = self.in_flight
+        sums = [sum([num * by_stage.get(at, 0) for at, num in nums]) for nums in moments]
+        return max(sums, default=0)
 
 
-def _covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
+def covers(moments: Iterable[ChunksInFlight], nums: ChunksInFlight) -> bool:
     """Whether at one of these moments at least ``nums`` chunks of each stage were in flight."""
-    return any(
-        all(moment.get(stage, 0) >= num for stage, num in nums) for moment in map(dict, moments)
-    )
+    return any(all(then.get(stage, 0) >= num for stage, num in nums) for then in map(dict, moments))
 
 
 def _largest(moments: Iterable[ChunksInFlight]) -> frozenset[ChunksInFlight]:
     """Return the moments without those that others cover."""
     moments = frozenset(moments)
-    return frozenset(nums for nums in moments if not _covers(moments - {nums}, nums))
+    return frozenset(nums for nums in moments if not covers(moments - {nums}, nums))
 
 
 def _most(sizes: Mapping[Place, int], more_sizes: Mapping[Place, int]) -> dict[Place, int]:
@@ -171,9 +162,7 @@ def _stay_order(demand: Demand) -> list[Place]:
     stage the group saved last comes first, as backward uses it first, then halves, quarters and so
     on: copies of groups far apart have more time. See NOTE [ Chunks keep their room ].
     """
-    last = Counter[int]()
-    for stage, position in demand.sizes:
-        last[stage] = max(last[stage], position)
+    last = dict(sorted(demand.sizes))  # position of the last group of each stage
 
     def rank(place: Place) -> tuple[int, int, int]:
         stage, position = place
@@ -198,12 +187,11 @@ def _filled(
     taken = Counter[int]()
     always = [place for place in order if place not in may_leave]
     candidates = [place for place in order if place in may_leave]
-    for places in (always, candidates):
-        for sizes in (demand.lean, demand.sizes):
-            for place in places:
-                more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
-                if demand.peak_bytes(more) <= room_bytes:
-                    taken, chosen[place] = more, sizes[place]
+    for places, sizes in product((always, candidates), (demand.lean, demand.sizes)):
+        for place in places:
+            more = taken + Counter({place.vp_stage: sizes[place] - chosen.get(place, 0)})
+            if demand.peak_bytes(more) <= room_bytes:
+                taken, chosen[place] = more, sizes[place]
     return chosen
 
 
