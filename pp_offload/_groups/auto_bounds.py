@@ -122,12 +122,8 @@ class AutoBounds:
         self._sent = self._offloader.engine.mover.counts.bytes_offloaded
 
     def end_step(self, plan: Plan, *, is_complete: bool) -> None:
-        """End the step, and time steps again after a change.
-
-        Args:
-            plan: Plan of the next steps. A new plan, or a step that sends more bytes than the timed
-                one, makes the next steps timed again.
-            is_complete: Whether the step is typical of others.
+        """End the step, which is typical of others if it ``is_complete``. A new ``plan`` for the
+        next steps, or a step with more bytes than the timed one, has the next steps timed again.
         """
         running, self._running = self._running, None
         begun_s, self._begun_s = self._begun_s, None
@@ -147,10 +143,8 @@ class AutoBounds:
                 self._num_left = 1  # nothing is chosen from the host's times
 
     def follow(self, plan: Plan) -> None:
-        """Take the bounds of a plan, or have the next steps timed.
-
-        Planned bounds hold while groups are as planned, for any times: memory stays below the limit
-        of the plan.
+        """Take the bounds of a plan, or have the next steps timed. Planned bounds hold while groups
+        are as planned, for any times: memory stays below the limit of the plan.
         """
         self._plan, self._is_new = plan, False
         self._num_left = NUM_TIMED

@@ -257,14 +257,14 @@ class Chunk:
     def record(self, key: ChunkKey) -> ChunkRecord:
         """Return the record of the chunk as chunk ``key`` of the step."""
         group_bytes: dict[str, list[GroupBytes]] = {}
-        num_tensors, num_open = Counter[str](), Counter[str]()
+        num_tensors, num_committed = Counter[str](), Counter[str]()
         for group in self.groups:
             nbytes = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
             group_bytes.setdefault(group.name, []).append(nbytes)
             num_tensors[group.name] += group.counts.num_tensors
-            num_open[group.name] += group.state is GroupState.OPEN
+            num_committed[group.name] += group.state is not GroupState.OPEN
         sums = {name: groups_sum(each) for name, each in group_bytes.items()}
-        return ChunkRecord(ChunkShape.of(key, self.groups), sums, num_tensors, num_open)
+        return ChunkRecord(ChunkShape.of(key, self.groups), sums, num_tensors, num_committed)
 
     def reset(self) -> None:
         """Forget all groups. Tensors that autograd still holds stay valid."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from torch import Size
-
 from pp_offload._common.processes import logger_of
 from pp_offload._core.eligibility import Eligibility
 from pp_offload._groups.plan import ChunkRecord
@@ -38,7 +36,7 @@ _NO_TENSOR = (
     "device; "
 )
 _LARGEST = (
-    "the largest was {}, {} elements: give min_offloaded_tensor_size={} to OffloadConfig or "
+    "the largest was {0}, {1} elements: give min_offloaded_tensor_size={1} to OffloadConfig or "
     "init_chunk_handler to offload it"
 )
 _NONE_AT_ALL = (
@@ -94,33 +92,29 @@ class IdleGroups:
         if not self.is_checking:
             return
         self.num_steps_left -= 1
-        started, still_open, tensors = Counter[str](), Counter[str](), Counter[str]()
+        started, committed, tensors = Counter[str](), Counter[str](), Counter[str]()
         for record in records():
             started.update(record.shape.names)
-            still_open.update(record.num_open)
+            committed.update(record.num_committed)
             tensors.update(record.num_tensors)
         if self.expects_any and not (started or self._expected_at_begin or self.num_steps_left > 1):
             self.expects_any = False
             logger.warning(_NO_GROUP)
         for name in sorted({*started, *(self._expected_at_begin & (+self._expected).keys())}):
-            num_committed = started[name] - still_open[name]
             if name not in started:
                 problem = _NEVER_RAN
-            elif not num_committed:
+            elif not committed[name]:
                 problem = _NEVER_COMMITTED.format(started[name])
             elif not tensors[name]:
-                problem = _NO_TENSOR.format(num_committed, smallest_numel)
-                small = (eligibility.largest_small or {}).get(name)
-                problem += eligibility.elsewhere_advice() or _advice(small)
+                largest = (eligibility.largest_small or {}).get(name)
+                advice = _NONE_AT_ALL
+                if largest is not None:
+                    advice = _LARGEST.format(tuple(largest), largest.numel())
+                problem = _NO_TENSOR.format(committed[name], smallest_numel)
+                problem += eligibility.elsewhere_advice() or advice
             else:
                 continue
             # If a checkpoint is around the group, its warning has given the reason.
             if name not in self._warned and not was_warned_of(f"group '{name}'"):
                 self._warned.add(name)
                 logger.warning("group '%s' %s", name, problem)
-
-
-def _advice(largest: Size | None) -> str:
-    if largest is None:
-        return _NONE_AT_ALL
-    return _LARGEST.format(tuple(largest), largest.numel(), largest.numel())

@@ -45,24 +45,22 @@ class ChunkShape(NamedTuple):
 
 
 class GroupBytes(NamedTuple):
-    """Bytes that groups saved, without tensors that never leave, by how they were kept."""
+    """Bytes that groups saved, without tensors that never leave, by how they were kept.
+
+    Attributes:
+        saved: Bytes that autograd saved, each storage once in a group.
+        kept: Bytes kept on the device.
+        copied: Bytes copied off the device. Bytes that several groups saved are copied once.
+        again: Bytes computed again in backward.
+        narrowed: Part of the copied or kept bytes: tensors in place of saved tensors that were made
+            of them without a loss. The bfloat16 source of a cast has half the bytes.
+    """
 
     saved: int = 0
-    """Bytes that autograd saved, each storage once in a group."""
-
     kept: int = 0
-    """Bytes kept on the device."""
-
     copied: int = 0
-    """Bytes copied off the device. Bytes that several groups saved are copied once."""
-
     again: int = 0
-    """Bytes computed again in backward."""
-
     narrowed: int = 0
-    """Part of the copied or kept bytes: tensors in place of saved tensors that were made of them
-    without a loss. The bfloat16 source of a cast has half the bytes.
-    """
 
     @classmethod
     def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
@@ -85,8 +83,7 @@ class ChunkRecord(NamedTuple):
     shape: ChunkShape
     group_bytes: dict[str, GroupBytes]
     num_tensors: Counter[str]
-    num_open: Counter[str]
-    """Groups without a commit."""
+    num_committed: Counter[str]
 
 
 Stay = frozenset[tuple[Place, int, bool]]
@@ -97,31 +94,28 @@ and whether groups stay there without bytes that recipes compute again.
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups that the next steps keep on the device."""
+    """Groups that the next steps keep on the device.
+
+    Attributes:
+        names: Names of each chunk's groups in forward order, from the last step.
+        used: ``names``, which are empty for groups that the loss of some step did not need.
+        num_unplanned: Number of a microbatch's groups that the options' plan lacks, or has alone or
+            otherwise.
+        stay: Places whose groups stay below a limit, with the most bytes of a group that stays.
+        lean: Places in ``stay`` whose groups stay without bytes that recipes compute again.
+        planned: The plan of the options, by virtual stage, for chunks that no step has run yet.
+        bounds: Bounds on bytes in flight and ahead, from the plan of the options. None if the
+            engine chooses them: without such a plan, or if a group is not as planned.
+    """
 
     kept: frozenset[GroupKey] = frozenset()
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
-    """Names of each chunk's groups in forward order, from the last step."""
-
     used: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
-    """``names``, which are empty for groups that the loss of some step did not need."""
-
     num_unplanned: int = 0
-    """Number of a microbatch's groups that the options' plan lacks, or has alone or otherwise."""
-
     stay: Mapping[Place, int] = field(default_factory=dict)
-    """Places whose groups stay below a limit, with the most bytes of a group that stays."""
-
     lean: frozenset[Place] = frozenset()
-    """Places in ``stay`` whose groups stay without bytes that recipes compute again."""
-
     planned: tuple[tuple[PlannedGroup, ...], ...] = ()
-    """The plan of the options, by virtual stage, for chunks that no step has run yet."""
-
     bounds: tuple[int, int] | None = None
-    """Bounds on bytes in flight and ahead, from the plan of the options. None if the engine chooses
-    them: without such a plan, or if a group is not as planned.
-    """
 
     def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
         """Whether the plan lists this group, with this name, and keeps it."""
@@ -155,10 +149,8 @@ def make_plan(
     unused: frozenset[Place] = frozenset(),
 ) -> Plan:
     """Make the plan after a step, from its chunks in backward order; none before the first step.
-    Cached, because steps repeat. Places that a loss did not need are ``unused``.
-
-    Raises:
-        ConfigError: The plan of the options has fewer ranks.
+    Cached, because steps repeat. Places that a loss did not need are ``unused``. Raise a
+    ConfigError if the plan of the options has fewer ranks.
     """
     places = {place: nbytes for place, nbytes, _ in stay}
     at_places = {key for chunk in chunks for key, _, _ in chunk.by_key() if key.place in places}
@@ -265,13 +257,10 @@ class PlanCheck:
         smallest_numel: int | None = None,
         **schedule: Any,
     ) -> None:
-        """Log one warning that names each option that differs. Later calls do nothing.
-
-        Args:
-            config: Options of the run; without a plan nothing is compared.
-            pipeline_rank: Pipeline rank of this process.
-            smallest_numel: ``min_offloaded_tensor_size`` of the chunks, if that is another number.
-            schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, if known.
+        """Log one warning that names each option that differs, if ``config`` has a plan. Later
+        calls do nothing. ``smallest_numel`` is the ``min_offloaded_tensor_size`` of the chunks, if
+        that is another number; ``schedule`` are the ``num_microbatches``, ``schedule`` and
+        ``num_ranks``, if known.
         """
         plan = config.offload_plan
         if self._is_done or plan is None:
