@@ -79,14 +79,12 @@ class Chunk:
         """
         if type(name) is not str or not name:  # checked here to spare a call for each group
             check_group_name("start", name)
-        offloader = self.offloader
-        engine = offloader.engine
+        offloader, engine = self.offloader, self.offloader.engine
         with engine.mover.lock:
             engine.follow(engine.current_stream())
             if self.key is None:
                 offloader.step.add(self, offloader.split)  # sets the key, but for a lone chunk
-            smallest = self.min_offloaded_tensor_size
-            group = self.group_type(name, engine=engine, min_numel=smallest)
+            group = self.group_type(name, engine=engine, min_numel=self.min_offloaded_tensor_size)
             if self.key is not None:
                 group.key = GroupKey(self.key, len(self.groups))
             self.groups.append(group)

@@ -413,11 +413,9 @@ class Manager:
 def differences(there: OffloadConfig, here: OffloadConfig) -> str:
     """Return the options that differ, with both values, as text."""
     names = [each.name for each in fields(there)]
-    return ", ".join(
-        f"{name} is {brief(getattr(there, name))} there and {brief(getattr(here, name))} here"
-        for name in names
-        if getattr(there, name) != getattr(here, name)
-    )
+    values = [(name, getattr(there, name), getattr(here, name)) for name in names]
+    differ = [f"{name} is {brief(a)} there and {brief(b)} here" for name, a, b in values if a != b]
+    return ", ".join(differ)
 
 
 def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:

@@ -258,7 +258,9 @@ class DeviceRoom:
             self._figures = self._figures_of(self._peak_of(seen))
             return
         step = Demand.of(chunks, seen.beside, seen.chunks_in_flight)
-        staying = by_stage(self._staying(step))
+        staying = by_stage(
+            {at: (step.lean if is_lean else step.sizes).get(at, 0) for at, _, is_lean in self.stay}
+        )
         peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
         change = self._history.add(step)
         if change is not Change.NONE:
@@ -293,12 +295,6 @@ class DeviceRoom:
     def _figures_of(self, peak_bytes: int) -> DeviceFigures:
         first = self._figures
         return DeviceFigures(peak_bytes, peak_bytes if first is None else first.first_peak_bytes)
-
-    def _staying(self, step: Demand) -> dict[Place, int]:
-        """Return the bytes of this step's groups at places that stay."""
-        return {
-            at: (step.lean if is_lean else step.sizes).get(at, 0) for at, _, is_lean in self.stay
-        }
 
     def _forget(self, change: Change) -> None:
         """Forget the choice for another demand. After a larger step all groups leave."""
@@ -379,8 +375,7 @@ class DeviceRoom:
 
     def unused_bytes(self) -> int | None:
         """Return the unused bytes that bounds may grow into; None without a limit."""
-        allocated = self._offloader.backend.allocated()
-        limits = self._limits()
+        allocated, limits = self._offloader.backend.allocated(), self._limits()
         if allocated is None or not limits:
             return None
         taken_bytes = self._foreseen_bytes

@@ -29,49 +29,46 @@ TABLE_TITLE = (
 
 
 class StepTime(NamedTuple):
-    """Time of a step, in milliseconds."""
+    """Time of a step until the next, by the device's clock, else by the host's, in milliseconds; 0
+    if not timed. Compute waited for copies for ``waiting_ms``, if it ``has_waits`` that were timed.
+    """
 
     step_ms: float = 0.0
-    """Time until the next step, by the device's clock, else by the host's; 0 if not timed."""
-
     waiting_ms: float = 0.0
-    """Time that compute waited for copies."""
-
     has_waits: bool = False
-    """Whether waits were timed."""
 
 
 class DeviceFigures(NamedTuple):
-    """Memory of the device, in bytes."""
+    """Memory of the device, in bytes.
+
+    Attributes:
+        peak_bytes: Peak of the last step.
+        first_peak_bytes: Peak of the first step; 0 if not measured.
+        elsewhere: Cause of the device's peak, if that peak is not in a group; may be empty.
+        is_given: Whether the limit is a number that the user gave.
+    """
 
     peak_bytes: int
-    """Peak of the last step."""
-
     first_peak_bytes: int = 0
-    """Peak of the first step; 0 if not measured."""
-
     limit_bytes: int | None = None
-
     elsewhere: str = ""
-    """Cause of the device's peak, if that peak is not in a group; may be empty."""
-
     is_given: bool = True
-    """Whether the limit is a number that the user gave."""
 
 
 class Gain(NamedTuple):
-    """Cost and gain of offload in a step."""
+    """Cost and gain of offload in a step.
+
+    Attributes:
+        groups: Bytes of all groups of the microbatches in flight at the peak.
+        device: Memory of the device; None if the device does not report it.
+        copies_free: Whether copies free memory of the device: not where that is the host.
+    """
 
     now: StepTime
     first: StepTime
     groups: GroupBytes
-    """Bytes of all groups of the microbatches in flight at the peak."""
-
     device: DeviceFigures | None
-    """Memory of the device; None if the device does not report it."""
-
     copies_free: bool = True
-    """Whether copies free memory of the device: not where that is the host."""
 
     @property
     def spared_bytes(self) -> int:

@@ -130,24 +130,21 @@ class StreamClock:
 
 @dataclass
 class StorageHistory:
-    """Accesses to a storage that can still race with later accesses."""
+    """Accesses to a storage that can still race with later accesses, oldest first.
 
-    owner: StreamClock
-    """The compute stream that was current when the storage was first seen."""
-
-    is_host: bool
-    """Whether it is host memory. The host frees host memory without knowing what streams waited
-    for; :attr:`owner` frees device memory.
+    Attributes:
+        owner: The compute stream that was current when the storage was first seen.
+        is_host: Whether it is host memory. The host frees host memory without knowing what streams
+            waited for; ``owner`` frees device memory.
+        nbytes: Size of the storage when it was first seen.
+        reference: Weak reference, kept for its callback.
     """
 
+    owner: StreamClock
+    is_host: bool
     accesses: list[Access] = field(default_factory=list)
-    """Accesses, oldest first."""
-
     nbytes: int = 0
-    """Size of the storage when it was first seen."""
-
     reference: weakref.ref[UntypedStorage] | None = None
-    """Weak reference, kept for its callback."""
 
     def first_race(self, access: Access, past: VectorClock) -> Access | None:
         """Return an earlier access that conflicts with ``access`` and is not in ``past``."""
@@ -202,10 +199,8 @@ class RaceDetector:
     def access(
         self, clock: StreamClock, history: StorageHistory, tensor: Tensor, kind: str, label: str
     ) -> None:
-        """Check an access to a tensor by the latest work of ``clock``.
-
-        Raises:
-            RaceError: Nothing orders the access after an earlier conflicting one.
+        """Check an access to a tensor by the latest work of ``clock``. Raise a RaceError if nothing
+        orders it after an earlier conflicting one.
         """
         access = clock.access(kind, extent_of(tensor), label)
         if access.extent.start == access.extent.stop:
