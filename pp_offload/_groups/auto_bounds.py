@@ -249,13 +249,10 @@ class StepTimes(Laps):
         """Mark this point for a group, or add to its last mark."""
         if key is None or not (nbytes or freed):
             return
-        last = marks[-1] if marks else None
-        if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
-            last.nbytes += nbytes
-            last.freed += freed
-            return
-        now = self.now(self._backend)
-        if now is not None:
+        if marks and marks[-1].group == key and marks[-1].nbytes + nbytes <= SMALL_BYTES:
+            marks[-1].nbytes += nbytes
+            marks[-1].freed += freed
+        elif (now := self.now(self._backend)) is not None:
             marks.append(Mark(key, now, nbytes, freed))
 
 
@@ -269,22 +266,18 @@ def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> Sequence[in
     """Return the least bytes in flight, and ahead, at which compute does not wait for copies, if
     ``staying`` groups stay. The step had copies to the host, and copies back.
     """
+    clock = clock_without_waits(times)
+
+    def by_chunk(marks: Iterable[Mark]) -> Iterable[list[TimedBytes]]:
+        leaving = (mark for mark in marks if mark.group not in staying)
+        for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk):
+            yield [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in of_chunk]
+
     offload_rate, reload_rate = rate(times.offloads) * CAUTION, rate(times.reloads) * CAUTION
-    sent, uses = (_by_chunk(times, marks, staying) for marks in (times.sent, times.uses))
-    caps = [in_flight_bytes(chunk, offload_rate) for chunk in sent]
-    windows = [window_bytes(chunk, reload_rate) for chunk in uses]
+    caps = [in_flight_bytes(chunk, offload_rate) for chunk in by_chunk(times.sent)]
+    windows = [window_bytes(chunk, reload_rate) for chunk in by_chunk(times.uses)]
     # small tensors come back in batches of SMALL_BYTES
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
-
-
-def _by_chunk(
-    times: StepTimes, marks: Iterable[Mark], staying: Collection[GroupKey]
-) -> Iterable[list[TimedBytes]]:
-    """Yield the marks of each run of a chunk, by compute's time without waits."""
-    clock = clock_without_waits(times)
-    leaving = (mark for mark in marks if mark.group not in staying)
-    for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk):
-        yield [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in of_chunk]
 
 
 def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:

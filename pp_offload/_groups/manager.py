@@ -206,14 +206,14 @@ class Manager:
         Nothing is reloaded yet: the loss and its inputs are on the device, where memory is highest.
         """
         with self.offloader.lock:
-            chunk = self.step.chunk(key)
+            chunk = self.step.chunks.get(key)
             if chunk is not None:
                 self.step.begin_backward(chunk)
 
     @contextmanager
     def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:
         """Run one part of a chunk's split backward in this context."""
-        chunk, split = self.step.chunk(key), self.offloader.split
+        chunk, split = self.step.chunks.get(key), self.offloader.split
         if chunk is None or split is None:
             yield
             return
@@ -223,13 +223,10 @@ class Manager:
                 if part is BackwardPass.WEIGHT:
                     self.offloader.resume(chunk.groups[-1])
             yield
-        except BaseException:
-            split.stop()
-            raise
-        else:
             with self.offloader.lock:
                 split.end()
         finally:
+            split.stop()
             with self.offloader.lock:
                 self.step.weight_pass = None
 

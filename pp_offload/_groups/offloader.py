@@ -247,6 +247,7 @@ def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet) -> None:
     """Empty the storages of those tensors that are alive and that nothing else needs: see
     NOTE [ Forced release ]. References are weak: a pending copy must not keep tensors alive.
     """
+    text = "forced_released_tensors: %s stays on the device: %s"
     for ref in refs:
         tensor = ref()
         if tensor is None:
@@ -254,9 +255,7 @@ def release(refs: Sequence[weakref.ref[Tensor]], resident: StorageSet) -> None:
         reason = _reason_to_stay(tensor, resident)
         if reason is None:
             tensor.untyped_storage().resize_(0)
-            continue
-        text = "forced_released_tensors: %s stays on the device: %s"
-        if reason is _EXTERNAL:
+        elif reason is _EXTERNAL:
             warn_once(logger, resident, text, described(tensor), reason)
         else:
             logger.info(text, described(tensor), reason)

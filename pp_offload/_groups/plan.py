@@ -216,14 +216,13 @@ def planned_groups(
     """Return each group with its entry in the options' plan, or None; empty without a plan."""
     if config.offload_plan is None:
         return []
-    stages = config.offload_plan.rank(pipeline_rank).stages
+    stages = enumerate(config.offload_plan.rank(pipeline_rank).stages)
+    entries = {(n, i): entry for n, stage in stages for i, entry in enumerate(stage)}
     groups: list[tuple[GroupKey, PlannedGroup | None]] = []
-    for chunk in chunks:
-        stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
-        for key, name, nbytes in chunk.by_key():
-            planned = stage[key.position] if key.position < len(stage) else None
-            is_planned = planned is not None and (planned.name, planned.nbytes) == (name, nbytes)
-            groups.append((key, planned if is_planned else None))
+    for key, name, nbytes in [group for chunk in chunks for group in chunk.by_key()]:
+        planned = entries.get(key.place)
+        is_planned = planned is not None and (planned.name, planned.nbytes) == (name, nbytes)
+        groups.append((key, planned if is_planned else None))
     return groups
 
 

@@ -39,6 +39,7 @@ class StepRecord:
     """Follows a step, and gives the window the next groups.
 
     Attributes:
+        chunks: Chunks of this step, each from its first group on, in forward order.
         options: Options of the plan; None for the manager's options.
         is_warmup: Whether no step was complete so far.
         smallest_numel: Least elements of a tensor that may leave; None before a forward with grad.
@@ -62,7 +63,7 @@ class StepRecord:
         self.summary: dict[str, GroupBytes] = {}
         self.unused: frozenset[Place] = frozenset()
         self._is_partly_forgotten = False
-        self._forward: dict[ChunkKey, Chunk] = {}
+        self.chunks: dict[ChunkKey, Chunk] = {}
         self._backward: dict[ChunkKey, Chunk | ChunkRecord] = {}
         self._live_at_peak: frozenset[ChunkKey] = frozenset()
         self._weight_passes: dict[ChunkKey, WeightPass] = {}
@@ -74,7 +75,7 @@ class StepRecord:
         number = self._numbers[stage] if number is None else number
         self._numbers[stage] = number + 1
         chunk.key = ChunkKey(stage, number)
-        self._forward[chunk.key] = chunk
+        self.chunks[chunk.key] = chunk
         self.queue.push(chunk)
         if split is not None and chunk.key in split.chunks:
             weight_pass = WeightPass(chunk.key, chunk.groups, split)
@@ -90,7 +91,7 @@ class StepRecord:
         """Note that backward reached ``chunk``; chunks that it reached before may be over."""
         before, self.in_backward = self.in_backward, chunk
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
-            live = {k for k, c in self._forward.items() if not c.is_finished()}
+            live = {k for k, c in self.chunks.items() if not c.is_finished()}
             live |= {k for k in self._weight_passes if WeightPassKey(k) not in self.queue.begun}
             if len(live) > len(self._live_at_peak):
                 self._live_at_peak = frozenset(live)
@@ -98,7 +99,7 @@ class StepRecord:
             self.queue.remove(chunk)
         if before is not chunk:
             begun = self._backward
-            for earlier in [c for k, c in self._forward.items() if k in begun and c is not chunk]:
+            for earlier in [c for k, c in self.chunks.items() if k in begun and c is not chunk]:
                 self._leave(earlier)
 
     def begin_part(self, chunk: Chunk, part: BackwardPass, split: SplitBackward) -> None:
@@ -123,13 +124,9 @@ class StepRecord:
 
     def _forget(self, key: ChunkKey, chunk: Chunk) -> None:
         self.queue.forget(chunk)
-        self._forward.pop(key, None)
+        self.chunks.pop(key, None)
         self._weight_passes.pop(key, None)
         chunk.key = None  # a forward that goes on in it is added again
-
-    def chunk(self, key: ChunkKey) -> Chunk | None:
-        """Return the chunk of this step with this key; None before its first group starts."""
-        return self._forward.get(key)
 
     def after(self, group: Group) -> Iterator[Visit]:
         """Yield the visits after ``group``: the rest of its chunk, last first; then the queue."""
@@ -144,22 +141,22 @@ class StepRecord:
     def forget_finished(self) -> None:
         """Forget chunks without living tensors, in a step that never ends."""
         num_chunks = self.num_chunks
-        for key, chunk in list(self._forward.items()):
+        for key, chunk in list(self.chunks.items()):
             if chunk.is_over:
                 self._forget(key, chunk)
-        for key in self._backward.keys() - self._forward.keys():
+        for key in self._backward.keys() - self.chunks.keys():
             del self._backward[key]
         self._is_partly_forgotten |= self.num_chunks < num_chunks
 
     @property
     def num_chunks(self) -> int:
         """Number of chunks with groups that are not forgotten."""
-        return len(self._forward.keys() | self._backward.keys())
+        return len(self.chunks.keys() | self._backward.keys())
 
     def awaited_elsewhere(self) -> Chunk | None:
         """Return a chunk of another living thread whose backward is still to come, or None."""
         here = threading.current_thread()
-        others = (c for c in self._forward.values() if c.thread is not here and c.thread.is_alive())
+        others = (c for c in self.chunks.values() if c.thread is not here and c.thread.is_alive())
         return next((chunk for chunk in others if chunk.is_awaited), None)
 
     def is_complete(self, *, is_ended: bool) -> bool:
@@ -168,36 +165,36 @@ class StepRecord:
         """
         if self._is_partly_forgotten:
             return False
-        chunks = self._forward.values()
+        chunks = self.chunks.values()
         return bool(self._backward) and all(c.is_finished(is_ended=is_ended) for c in chunks)
 
     def has_dropped(self) -> bool:
         """Whether the graph of a chunk was freed without its backward."""
-        return any(c.is_over and not c.is_finished() for c in self._forward.values())
+        return any(c.is_over and not c.is_finished() for c in self.chunks.values())
 
     def has_saved_nothing(self) -> bool:
         """Whether the step had groups, all committed, and none saved a tensor that may leave."""
-        groups = [group for chunk in self._forward.values() for group in chunk.groups]
-        is_over = not any(chunk.uncommitted() for chunk in self._forward.values())
+        groups = [group for chunk in self.chunks.values() for group in chunk.groups]
+        is_over = not any(chunk.uncommitted() for chunk in self.chunks.values())
         return bool(groups) and is_over and not any(g.counts.num_tensors for g in groups)
 
     def has_failed(self) -> bool:
         """Whether a forward raised in a group, as far as a context saw the exception, or left a
         group open that no backward has used.
         """
-        groups = (group for chunk in self._forward.values() for group in chunk.groups)
+        groups = (group for chunk in self.chunks.values() for group in chunk.groups)
         return any(group.has_failed or group.is_left_behind for group in groups)
 
     def forgotten(self) -> list[str]:
         """Return names of groups that were started, used by backward, and never committed."""
-        groups = (group for chunk in self._forward.values() for group in chunk.uncommitted())
+        groups = (group for chunk in self.chunks.values() for group in chunk.uncommitted())
         return [group.name for group in groups if group.is_forgotten]
 
     def in_flight(self) -> ChunksInFlight:
         """Return the number of chunks of each virtual stage whose backward is not over."""
-        over = {k for k in self._backward.keys() & self._forward if self._forward[k].is_finished()}
+        over = {k for k in self._backward.keys() & self.chunks if self.chunks[k].is_finished()}
         over -= {k for k in self._weight_passes if WeightPassKey(k) not in self.queue.begun}
-        return tuple(sorted(Counter(key.vp_stage for key in self._forward.keys() - over).items()))
+        return tuple(sorted(Counter(key.vp_stage for key in self.chunks.keys() - over).items()))
 
     def shapes(self) -> tuple[ChunkShape, ...]:
         """Return the chunks as numbers, in backward order."""
@@ -210,14 +207,14 @@ class StepRecord:
 
     def records(self) -> list[ChunkRecord]:
         """Return records of all chunks, also of chunks without backward."""
-        return _records({**self._forward, **self._backward})
+        return _records({**self.chunks, **self._backward})
 
     def make_plan(self, config: OffloadConfig, stay: Stay) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
         if not self.queue.is_scheduled:
             self.queue.set_order(self._backward)
         self.sum_up()
-        self.unused |= _unused(self._forward.values())
+        self.unused |= _unused(self.chunks.values())
         options = self.options or config
         return make_plan(self.shapes(), options, self.pipeline_rank, stay, self.unused)
 
@@ -231,9 +228,9 @@ class StepRecord:
 
     def clear(self) -> None:
         self._backward.clear()  # first: if an interrupt comes next, the step is not complete
-        for chunk in self._forward.values():
+        for chunk in self.chunks.values():
             chunk.reset()
-        self._forward.clear()
+        self.chunks.clear()
         self._weight_passes.clear()
         self._live_at_peak = frozenset()
         self._numbers.clear()
@@ -245,7 +242,7 @@ class StepRecord:
 
     def _chunk_of(self, group: Group) -> Chunk | None:
         key = group.key
-        chunk = None if key is None else self._forward.get(key.chunk)
+        chunk = None if key is None else self.chunks.get(key.chunk)
         if chunk is None or key is None or key.position >= len(chunk.groups):
             return None
         return chunk if chunk.groups[key.position] is group else None
