@@ -163,10 +163,9 @@ class StepRecord:
         """Whether groups saved tensors, and backward is over in each chunk. If the user says that
         the step ``is_ended``, groups that no loss needed may be alive, in outputs.
         """
-        if self._is_partly_forgotten:
+        if self._is_partly_forgotten or not self._backward:
             return False
-        chunks = self.chunks.values()
-        return bool(self._backward) and all(c.is_finished(is_ended=is_ended) for c in chunks)
+        return all(chunk.is_finished(is_ended=is_ended) for chunk in self.chunks.values())
 
     def has_dropped(self) -> bool:
         """Whether the graph of a chunk was freed without its backward."""

@@ -1,6 +1,6 @@
 """Time and memory of a step now, at first, and without offload: a log line and table rows.
 
-gain = Gain(time, bounds.first, groups_sum(step.summary.values()), room.figures)
+gain = room.gain(bounds.last, bounds.first)
 log_gain(gain)
 gain_table({"rank 0": gain})
 """

@@ -108,7 +108,8 @@ class SimulatedStream(StreamClock):
                 self.timeline.force(event)
             elif not event.is_reached():
                 self.queue.append(event)
-                self.timeline.work_queued(self)
+                if self.timeline.order == "eager":
+                    self.timeline.force(self.last_event())
 
     def _join_capture(self, event: SimulatedEvent) -> None:
         """Join the capture of an event; raise a CaptureError if both are not in one capture."""
@@ -232,12 +233,8 @@ class Timeline:
                 if not any(copy.target.overlaps(each) for each in queued):
                     copy.spoil_target()
                 stream.queue.append(copy)
-            self.work_queued(stream)
-
-    def work_queued(self, stream: SimulatedStream) -> None:
-        """Note that ``stream`` has new work, and run it if the order says so."""
-        if self.order == "eager":
-            self.force(stream.last_event())
+            if self.order == "eager":
+                self.force(stream.last_event())
 
     def force(self, event: SimulatedEvent) -> None:
         """Run all that must run before ``event``, and nothing else."""
