@@ -94,8 +94,7 @@ class AutoBounds:
 
     def begin_step(self) -> None:
         """Choose bounds if the timed step has ended; then time this step, if steps remain to time.
-
-        Does nothing in a capture, which forbids queries of events.
+        A capture forbids queries of events, so nothing is done there.
         """
         backend = self._offloader.backend
         if backend.is_capturing:
@@ -313,9 +312,7 @@ class TimedBytes(NamedTuple):
 
 
 def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """Return the most bytes in flight in a chunk's forward if compute never waits, newest group
-    included.
-    """
+    """Return the most bytes in flight in a chunk's forward without waits, newest group included."""
     under_way: deque[TimedBytes] = deque()
     now = most = 0
     free_s = 0.0
@@ -330,9 +327,7 @@ def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """Return nearly the smallest window that is always ahead of the uses of a chunk's backward. It
-    is full when they begin.
-    """
+    """Return nearly the smallest window, full at first, that is ahead of the uses of a chunk."""
     low, high = 0, sum([use.nbytes for use in uses])
     step = max(1, high // PRECISION)
     while high - low > step:

@@ -153,9 +153,7 @@ class Chunk:
         return True
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
-        """Offload or keep a group that was just taken from the open ones; then release the tensors
-        that the user named.
-        """
+        """Offload or keep a group just taken from the open ones; then release the named tensors."""
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
             self.offloader.engine.keep(group)
         else:

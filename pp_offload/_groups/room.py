@@ -239,9 +239,7 @@ class DeviceRoom:
         return not self._stay or covers(self._history.demand.in_flight, in_flight)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
-        """End the step, and choose which groups stay; not if ``chunks`` is None, for a step that is
-        not typical of others.
-        """
+        """End the step, and choose which groups stay; ``chunks`` is None for one not typical."""
         seen = self._seen
         if seen is None:
             return
@@ -332,9 +330,7 @@ class DeviceRoom:
         return ""
 
     def _fill(self, needed_bytes: int, limit_bytes: int, hidden_bytes: int) -> None:
-        """Choose the groups that stay beside ``needed_bytes``, once bounds are chosen, and again
-        when their room has changed.
-        """
+        """Choose which groups stay beside ``needed_bytes``, and again when the room changed."""
         demand, moving_bytes = self._history.demand, self._moving_bytes()
         room_bytes = limit_bytes - limit_bytes // PART - needed_bytes
         all_bytes = demand.nbytes(demand.sizes)

@@ -159,7 +159,6 @@ class WeightPass:
 
     def visits(self) -> Iterator[WeightVisit]:
         """Yield the chunk's groups in the order of the stage's last weight pass; none before it.
-
         The order differs from the first part's: PyTorch goes through the parameters.
         """
         stage, uses = self.key.chunk.vp_stage, self._split.uses[BackwardPass.WEIGHT]

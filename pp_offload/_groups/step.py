@@ -178,9 +178,7 @@ class StepRecord:
         return bool(groups) and is_over and not any(g.counts.num_tensors for g in groups)
 
     def has_failed(self) -> bool:
-        """Whether a forward raised in a group, as far as a context saw the exception, or left a
-        group open that no backward has used.
-        """
+        """Whether a forward raised in a group, as its context saw, or left a group open, unused."""
         groups = (group for chunk in self.chunks.values() for group in chunk.groups)
         return any(group.has_failed or group.is_left_behind for group in groups)
 
@@ -280,7 +278,6 @@ class ChunkQueue:
 
     def set_order(self, keys: Iterable[Key], *, is_scheduled: bool = False) -> None:
         """Sort chunks by this order of backward from now on; chunks without a key in it come last.
-
         An observed order does not replace a schedule's, which ``is_scheduled``.
         """
         self._order = list(keys)
@@ -313,7 +310,6 @@ class ChunkQueue:
 
     def certain(self) -> Iterator[QueuedChunk]:
         """Yield the queued chunks, next first, up to a gap: a chunk whose forward is still to come.
-
         Prefetching chunks behind the gap would take the room that the missing chunk needs.
         """
         position = self._num_done

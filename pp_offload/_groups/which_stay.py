@@ -156,11 +156,10 @@ def fitting(
 
 
 def _stay_order(demand: Demand) -> list[Place]:
-    """Return the places in the order in which their groups are given room.
-
-    The stage with the fewest chunks in flight comes first: there a byte of memory keeps most. In a
-    stage the group saved last comes first, as backward uses it first, then halves, quarters and so
-    on: copies of groups far apart have more time. See NOTE [ Chunks keep their room ].
+    """Return the places in the order in which their groups are given room: first of the stage with
+    the fewest chunks in flight, where a byte of memory keeps most; in a stage first the group saved
+    last, as backward uses it first, then halves, quarters and so on: copies of groups far apart
+    have more time. See NOTE [ Chunks keep their room ].
     """
     last = dict(sorted(demand.sizes))  # position of the last group of each stage
 
