@@ -290,9 +290,8 @@ class Manager:
             self._check_not_busy_elsewhere()  # again: no thread can begin before the lock is free
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete(is_ended=True)
-            self._room.end_step(
-                self.step.shapes() if is_complete else None, self.bounds.hidden_bytes
-            )
+            shapes = self.step.shapes() if is_complete else None
+            self._room.end_step(shapes, self.bounds.hidden_bytes)
             if is_complete:
                 self.learn()
             elif self.step.has_saved_nothing():

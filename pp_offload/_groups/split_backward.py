@@ -11,7 +11,7 @@ only these are reloaded for that part. Before that, all are.
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,8 +43,8 @@ class Running(NamedTuple):
     positions: dict[Batch, int]
     """Position of each of the chunk's batches, held so that uses can be read without the graph."""
 
-    uses: Counter[tuple[int, int]]
-    """Number of uses of each payload so far, by position and index, in order of first use."""
+    uses: defaultdict[int, Counter[int]]
+    """Number of uses of each payload so far, by position, in order of first use, and index."""
 
 
 class SplitBackward(Observer):
@@ -88,14 +88,14 @@ class SplitBackward(Observer):
     def begin(self, key: ChunkKey, groups: Sequence[Group], part: BackwardPass) -> None:
         batches = map(_batch, groups)
         positions = {batch: position for position, batch in enumerate(batches) if batch is not None}
-        self._running = Running(key, groups, part, positions, Counter())
+        self._running = Running(key, groups, part, positions, defaultdict(Counter))
 
     def used(self, saved: Saved, payload: Tensor) -> None:
         running = self._running
         position = None if running is None else running.positions.get(saved.batch)
         if running is None or position is None:
             return
-        running.uses[position, saved.index] += 1
+        running.uses[position][saved.index] += 1
         if self._is_keeping and running.part is BackwardPass.INPUT:
             place = Place(running.key.vp_stage, position)
             if saved.index in self.uses[BackwardPass.WEIGHT].get(place, ()):
@@ -110,14 +110,13 @@ class SplitBackward(Observer):
         running, self._running = self._running, None
         if running is None:
             return
-        key, groups, part, _, _ = running
-        for position in running.positions.values():
-            uses = {index: num for (place, index), num in running.uses.items() if place == position}
-            self.uses[part][Place(key.vp_stage, position)] = uses
+        key, groups, part, positions, uses = running
+        order = list(uses)
+        for position in positions.values():
+            self.uses[part][Place(key.vp_stage, position)] = uses[position]
         if part is BackwardPass.INPUT:
             self._expect_second(key, groups)
         else:
-            order = list(dict.fromkeys(position for position, _ in running.uses))
             before = self.order.get(key.vp_stage, [])
             if not set(order) < set(before):  # groups may have stayed in this chunk
                 self.order[key.vp_stage] = order
