@@ -67,10 +67,7 @@ class AutoBounds:
     """
 
     def __init__(
-        self,
-        offloader: Offloader,
-        config: OffloadConfig,
-        unused_bytes: Callable[[], int | None],
+        self, offloader: Offloader, config: OffloadConfig, unused_bytes: Callable[[], int | None]
     ) -> None:
         self._offloader = offloader
         self._config = config

@@ -26,14 +26,7 @@ from pp_offload._common.checks import brief
 from pp_offload._common.operators import operator
 from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream, no_memory_in_captures
-from pp_offload.testing.streams import (
-    POISON,
-    QueuedCopy,
-    SimulatedStream,
-    Timeline,
-    WeakTensor,
-    unwatched,
-)
+from pp_offload.testing.streams import POISON, QueuedCopy, SimulatedStream, Timeline, unwatched
 
 
 class SimulatedBackend(HasLiveStream[SimulatedStream]):
@@ -127,8 +120,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         for target, source in pairs:
             self._check_copy(stream, source, "read", label, is_host=stream is self.h2d)
             self._check_copy(stream, target, "write", label, is_host=stream is self.d2h)
-        copies = [QueuedCopy(WeakTensor(to), WeakTensor(source), label) for to, source in pairs]
-        self._timeline.queue_copies(stream, copies)
+        self._timeline.queue_copies(stream, [QueuedCopy(*pair, label) for pair in pairs])
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Allocate host memory, filled with garbage.

@@ -21,7 +21,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -296,14 +295,11 @@ class WeakTensor:
         return is_same and self.extent.overlaps(other.extent)
 
 
-@dataclass(frozen=True)
 class QueuedCopy:
-    """Call of ``target.copy_(source)`` that has not run yet."""
+    """Call of ``target.copy_(source)`` that has not run yet, for the group ``label``."""
 
-    target: WeakTensor
-    source: WeakTensor
-    label: str
-    """The group, for messages."""
+    def __init__(self, target: Tensor, source: Tensor, label: str) -> None:
+        self.target, self.source, self.label = WeakTensor(target), WeakTensor(source), label
 
     @unwatched()
     def spoil_target(self) -> None:
