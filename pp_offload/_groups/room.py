@@ -38,7 +38,7 @@ NOTE [ Peaks of the device ]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pp_offload._common.processes import logger_of, warn_once
@@ -83,6 +83,7 @@ class StepMemory(Observer):
         is_of_loss: Whether it rose after the last group of a forward, and before its backward.
         had_retries: Whether the allocator gave memory back in the step.
         allocated_bytes: Most allocated bytes when a backward went on to another chunk.
+        besides_copies: Most of these without copies, by chunks in flight.
         chunks_in_flight: Chunks in flight, each time that another forward began.
         beside: Bytes of groups that do not move.
     """
@@ -103,7 +104,7 @@ class StepMemory(Observer):
         self.chunks_in_flight: set[ChunksInFlight] = set()
         self.beside: dict[Place, Beside] = {}
         self._num_retries = begin.num_retries
-        self._besides_copies = Counter[ChunksInFlight]()
+        self.besides_copies = Counter[ChunksInFlight]()
         self._begun: set[ChunkKey] = set()
         self._in_backward: ChunkKey | None = None
         self._is_behind_forward = False
@@ -146,7 +147,7 @@ class StepMemory(Observer):
         self._in_backward, self._is_behind_forward = group.key.chunk, False
         self.allocated_bytes = max(self.allocated_bytes, now.nbytes)
         nbytes = at_rest_bytes(self._offloader, now)
-        self._besides_copies[chunks] = max(self._besides_copies[chunks], nbytes)
+        self.besides_copies[chunks] = max(self.besides_copies[chunks], nbytes)
 
     def _read(self) -> None:
         if self._reads_always:
@@ -158,16 +159,6 @@ class StepMemory(Observer):
             self.has_risen, self.is_of_loss = True, is_of_loss
         self.peak_bytes = max(self.peak_bytes, now.nbytes)
         self.had_retries = now.num_retries > self._num_retries
-
-    def fixed_bytes(self, staying: Mapping[int, int]) -> int:
-        """Return the most bytes when backward went on to another chunk, without copies and without
-        the bytes of groups that stay, given by stage for each chunk.
-        """
-        bytes_then = (
-            nbytes - sum([num * staying.get(stage, 0) for stage, num in chunks])
-            for chunks, nbytes in self._besides_copies.items()
-        )
-        return max(bytes_then, default=0)
 
 
 class DeviceRoom:
@@ -230,8 +221,8 @@ class DeviceRoom:
                     backend.name,
                 )
             return
-        is_choosing = bool(self._num_left or self._history.may_shrink)
-        reads_always = limit is not None and is_choosing
+        needed_less = self._history.last != self._history.demand
+        reads_always = limit is not None and (self._num_left > 0 or needed_less)
         self._seen = seen = StepMemory(self._offloader, allocated, self._has_room, reads_always)
         self._offloader.observers.add(seen)
 
@@ -256,7 +247,7 @@ class DeviceRoom:
             self._figures = self._figures_of(self._peak_of(seen))
             return
         step = Demand.of(chunks, seen.beside, seen.chunks_in_flight)
-        staying = by_stage(
+        staying = by_stage(  # bytes of groups that stay in a chunk of this step
             {at: (step.lean if is_lean else step.sizes).get(at, 0) for at, _, is_lean in self.stay}
         )
         peak_bytes = max(seen.peak_bytes, seen.allocated_bytes + self._above_bytes)
@@ -303,13 +294,17 @@ class DeviceRoom:
         else:
             self._needed_bytes = self._spare_bytes = 0
 
-    def _measure(self, seen: StepMemory, staying: Mapping[int, int]) -> int:
+    def _measure(self, seen: StepMemory, staying: Counter[int]) -> int:
         """Return the peak of a measured step; also note the bytes needed if all groups leave."""
         peak_bytes = self._peak_of(seen)
         if not self._risen_bytes:  # see NOTE [ Peaks of the device ]
             peak_bytes += max(self._history.demand.sizes.values(), default=0)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
-        needed_bytes = seen.fixed_bytes(staying) + self._above_bytes - seen.begin_bytes
+        fixed_bytes = [
+            nbytes - sum([num * staying[stage] for stage, num in chunks])
+            for chunks, nbytes in seen.besides_copies.items()
+        ]
+        needed_bytes = max(fixed_bytes, default=0) + self._above_bytes - seen.begin_bytes
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return peak_bytes
 

@@ -210,22 +210,17 @@ class History:
 
     def __init__(self) -> None:
         self.demand = Demand()
-        self._last = Demand()
+        self.last = Demand()
         self._num_equal = 0
         self._num_wanted = NUM_EQUAL
         self._has_forgotten = False
-
-    @property
-    def may_shrink(self) -> bool:
-        """Whether the last step needed less than earlier steps."""
-        return self._last != self.demand
 
     def add(self, step: Demand) -> Change:
         """Add a step. If a larger step comes back, twice as many equal steps are needed next time:
         otherwise each large step of a loop that mixes sizes would have no room.
         """
-        self._num_equal = self._num_equal + 1 if step == self._last else 1
-        self._last = step
+        self._num_equal = self._num_equal + 1 if step == self.last else 1
+        self.last = step
         demand = self.demand.merged(step)
         if demand != self.demand:
             self._num_wanted *= 1 + self._has_forgotten

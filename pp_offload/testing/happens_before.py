@@ -182,7 +182,9 @@ class RaceDetector:
         key = storage._cdata
         if (seen := self._histories.get(key)) is not None:
             return seen
-        extent = _bytes_of(storage)
+        extent = range(0)  # of the storage of a fake tensor
+        with suppress(RuntimeError):
+            extent = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         is_host = is_host or any(extent.start in host for host in list(self._host_bytes.values()))
         history = StorageHistory(owner, is_host)
         if is_host:
@@ -234,14 +236,6 @@ class RaceDetector:
         race = history.first_race(free, clock)
         if race is not None and self._fault is None:
             self._fault = RaceError(_unordered(free, race))
-
-
-def _bytes_of(storage: UntypedStorage) -> range:
-    """Return addresses of a storage's bytes; empty for the storage of a fake tensor."""
-    with suppress(RuntimeError):
-        begin = storage.data_ptr()
-        return range(begin, begin + storage.nbytes())
-    return range(0)
 
 
 def _unordered(access: Access, earlier: Access) -> str:

@@ -101,7 +101,13 @@ class SimulatedStream(StreamClock):
         assert isinstance(event, SimulatedEvent)
         with self.timeline.lock:
             self.timeline.enter()
-            self._join_capture(event)
+            if event.capture != self.capture:
+                if self.capture or event.capture != self.timeline.capture:
+                    raise CaptureError(
+                        f"stream {self.name}, in {_capture(self.capture)}, waits for an event "
+                        f"recorded in {_capture(event.capture)}; expected one of the same capture"
+                    )
+                self.capture = event.capture  # the stream joins that capture
             self.past.merge(event.past)
             if not self.is_copy:
                 self.timeline.force(event)
@@ -109,17 +115,6 @@ class SimulatedStream(StreamClock):
                 self.queue.append(event)
                 if self.timeline.order == "eager":
                     self.timeline.force(self.last_event())
-
-    def _join_capture(self, event: SimulatedEvent) -> None:
-        """Join the capture of an event; raise a CaptureError if both are not in one capture."""
-        if event.capture == self.capture:
-            return
-        if self.capture or event.capture != self.timeline.capture:
-            raise CaptureError(
-                f"stream {self.name}, in {_capture(self.capture)}, waits for an event "
-                f"recorded in {_capture(event.capture)}; expected one of the same capture"
-            )
-        self.capture = event.capture
 
     def wait_stream(self, other: SimulatedStream) -> None:
         """Order all later work of this stream after all current work of ``other``."""
