@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from pp_offload._common.checks import brief
 from pp_offload._common.operators import operator
 from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream, no_memory_in_captures
+from pp_offload.errors import CaptureError
 from pp_offload.testing.streams import POISON, QueuedCopy, SimulatedStream, Timeline, unwatched
 
 
@@ -48,6 +50,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self.is_host = False
         self.device = torch.device("cpu")
         self._timeline = Timeline(order, seed)
+        self._numbers = count(1)  # of captures
         self.d2h: Stream = self._timeline.add_stream("d2h", is_copy=True)
         self.h2d: Stream = self._timeline.add_stream("h2d", is_copy=True)
         self._current = self._timeline.add_stream("compute", is_copy=False)
@@ -86,11 +89,24 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
     def capture(self) -> Iterator[None]:
         """Raise :class:`CaptureError` inside for all that CUDA forbids while it captures a graph.
 
-        Work runs as outside: only the rules are simulated, not replay.
+        Work runs as outside: only the rules are simulated, not replay. At the end, the current
+        stream must have waited for all that was captured.
         """
         self.synchronize()
-        with self._timeline.captured(self._current):
+        timeline, origin = self._timeline, self._current
+        timeline.capture = origin.capture = number = next(self._numbers)
+        try:
             yield
+            for stream in timeline.streams.values():
+                if stream.capture and not origin.past.covers(stream.last_event().past):
+                    raise CaptureError(
+                        f"capture {number} ends, but stream {origin.name} has not waited for "
+                        f"stream {stream.name}; expected it joined"
+                    )
+        finally:
+            timeline.capture = 0
+            for stream in timeline.streams.values():
+                stream.capture = 0
 
     def new_stream(self, name: str) -> SimulatedStream:
         """Make another compute stream, unordered with others.

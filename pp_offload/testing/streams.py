@@ -162,29 +162,8 @@ class Timeline:
         self.detector = RaceDetector()
         self.streams: dict[str, SimulatedStream] = {}
         self.capture = 0
-        self._num_captures = 0
         self._random = random.Random(seed)
         self.lock = threading.RLock()
-
-    @contextmanager
-    def captured(self, origin: SimulatedStream) -> Iterator[None]:
-        """Capture a graph inside, on ``origin`` and the streams that join it. Raise a CaptureError
-        at the end if ``origin`` has not waited for all that was captured.
-        """
-        self._num_captures += 1
-        self.capture = origin.capture = self._num_captures
-        try:
-            yield
-            for stream in self.streams.values():
-                if stream.capture and not origin.past.covers(stream.last_event().past):
-                    raise CaptureError(
-                        f"{_capture(self.capture)} ends, but stream {origin.name} has not waited "
-                        f"for stream {stream.name}; expected it joined"
-                    )
-        finally:
-            self.capture = 0
-            for stream in self.streams.values():
-                stream.capture = 0
 
     def forbid_in_capture(self, what: str) -> None:
         """Raise :class:`CaptureError` if a graph is captured."""
