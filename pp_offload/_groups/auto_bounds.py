@@ -52,9 +52,6 @@ LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
 SHARE_OF_UNUSED = 0.8
 """Part of the device's unused memory that bounds may grow into: an allocator leaves gaps."""
 
-PRECISION = 64
-"""A window is computed to 1/64 of the bytes of its uses."""
-
 
 class AutoBounds:
     """Measures steps, and chooses the bounds of copies that are ``"auto"``. They grow into what
@@ -324,9 +321,9 @@ def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
 
 
 def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
-    """Return nearly the smallest window, full at first, that is ahead of the uses of a chunk."""
+    """Return the smallest window, to 1/64 of all bytes, that is full at first and always ahead."""
     low, high = 0, sum([use.nbytes for use in uses])
-    step = max(1, high // PRECISION)
+    step = max(1, high // 64)
     while high - low > step:
         middle = (low + high) // 2
         if is_in_time(uses, middle, bytes_per_s):

@@ -9,7 +9,7 @@ forward with grad, expected groups should run and save tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from pp_offload._common.processes import logger_of
 from pp_offload._core.eligibility import Eligibility
@@ -83,17 +83,12 @@ class IdleGroups:
         return self.num_steps_left > 0 and not self.was_disabled
 
     def check(
-        self,
-        records: Callable[[], Iterable[ChunkRecord]],
-        smallest_numel: int,
-        eligibility: Eligibility,
+        self, records: Iterable[ChunkRecord], smallest_numel: int, eligibility: Eligibility
     ) -> None:
-        """Warn of names that did nothing in a step, if it is to be checked."""
-        if not self.is_checking:
-            return
+        """Warn of names that did nothing in a step that is to be checked."""
         self.num_steps_left -= 1
         started, committed, tensors = Counter[str](), Counter[str](), Counter[str]()
-        for record in records():
+        for record in records:
             started.update(record.shape.names)
             committed.update(record.num_committed)
             tensors.update(record.num_tensors)

@@ -359,9 +359,10 @@ class Manager:
 
     def _look_for_idle_groups(self) -> None:
         smallest, engine = self.step.smallest_numel, self.offloader.engine
-        # A forward that raised may have missed groups, and its exception names the cause.
-        if smallest is not None and not (self.forward.is_evaluating or self.step.has_failed()):
-            self.idle_groups.check(self.step.records, smallest, engine.eligibility)
+        if self.idle_groups.is_checking and smallest is not None:
+            # A forward that raised may have missed groups, and its exception names the cause.
+            if not (self.forward.is_evaluating or self.step.has_failed()):
+                self.idle_groups.check(self.step.records(), smallest, engine.eligibility)
         self.idle_groups.begin_step(is_enabled=engine.is_enabled)
 
     def learn(self) -> None:

@@ -131,13 +131,8 @@ def fitting(
 
     Three choices: all groups stay whole; all stay, some without bytes that recipes compute again;
     or some leave, beside room for copies. Copies that hide behind compute cost less than computing
-    again, other copies cost more.
-
-    Args:
-        demand: Demand of all steps that must have room.
-        room_bytes: Bytes free for groups and copies.
-        moving_bytes: Most bytes of copies, both ways together, if any group leaves.
-        hidden_bytes: Bytes that a step copies while it computes.
+    again, other copies cost more. If any group leaves, ``moving_bytes`` are the most bytes of
+    copies, both ways together; ``hidden_bytes`` are those that a step copies while it computes.
     """
     order = _stay_order(demand)
     all_stay = _filled(demand, order, set(), room_bytes)
