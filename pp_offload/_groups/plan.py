@@ -153,13 +153,12 @@ def make_plan(
     ConfigError if the plan of the options has fewer ranks.
     """
     places = {place: nbytes for place, nbytes, _ in stay}
-    at_places = {key for chunk in chunks for key, _, _ in chunk.by_key() if key.place in places}
-    planned = planned_groups(chunks, config, pipeline_rank)
-    unplanned = {key.place for key, group in planned if group is None}
+    groups = [group for chunk in chunks for group in chunk.by_key()]
+    at_places = {key for key, _, _ in groups if key.place in places}
     rank = None if config.offload_plan is None else config.offload_plan.rank(pipeline_rank)
-    stages = rank.stages if rank is not None and chunks else ()
-    missing = {Place(n, i) for n, stage in enumerate(stages) for i in range(len(stage))}
-    missing -= {key.place for key, _ in planned}
+    planned = planned_groups(rank)
+    unplanned = {at.place for at, name, size in groups if (at.place, name, size) not in planned}
+    missing = {place for place, _, _ in planned} - {key.place for key, _, _ in groups}
     return Plan(
         kept=groups_to_keep(chunks, config, pipeline_rank, unused) | at_places,
         names={chunk.key: chunk.names for chunk in chunks},
@@ -167,7 +166,7 @@ def make_plan(
             chunk.key: tuple(["" if at.place in unused else name for at, name, _ in chunk.by_key()])
             for chunk in chunks
         },
-        num_unplanned=len(unplanned | missing),
+        num_unplanned=len(unplanned | missing) if rank is not None and chunks else 0,
         stay=places,
         lean=frozenset([place for place, _, is_lean in stay if is_lean]),
         planned=() if rank is None else rank.stages,
@@ -193,11 +192,13 @@ def groups_to_keep(
         here = [each for each in chunk.by_key() if each[0].place not in unused]
         margin = {name: key for key, name, _ in here} | margin
     keys = set(margin.values())
-    planned = planned_groups(chunks, config, pipeline_rank)
-    keys |= {key for key, group in planned if group is not None and group.keeps}
+    groups = [group for chunk in chunks for group in chunk.by_key()]
+    if config.offload_plan is not None:
+        planned = planned_groups(config.offload_plan.rank(pipeline_rank))
+        keys |= {key for key, name, size in groups if planned.get((key.place, name, size))}
     # Keep whole groups, chunk by chunk in backward order, until they sum to this rank's bytes.
     share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
-    for key, _, nbytes in [group for chunk in chunks for group in chunk.by_key()]:
+    for key, _, nbytes in groups:
         if share > 0 and key not in keys:
             keys.add(key)
             share -= nbytes
@@ -210,20 +211,13 @@ def groups_to_keep(
     return frozenset(keys)
 
 
-def planned_groups(
-    chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
-) -> list[tuple[GroupKey, PlannedGroup | None]]:
-    """Return each group with its entry in the options' plan, or None; empty without a plan."""
-    if config.offload_plan is None:
-        return []
-    stages = enumerate(config.offload_plan.rank(pipeline_rank).stages)
-    entries = {(n, i): entry for n, stage in stages for i, entry in enumerate(stage)}
-    groups: list[tuple[GroupKey, PlannedGroup | None]] = []
-    for key, name, nbytes in [group for chunk in chunks for group in chunk.by_key()]:
-        planned = entries.get(key.place)
-        is_planned = planned is not None and (planned.name, planned.nbytes) == (name, nbytes)
-        groups.append((key, planned if is_planned else None))
-    return groups
+def planned_groups(rank: RankPlan | None) -> dict[tuple[Place, str, int], bool]:
+    """Return whether the options' plan keeps each of its groups, by place, name and bytes."""
+    return {
+        (Place(vp_stage, position), group.name, group.nbytes): group.keeps
+        for vp_stage, groups in enumerate(() if rank is None else rank.stages)
+        for position, group in enumerate(groups)
+    }
 
 
 BOUNDS = ("max_in_flight_bytes", "prefetch_bytes")
