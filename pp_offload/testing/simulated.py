@@ -131,11 +131,13 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         """
         assert isinstance(stream, SimulatedStream) and stream.is_copy
         self._timeline.enter()
-        stream.advance(self._timeline.detector.host)
+        detector, is_back = self._timeline.detector, stream is self.h2d
+        stream.advance(detector.host)
         pairs = list(zip(targets, sources, strict=True))
-        for target, source in pairs:
-            self._check_copy(stream, source, "read", label, is_host=stream is self.h2d)
-            self._check_copy(stream, target, "write", label, is_host=stream is self.d2h)
+        for to, source in pairs:
+            for tensor, kind, is_host in ((source, "read", is_back), (to, "write", not is_back)):
+                history = detector.see(tensor.untyped_storage(), self._current, is_host=is_host)
+                detector.access(stream, history, tensor, kind, label)
         self._timeline.queue_copies(stream, [QueuedCopy(*pair, label) for pair in pairs])
 
     def allocate_host(self, nbytes: int) -> Tensor:
@@ -168,13 +170,6 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
             timeline.enter()
             for stream in timeline.streams.values():
                 stream.last_event().finish()
-
-    def _check_copy(
-        self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
-    ) -> None:
-        detector = self._timeline.detector
-        history = detector.see(tensor.untyped_storage(), self._current, is_host=is_host)
-        detector.access(stream, history, tensor, kind, label)
 
 
 class Watch(TorchDispatchMode):
