@@ -294,15 +294,13 @@ def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
 
 
 class TimedBytes(NamedTuple):
-    """Time at which compute had made bytes that leave, or used bytes that came back."""
+    """Time at which compute had made ``nbytes`` that leave; or had used ``nbytes`` that came back
+    for the first time, and ``freed`` for the last time: several saved tensors may share bytes.
+    """
 
     at_s: float
-
     nbytes: int
-    """Bytes that leave, or that are used for the first time."""
-
     freed: int = 0
-    """Bytes that are used for the last time; several saved tensors may share them."""
 
 
 def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:

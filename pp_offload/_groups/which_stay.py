@@ -28,13 +28,12 @@ NUM_EQUAL = 2
 
 
 class Beside(NamedTuple):
-    """Bytes that a group holds besides those that it may send, if it stays."""
+    """Bytes that a group holds besides those that it may send, if it stays: the rest of storages of
+    which it saves parts, and bytes that recipes would compute again.
+    """
 
     rest_bytes: int = 0
-    """Bytes of storages of which the group saves other parts."""
-
     again_bytes: int = 0
-    """Bytes that recipes would compute again."""
 
 
 @dataclass(frozen=True)
