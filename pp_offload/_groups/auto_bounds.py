@@ -66,9 +66,7 @@ class AutoBounds:
     def __init__(
         self, offloader: Offloader, config: OffloadConfig, unused_bytes: Callable[[], int | None]
     ) -> None:
-        self._offloader = offloader
-        self._config = config
-        self._unused_bytes = unused_bytes
+        self._offloader, self._config, self._unused_bytes = offloader, config, unused_bytes
         self._num_left = NUM_TIMED
         self._plan = Plan()
         self._running: StepTimes | None = None

@@ -206,9 +206,7 @@ class Manager:
         Nothing is reloaded yet: the loss and its inputs are on the device, where memory is highest.
         """
         with self.offloader.lock:
-            chunk = self.step.chunks.get(key)
-            if chunk is not None:
-                self.step.begin_backward(chunk)
+            self.step.begin_backward(self.step.chunks.get(key))
 
     @contextmanager
     def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:

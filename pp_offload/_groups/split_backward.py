@@ -57,10 +57,9 @@ class SplitBackward(Observer):
     """
 
     def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
-        self.chunks = chunks
+        self.chunks, self._is_keeping = chunks, is_keeping
         self.uses: Uses = {part: {} for part in BackwardPass}
         self.order: dict[int, list[int]] = {}
-        self._is_keeping = is_keeping
         self._running: Running | None = None
         self._shared: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
         """Payloads of the first part, by position and index. While one lives, the mover gives it to
@@ -149,8 +148,7 @@ class WeightPass:
 
     def __init__(self, key: ChunkKey, groups: Sequence[Group], split: SplitBackward) -> None:
         self.key = WeightPassKey(key)
-        self._groups = groups
-        self._split = split
+        self._groups, self._split = groups, split
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether the pass has no group; True for a name, for which the chunk itself is queued."""

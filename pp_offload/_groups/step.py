@@ -83,12 +83,12 @@ class StepRecord:
             self.queue.push(weight_pass)
 
     def begin(self, group: Group) -> None:
-        chunk = self._chunk_of(group)
-        if chunk is not None:
-            self.begin_backward(chunk)
+        self.begin_backward(self._chunk_of(group))
 
-    def begin_backward(self, chunk: Chunk) -> None:
-        """Note that backward reached ``chunk``; chunks that it reached before may be over."""
+    def begin_backward(self, chunk: Chunk | None) -> None:
+        """Note that backward reached ``chunk``, if any; those reached before may be over."""
+        if chunk is None:
+            return
         before, self.in_backward = self.in_backward, chunk
         if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
             live = {k for k, c in self.chunks.items() if not c.is_finished()}
@@ -238,11 +238,10 @@ class StepRecord:
         self.is_in_replay = False  # a replay that failed may never say that it is over
 
     def _chunk_of(self, group: Group) -> Chunk | None:
-        key = group.key
-        chunk = None if key is None else self.chunks.get(key.chunk)
-        if chunk is None or key is None or key.position >= len(chunk.groups):
+        if group.key is None:
             return None
-        return chunk if chunk.groups[key.position] is group else None
+        chunk, position = self.chunks.get(group.key.chunk), group.key.position
+        return chunk if chunk and chunk.groups[position : position + 1] == [group] else None
 
 
 def _records(chunks: dict[ChunkKey, Chunk | ChunkRecord]) -> list[ChunkRecord]:

@@ -114,8 +114,7 @@ class StreamClock:
     """Base of a stream: its name, and the vector clock of what precedes its next work."""
 
     def __init__(self, name: str, *, is_copy: bool) -> None:
-        self.name = name
-        self.is_copy = is_copy
+        self.name, self.is_copy = name, is_copy
         self.past = VectorClock({name: 1})
 
     def advance(self, host: VectorClock) -> None:
@@ -160,8 +159,7 @@ class RaceDetector:
     def __init__(self) -> None:
         self.host = VectorClock()
         self._here = threading.local()
-        self.device_bytes = 0
-        self.device_bytes_peak = 0
+        self.device_bytes = self.device_bytes_peak = 0
         self._histories: dict[int, StorageHistory] = {}
         self._host_bytes: dict[int, range] = {}
         self._fault: RaceError | None = None

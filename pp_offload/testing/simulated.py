@@ -179,8 +179,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, timeline: Timeline, live: Callable[[], SimulatedStream]) -> None:
         super().__init__()
-        self._timeline = timeline
-        self._live = live
+        self._timeline, self._live = timeline, live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, operator(func)

@@ -38,10 +38,8 @@ class SimulatedEvent:
     """Point in a simulated stream's queue, and the past of the stream at that point."""
 
     def __init__(self, stream: SimulatedStream, position: int, past: VectorClock) -> None:
-        self.stream = stream
+        self.stream, self.position, self.past = stream, position, past
         self.capture = stream.capture
-        self.position = position
-        self.past = past
 
     def is_reached(self) -> bool:
         """Whether everything queued before this point has run; no side effects."""
@@ -223,11 +221,9 @@ class Timeline:
 
     def queued_copies(self) -> list[QueuedCopy]:
         """Return copies that have not run yet."""
-        queued: list[QueuedCopy] = []
-        for stream in self.streams.values():
-            # A copy of the queue, because an engine collected here runs queued work.
-            queued += [work for work in tuple(stream.queue) if isinstance(work, QueuedCopy)]
-        return queued
+        # A copy of each queue, because an engine collected here runs queued work.
+        queues = (tuple(stream.queue) for stream in self.streams.values())
+        return [work for queue in queues for work in queue if isinstance(work, QueuedCopy)]
 
 
 def _capture(number: int) -> str:
