@@ -203,10 +203,8 @@ class History:
     """The largest demand of all steps. Once equal smaller steps repeat, it is forgotten."""
 
     def __init__(self) -> None:
-        self.demand = Demand()
-        self.last = Demand()
-        self._num_equal = 0
-        self._num_wanted = NUM_EQUAL
+        self.demand = self.last = Demand()
+        self._num_equal, self._num_wanted = 0, NUM_EQUAL
         self._has_forgotten = False
 
     def add(self, step: Demand) -> Change:
