@@ -331,9 +331,8 @@ class Manager:
 
     def gain(self) -> Gain | None:
         """Return the cost and gain of the last step; None before a step was measured."""
-        if not self.step.summary and not self.bounds.last.step_ms:
-            return None
-        return self._room.gain(self.bounds.last, self.bounds.first)
+        is_measured = self.step.summary or self.bounds.last.step_ms
+        return self._room.gain(self.bounds.last, self.bounds.first) if is_measured else None
 
     def _log_gain(self) -> None:
         log_gain(self._room.gain(self.bounds.last, self.bounds.first))

@@ -38,7 +38,7 @@ NOTE [ Peaks of the device ]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pp_offload._common.processes import logger_of, warn_once
@@ -71,8 +71,8 @@ def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:
 
 
 class StepMemory(Observer):
-    """Observes the memory of a step; at each event of a group, if it ``reads_always``. Where the
-    chunks in flight leave no room for groups that stay, these groups leave.
+    """Observes the memory of a step; at each event of a group, if it ``reads_always``. Where more
+    chunks are in flight than in ``moments``, which have room, groups that stay leave.
 
     Attributes:
         begin_bytes: Bytes allocated at the begin, without copies in flight.
@@ -92,11 +92,11 @@ class StepMemory(Observer):
         self,
         offloader: Offloader,
         begin: Allocated,
-        has_room: Callable[[ChunksInFlight], bool],
+        moments: frozenset[ChunksInFlight] | None,
         reads_always: bool,
     ) -> None:
         self._offloader, self._begin = offloader, begin
-        self._has_room, self._reads_always = has_room, reads_always
+        self._moments, self._reads_always = moments, reads_always
         self.begin_bytes = at_rest_bytes(offloader, begin)
         self.outside_bytes = self.reported_bytes = begin.peak_bytes
         self.peak_bytes = self.allocated_bytes = 0
@@ -122,7 +122,7 @@ class StepMemory(Observer):
             self._begun.add(group.key.chunk)
             in_flight = self._offloader.step.in_flight()
             self.chunks_in_flight.add(in_flight)
-            if not self._has_room(in_flight):
+            if self._moments is not None and not covers(self._moments, in_flight):
                 plan = self._offloader.plan
                 self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
         self._read()
@@ -223,11 +223,9 @@ class DeviceRoom:
             return
         needed_less = self._history.last != self._history.demand
         reads_always = limit is not None and (self._num_left > 0 or needed_less)
-        self._seen = seen = StepMemory(self._offloader, allocated, self._has_room, reads_always)
+        moments = self._history.demand.in_flight if self._stay else None
+        self._seen = seen = StepMemory(self._offloader, allocated, moments, reads_always)
         self._offloader.observers.add(seen)
-
-    def _has_room(self, in_flight: ChunksInFlight) -> bool:
-        return not self._stay or covers(self._history.demand.in_flight, in_flight)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
         """End the step, and choose which groups stay; ``chunks`` is None for one not typical."""
