@@ -228,7 +228,7 @@ class DeviceRoom:
         self._offloader.observers.add(seen)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
-        """End the step, and choose which groups stay; ``chunks`` is None for one not typical."""
+        """End the step, and choose which groups stay; ``chunks`` is None for an untypical step."""
         seen = self._seen
         if seen is None:
             return
@@ -299,7 +299,7 @@ class DeviceRoom:
             peak_bytes += max(self._history.demand.sizes.values(), default=0)
         self._above_bytes = max(0, peak_bytes - seen.allocated_bytes)
         fixed_bytes = [
-            nbytes - sum([num * staying[stage] for stage, num in chunks])
+            nbytes - sum([num * staying[stage] for stage, num in chunks])  # without what stays
             for chunks, nbytes in seen.besides_copies.items()
         ]
         needed_bytes = max(fixed_bytes, default=0) + self._above_bytes - seen.begin_bytes
