@@ -241,7 +241,9 @@ class StepRecord:
         if group.key is None:
             return None
         chunk, position = self.chunks.get(group.key.chunk), group.key.position
-        return chunk if chunk and chunk.groups[position : position + 1] == [group] else None
+        if chunk is None or position >= len(chunk.groups):
+            return None
+        return chunk if chunk.groups[position] is group else None
 
 
 def _records(chunks: dict[ChunkKey, Chunk | ChunkRecord]) -> list[ChunkRecord]:
