@@ -26,7 +26,6 @@ from pp_offload._common.text import GB
 from pp_offload._megatron.manager import PipelineOffloadManager, use_manager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, check_config
-from pp_offload.pipelining import Action
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware, check_number
@@ -134,47 +133,38 @@ class Messages:
     def __init__(self, order: PipelineOrder, link: PeerLink) -> None:
         self._rank_of = order.rank_of
         self._link = link
-        self._arrives_s: dict[Message, float] = {}
         self._streams: dict[tuple[int, int], VirtualStream] = {}
+        self.arrives_s: dict[Message, float] = {}
+        """Time at which each message that was made, and not received, arrives."""
 
-    def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """Return the message that an action makes for a neighbour; None without a neighbour."""
-        return self._between(kind, stage, stage + _step(kind), microbatch)
+    def around(self, kind: str, stage: int, microbatch: int) -> list[Message | None]:
+        """Return the messages that an action needs and makes; None without such a neighbour."""
+        step = 1 if kind == "FORWARD" else -(kind in BACKWARDS)
+        return [self._between(maker, maker + step, microbatch) for maker in (stage - step, stage)]
 
-    def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
-        """Return the message that an action needs from a neighbour; None without a neighbour."""
-        return self._between(kind, stage - _step(kind), stage, microbatch)
-
-    def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message | None:
+    def _between(self, maker: int, taker: int, microbatch: int) -> Message | None:
         rank_of = self._rank_of
         if maker == taker or maker not in rank_of or taker not in rank_of:
             return None
-        return Message(kind in BACKWARDS, taker, microbatch, rank_of[maker], rank_of[taker])
-
-    def is_there(self, message: Message) -> bool:
-        """Whether a message was made, and so has a time."""
-        return message in self._arrives_s
+        return Message(taker < maker, taker, microbatch, rank_of[maker], rank_of[taker])
 
     def sends(self, message: Message, backend: VirtualBackend, nbytes: int) -> None:
         """Send a message, after all current work of compute and earlier messages that way."""
         if message.sender == message.receiver:
-            self._arrives_s[message] = 0.0
+            self.arrives_s[message] = 0.0
             return
         way = message.sender, message.receiver
         if way not in self._streams:
             self._streams[way] = backend.new_stream()
         stream = self._streams[way]
         stream.wait_stream(backend.compute)
-        seconds = self._link.latency_s + nbytes / self._link.bytes_per_s
-        self._arrives_s[message] = stream.launch(seconds)
+        self.arrives_s[message] = stream.launch(
+            self._link.latency_s + nbytes / self._link.bytes_per_s
+        )
 
     def receive(self, message: Message, backend: VirtualBackend) -> float:
-        """Have compute wait for a message.
-
-        Returns:
-            Time in which compute waits for the message and for nothing else.
-        """
-        arrives_s = self._arrives_s.pop(message)
+        """Have compute wait for a message; return the time in which it waits for nothing else."""
+        arrives_s = self.arrives_s.pop(message)
         if message.sender == message.receiver:
             return 0.0
         compute, others_s = backend.compute, backend.compute.ready_at_s
@@ -183,40 +173,21 @@ class Messages:
         return max(0.0, arrives_s - max(others_s, backend.host.now_s))
 
 
-def _step(kind: str) -> int:
-    """Return the step from an action's stage to the stage that its message goes to."""
-    return 1 if kind == "FORWARD" else -(kind in BACKWARDS)
-
-
+@dataclass(eq=False)
 class VirtualRank:
     """Rank of a virtual pipeline. Its manager must be in use while it runs an action."""
 
-    def __init__(
-        self,
-        order: PipelineOrder,
-        number: int,
-        manager: PipelineOffloadManager,
-        backend: VirtualBackend,
-        work: RankWork,
-        messages: Messages,
-    ) -> None:
-        self.manager = manager
-        self.backend = backend
-        self._number = number
-        self._actions = order.actions[number]
-        self._num_in_flight = order.num_in_flight()[number]
-        self._work = work
-        self._messages = messages
-        self._begin_count()
+    order: PipelineOrder
+    number: int
+    manager: PipelineOffloadManager
+    backend: VirtualBackend
+    work: RankWork
+    messages: Messages
 
     def begin_step(self, begin_s: float) -> None:
-        """Begin a step, at ``begin_s``."""
-        self.backend.host.wait_until(begin_s)
-        self._work.begin_step()
-        self._begin_count()
-
-    def _begin_count(self) -> None:
         backend = self.backend
+        backend.host.wait_until(begin_s)
+        self.work.begin_step()
         self._begin_s = backend.host.now_s
         self._busy_s, self._stalled_s = backend.compute.busy_s, backend.compute.stalled_s
         self._offload_s = backend.offload_s
@@ -225,34 +196,27 @@ class VirtualRank:
         backend.memory.take_peak()
 
     def turns(self) -> Iterator[bool]:
-        """Run the actions of the step. Yields True after each, and False as long as the next one
-        needs a message that was not sent yet.
-        """
-        messages, backend = self._messages, self.backend
-        for action in self._actions:
-            needed = messages.needed_by(*action)
+        """Run the step's actions. Yields True after each, False while the next lacks a message."""
+        messages, backend, work = self.messages, self.backend, self.work
+        for kind, stage, microbatch in self.order.actions[self.number]:
+            needed, made = messages.around(kind, stage, microbatch)
             if needed is not None:
-                while not messages.is_there(needed):
+                while needed not in messages.arrives_s:
                     yield False
                 waited_s = messages.receive(needed, backend)
-                if needed.sender != self._number:
+                if needed.sender != self.number:
                     self._waited_s[needed.sender] += waited_s
-            nbytes = self._run(action)
-            made = messages.made_by(*action)
+            nbytes = 0
+            if kind == "FORWARD":
+                nbytes = work.forward(stage, microbatch)
+            elif kind == "REDUCE_GRAD":
+                work.reduce(stage)
+            else:
+                nbytes = work.backward(kind, stage, microbatch)
             if made is not None:
                 messages.sends(made, backend, nbytes)
             yield True
-        self._work.update()
-
-    def _run(self, action: Action) -> int:
-        """Run an action, and return the bytes of the message that it makes."""
-        kind, stage, microbatch = action
-        if kind == "FORWARD":
-            return self._work.forward(stage, microbatch)
-        if kind == "REDUCE_GRAD":
-            self._work.reduce(stage)
-            return 0
-        return self._work.backward(kind, stage, microbatch)
+        work.update()
 
     def ended(self) -> RankStep:
         """Return the cost of the step, when all actions are over."""
@@ -268,7 +232,7 @@ class VirtualRank:
             bytes_offloaded=statistics.bytes_offloaded - self._before.bytes_offloaded,
             on_demand_reloads=statistics.on_demand_reloads - self._before.on_demand_reloads,
             offload_s=self.backend.offload_s - self._offload_s,
-            num_in_flight=self._num_in_flight,
+            num_in_flight=self.order.num_in_flight()[self.number],
             bounds=self.manager.bounds.now,
         )
 
@@ -276,7 +240,7 @@ class VirtualRank:
 def run_step(
     ranks: Sequence[VirtualRank],
     in_use: Callable[[VirtualRank], AbstractContextManager[object]] = nullcontext,
-) -> None:
+) -> PipelineStep:
     """Run a step of all ranks, each inside of its context ``in_use``. See NOTE [ Turns ]."""
     begin_s = max(rank.backend.seconds for rank in ranks)
     for rank in ranks:
@@ -294,6 +258,7 @@ def run_step(
                 else:
                     del running[rank]
         assert has_run or not running, "a schedule has no circles"
+    return PipelineStep([rank.ended() for rank in ranks])
 
 
 def run_pipeline(
@@ -352,8 +317,8 @@ def run_pipeline(
         for _ in range(num_steps):
             gc.collect()
             with collector_off():  # otherwise a peak would depend on its timing
-                run_step(ranks, lambda rank: use_manager(rank.manager))
-        return PipelineStep([rank.ended() for rank in ranks])
+                step = run_step(ranks, lambda rank: use_manager(rank.manager))
+        return step
 
 
 @contextmanager
@@ -365,12 +330,9 @@ def running_rank(
         config = replace(config, host_budget_bytes=UNLIMITED)
     with as_another_process():
         manager = PipelineOffloadManager(config=config, backend=backend)
-    try:
+    with ExitStack() as stack:
+        stack.callback(manager.retire)
         with use_manager(manager):
             rank_work = work.on(order, number, backend)
-        try:
-            yield manager, rank_work
-        finally:
-            rank_work.close()
-    finally:
-        manager.retire()
+        stack.callback(rank_work.close)
+        yield manager, rank_work
