@@ -43,7 +43,6 @@ class HostClock:
         self.hardware = hardware
 
     def wait_until(self, time_s: float) -> None:
-        """Block the host until ``time_s``."""
         self.now_s = max(self.now_s, time_s)
 
 
@@ -89,9 +88,8 @@ class VirtualStream:
         return self.launch_until(lambda begin_s: begin_s + seconds)
 
     def launch_until(self, end_s: Callable[[float], float]) -> float:
-        """Launch work whose end depends on its begin, and return its end.
-
-        If the queue of launches is full, the host waits for room first.
+        """Launch work whose end depends on its begin, and return its end. If the queue of launches
+        is full, the host waits for room first.
         """
         host, queue = self._host, self._queued_ends_s
         host.now_s += host.hardware.launch_s
@@ -110,7 +108,6 @@ class VirtualStream:
         return self.free_at_s
 
     def wait_event(self, event: Any) -> None:
-        """Delay all work launched from now on until ``event``."""
         self.wait_until(event.time_s)
 
     def wait_until(self, time_s: float) -> None:
@@ -127,11 +124,9 @@ class VirtualStream:
         return max(self.free_at_s, self._may_begin_s)
 
     def record_event(self) -> VirtualEvent:
-        """Record an event after all work launched so far."""
         return VirtualEvent(self._host, self.ready_at_s)
 
     def synchronize(self) -> None:
-        """Have the host wait for all work of the stream."""
         self._host.wait_until(self.ready_at_s)
 
 

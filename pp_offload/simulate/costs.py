@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,19 +43,6 @@ OperatorSeconds = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float |
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-class Result(NamedTuple):
-    """Layouts of a call's outputs, None for an output that is None; and the call's time."""
-
-    layouts: tuple[Layout | None, ...]
-    is_tuple: bool
-    seconds: float
-
-    def outputs(self) -> Any:
-        """Make new outputs, as the operator would return them."""
-        tensors = tuple(None if layout is None else _empty(layout) for layout in self.layouts)
-        return tensors if self.is_tuple else tensors[0]
-
-
 class OperatorCosts:
     """Times of operators. Measured ``operator_seconds`` replace the roofline for theirs."""
 
@@ -69,35 +56,29 @@ class OperatorCosts:
         self._flops_per_s = hardware.matmul_flops * products
         self._attention = dict.fromkeys(FORWARDS, hardware.matmul_flops * forward)
         self._attention |= dict.fromkeys(BACKWARDS, hardware.matmul_flops * backward)
-        self._results: dict[Any, Result] = {}
+        self._results: dict[Any, tuple[Callable[[], Any], float]] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float]:
         """Run an overload that is no view; return its outputs, and its time with the gap after it.
-
         See NOTE [ Repeated calls ].
         """
         key = _key(func, args, kwargs) if makes_new_memory(func) else None
         if key in self._results:
-            result = self._results[key]
-            return result.outputs(), result.seconds
+            make, seconds = self._results[key]
+            return make(), seconds
         outputs = func(*args, **kwargs)
-        seconds = self._seconds(func, args, kwargs, outputs)
-        layouts = None if key is None else _layouts(outputs)
-        if layouts is not None:
-            self._results[key] = Result(layouts, isinstance(outputs, tuple), seconds)
+        took_s = None if self._measured is None else self._measured(func, args, kwargs, outputs)
+        if took_s is None:
+            flops = flops_of(func, args, kwargs, outputs)
+            nbytes = bytes_of(operator(func), args, kwargs, outputs)
+            flops_per_s = self._attention.get(func._overloadpacket, self._flops_per_s)
+            took_s = max(flops / flops_per_s, nbytes / self._bytes_per_s)
+        else:
+            check_number(f"operator_seconds of {func}", took_s, may_be_zero=True)
+        seconds, maker = self._gap_s + took_s, None if key is None else _maker_of(outputs)
+        if maker is not None:
+            self._results[key] = maker, seconds
         return outputs, seconds
-
-    def _seconds(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
-    ) -> float:
-        measured = None if self._measured is None else self._measured(func, args, kwargs, outputs)
-        if measured is not None:
-            check_number(f"operator_seconds of {func}", measured, may_be_zero=True)
-            return self._gap_s + measured
-        flops = flops_of(func, args, kwargs, outputs)
-        nbytes = bytes_of(operator(func), args, kwargs, outputs)
-        flops_per_s = self._attention.get(func._overloadpacket, self._flops_per_s)
-        return self._gap_s + max(flops / flops_per_s, nbytes / self._bytes_per_s)
 
 
 @cache
@@ -130,24 +111,25 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return (func, torch.get_default_dtype(), parts) if numbers else None
 
 
-def _layouts(outputs: Any) -> tuple[Layout | None, ...] | None:
-    """Return layouts of outputs; None unless each output fills a storage of its own."""
-    if not isinstance(outputs, Tensor | tuple):
+def _maker_of(outputs: Any) -> Callable[[], Any] | None:
+    """Return a function that makes equal outputs; None unless each fills a storage of its own."""
+    is_tuple = isinstance(outputs, tuple)
+    every = outputs if is_tuple else [outputs]
+    tensors = [each for each in every if each is not None]
+    if not tensors or not all(isinstance(x, Tensor) and is_plain(x) for x in tensors):
         return None
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    tensors = [tensor for tensor in outputs if tensor is not None]
-    if not all(map(_fills_its_storage, tensors)):
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    filled = [_empty(_layout(tensor)).untyped_storage().nbytes() for tensor in tensors]
+    if len(storages) < len(tensors) or sizes != filled or any(x.storage_offset() for x in tensors):
         return None
-    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
-        return None
-    return tuple(None if tensor is None else _layout(tensor) for tensor in outputs)
+    layouts = [None if each is None else _layout(each) for each in every]
 
+    def make() -> Any:  # without a reference to the outputs, which own memory
+        made = [None if layout is None else _empty(layout) for layout in layouts]
+        return tuple(made) if is_tuple else made[0]
 
-def _fills_its_storage(tensor: Any) -> bool:
-    if not isinstance(tensor, Tensor) or not is_plain(tensor):
-        return False
-    nbytes = _empty(_layout(tensor)).untyped_storage().nbytes()
-    return not tensor.storage_offset() and tensor.untyped_storage().nbytes() == nbytes
+    return make
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -167,16 +149,12 @@ def _empty(layout: Layout) -> Tensor:
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
     """Return floating point operations of matrix products, convolutions and attention; else 0."""
     packet = func._overloadpacket
-    count = COUNTED.get(packet)
-    if count is not None:
-        return count(*args, **kwargs)
-    count = flop_registry.get(packet)
+    count = COUNTED.get(packet) or flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=outputs))
 
 
 def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
     """Return bytes read and written: each tensor counts once, a tensor changed in place twice.
-
     An expanded tensor is as large as its storage. Of a table, only the selected rows count.
     """
     read: dict[int, Tensor] = {}
@@ -191,7 +169,8 @@ def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], o
         read = {key: tensor for key, tensor in read.items() if not tensor.is_floating_point()}
         read |= {-key: tensor for key, tensor in written.items()}  # as many bytes as it writes
     touched = [*read.values(), *written.values()]
-    return sum(min(tensor.nbytes, _storage_bytes(tensor)) for tensor in touched)
+    whole = [x.untyped_storage().nbytes() if has_storage(x) else x.nbytes for x in touched]
+    return sum(min(x.nbytes, nbytes) for x, nbytes in zip(touched, whole, strict=True))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -201,10 +180,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
 
 
 # Operations that flop_counter counts differently: it ignores causal masks, heads that share

@@ -123,12 +123,9 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     ) -> None:
         """Take the time of the copies, one after the other."""
         assert isinstance(stream, VirtualStream)
+        copy = partial(self.link.copy, to_host=stream is self.d2h)
         for target in targets:
-            self.launch_copy(stream, target.nbytes, to_host=stream is self.d2h)
-
-    def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:
-        """Launch a copy over the link."""
-        stream.launch_until(lambda begin_s: self.link.copy(begin_s, nbytes, to_host=to_host))
+            stream.launch_until(partial(copy, nbytes=target.nbytes))
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Allocate addresses without memory behind them, in the time that pinning takes."""
@@ -202,14 +199,8 @@ class _Clocked(TorchDispatchMode):
         return outputs
 
     def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Take the time of a copy that the program itself makes, as by ``x.cpu()``.
-
-        Such a copy runs on the compute stream. The host waits for it, unless it is
-        ``non_blocking``.
-
-        Returns:
-            The output of the operator, without data; None if both sides are on the device or both
-            on the host.
+        """Take the time of a copy that the program itself makes, as by ``x.cpu()``, on the compute
+        stream. Return the output, without data; None if both sides are on the device or the host.
         """
         device, is_waited_for = self._device, not kwargs.get("non_blocking", False)
         if func is aten.copy_.default:
@@ -224,12 +215,12 @@ class _Clocked(TorchDispatchMode):
         if func is aten._to_copy.default:
             output = func(source, **{**kwargs, "device": device.device})
             if not to_device:  # memory of the host that is never touched
-                layout = output.size(), output.stride()
-                output = torch.empty_strided(*layout, dtype=output.dtype, device="cpu")
+                output = torch.empty_like(output, device="cpu")
         if to_device:
             device.memory.see(output.untyped_storage())
         live = device.current_stream()
-        device.launch_copy(live, source.nbytes, to_host=not to_device)
+        copy = partial(device.link.copy, nbytes=source.nbytes, to_host=not to_device)
+        live.launch_until(copy)
         if is_waited_for:
             live.synchronize()
         return output  # type: ignore[no-any-return]
