@@ -49,7 +49,11 @@ class Comparison:
         if any(rank.peak_bytes > memory_bytes for both in ranks for rank in both):
             lines.append(f"* more than the {memory_bytes / 2**30:.0f} GiB that the device has")
         if self.limit_bytes is not None:
-            lines.append(self._beside_the_limit(self.limit_bytes))
+            above = [f"rank {n} by {size_text(more)}" for n, more in self.above_the_limit.items()]
+            beside = ", and no rank is above it"
+            if above:
+                beside = f"; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}"
+            lines.append(f"The plan's limit is {size_text(self.limit_bytes)}{beside}.")
         return "\n".join(lines)
 
     @property
@@ -59,13 +63,6 @@ class Comparison:
         if limit is None:
             return {}
         return {number: peak - limit for number, peak in enumerate(peaks) if peak > limit}
-
-    def _beside_the_limit(self, limit_bytes: int) -> str:
-        above = [f"rank {n} by {size_text(nbytes)}" for n, nbytes in self.above_the_limit.items()]
-        limit = f"The plan's limit is {size_text(limit_bytes)}"
-        if above:
-            return f"{limit}; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}."
-        return f"{limit}, and no rank is above it."
 
     def figures(self) -> dict[str, Any]:
         """Return plain values for a file."""

@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 ATTENTION = "causal_without_mask"
 """Name under which Transformers registers the attention."""
 
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-
-PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
-"""Modules of a decoder that can be cut into stages."""
-
 
 def model_from_config(
     config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16
@@ -51,7 +46,8 @@ def model_from_config(
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if any(getattr(config, name, None) for name in CAPS):
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    if any(getattr(config, name, None) for name in caps):
         raise ValueError(f"{type(config).__name__} caps scores or logits, expected a model without")
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION}
@@ -99,7 +95,8 @@ def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
         ValueError: The model's structure differs from Llama's, or it has too few layers.
     """
     decoder = getattr(model, "model", None)
-    missing = [name for name in PARTS if not hasattr(decoder, name)]
+    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+    missing = [name for name in parts if not hasattr(decoder, name)]
     missing += [] if hasattr(model, "lm_head") else ["lm_head"]
     if missing:
         raise ValueError(

@@ -18,28 +18,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from pp_offload._common.checks import brief, check_all, count_problem, near
 from pp_offload._common.torch_private import schedule_of_csv
 from pp_offload.pipelining import Action, actions_of
 
-ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+ONE_STAGE: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 LOOPED: dict[str, Any] = {
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "loopedbfs": ScheduleLoopedBFS,
-    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
+    "interleaved1f1b": pipelining.ScheduleInterleaved1F1B,
+    "loopedbfs": pipelining.ScheduleLoopedBFS,
+    "interleavedzerobubble": pipelining.ScheduleInterleavedZeroBubble,
 }
-V_SHAPED: dict[str, Any] = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
+V_SHAPED: dict[str, Any] = {
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
 SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
 SCHEDULE_KINDS = PipelineScheduleSingle, PipelineScheduleMulti
@@ -125,7 +120,8 @@ class PipelineOrder:
 
     def num_in_flight(self) -> list[int]:
         """Return for each rank the most forwards at a time whose backward is pending."""
-        changes = [map(_change_in_flight, actions) for actions in self.actions]
+        change = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
+        changes = [[change.get(action.kind, 0) for action in actions] for actions in self.actions]
         return [max(accumulate(each, initial=0)) for each in changes]
 
     def schedule_of(self, stages: Sequence[Any]) -> Any:
@@ -153,10 +149,6 @@ class PipelineOrder:
             )
         sizes = {"num_stages": self.num_stages, "group_rank": 0, "group_size": self.num_ranks}
         return [SimpleNamespace(stage_index=index, submod=None, **sizes) for index in range(each)]
-
-
-def _change_in_flight(action: Action) -> int:
-    return (action.kind == "FORWARD") - (action.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
 
 
 def _actions(schedule: Any, rank: int) -> list[Action]:
@@ -201,9 +193,7 @@ def order_of(
     schedule: str, *, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> PipelineOrder:
     """Make the order of a schedule by name; see :class:`PipelineOrder`."""
+    sizes = {"num_ranks": num_ranks, "num_stages": num_ranks * stages_per_rank}
     return PipelineOrder(
-        SCHEDULES.get(schedule, schedule),
-        num_ranks=num_ranks,
-        num_stages=num_ranks * stages_per_rank,
-        num_microbatches=num_microbatches,
+        SCHEDULES.get(schedule, schedule), num_microbatches=num_microbatches, **sizes
     )

@@ -7,7 +7,7 @@ work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -99,20 +99,21 @@ class Times(Work):
         return _TimedWork(self, backend.compute.launch)
 
 
+@dataclass
 class _TimedWork(RankWork):
     """Work of a rank that launches fixed times, with messages without bytes."""
 
-    def __init__(self, times: Times, launch: Callable[[float], float]) -> None:
-        self._times, self._launch = times, launch
+    times: Times
+    launch: Callable[[float], float]
 
     def forward(self, stage: int, microbatch: int) -> int:
-        self._launch(self._times.forward_s)
+        self.launch(self.times.forward_s)
         return 0
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        input_s, weight_s = self._times.input_s, self._times.weight_s
+        input_s, weight_s = self.times.input_s, self.times.weight_s
         times = {"BACKWARD_INPUT": input_s, "BACKWARD_WEIGHT": weight_s}
-        self._launch(times.get(kind, input_s + weight_s))
+        self.launch(times.get(kind, input_s + weight_s))
         return 0
 
 
@@ -185,7 +186,8 @@ class Modules(Work):
         with use_backend(backend), torch.no_grad():
             for stage in self.stages:
                 stage.zero_grad()
-                self.samples.append(_leaves(stage(*self.samples[-1])))
+                outputs = map(torch.empty_like, tensors_in(stage(*self.samples[-1])))
+                self.samples.append(tuple(x.requires_grad_(x.is_floating_point()) for x in outputs))
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
         for stage in order.stages_of(rank):
@@ -203,10 +205,14 @@ class _ModuleWork(RankWork):
         self._num_microbatches = order.num_microbatches
         self._losses: dict[int, Tensor] = {}
         self._inputs: list[tuple[Tensor, ...]] = []
+        self._stages: dict[int, PipelineStage] = {}
+        num_stages, meta = order.num_stages, torch.device("meta")
         with _process_group():
-            self._stages = {
-                index: _stage(work, order, index, rank) for index in order.stages_of(rank)
-            }
+            for index in order.stages_of(rank):
+                module, (inputs, outputs) = work.stages[index], work.samples[index : index + 2]
+                stage = PipelineStage(module, index, num_stages, meta, inputs, outputs)
+                stage.group_rank, stage.group_size = rank, order.num_ranks
+                self._stages[index] = stage
         schedule = order.schedule_of(list(self._stages.values()))
         for stage in self._stages.values():
             prepare_stage(stage, order.num_microbatches)
@@ -277,32 +283,17 @@ class _ModuleWork(RankWork):
 
 
 def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
-    """Make the optimizer of a rank; None if the rank has nothing to train.
-
-    ``foreach`` is on by default, as on an accelerator: an operator updates many parameters.
-    """
+    """Make the optimizer of a rank; None if the rank has nothing to train."""
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return None
     optimizer = make(trained)
+    # The default of an accelerator, where an operator updates many parameters.
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
     return optimizer
-
-
-def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> PipelineStage:
-    stage = PipelineStage(
-        work.stages[index],
-        index,
-        order.num_stages,
-        torch.device("meta"),
-        input_args=work.samples[index],
-        output_args=work.samples[index + 1],
-    )
-    stage.group_rank, stage.group_size = rank, order.num_ranks
-    return stage
 
 
 @contextmanager
@@ -320,13 +311,5 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _like(samples: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def _like(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x).requires_grad_(x.requires_grad) for x in samples)
-
-
-def _leaves(outputs: Any) -> tuple[Tensor, ...]:
-    """Make new tensors of the same sizes, with gradients where these are possible."""
-    return tuple(
-        torch.empty_like(tensor).requires_grad_(tensor.is_floating_point())
-        for tensor in tensors_in(outputs)
-    )
