@@ -10,10 +10,10 @@ at these times had no other reference in the program.
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -24,7 +24,7 @@ from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.manager import use_manager
 from pp_offload.config import OffloadConfig, without_plan
-from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
+from pp_offload.plan.recorder import ChunkNotes, Recorder
 from pp_offload.plan.tape import RankTapes, Repeated, Stretch, Tape
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
@@ -56,8 +56,7 @@ def record(
         copy_latency_s=0.0,
         launch_s=0.0,
     )
-    config = without_plan(config or OffloadConfig())
-    options = replace(config, host_budget_bytes=None, verify=False)
+    options = replace(without_plan(config or OffloadConfig()), host_budget_bytes=None, verify=False)
     work.prepare(order, VirtualBackend(hardware))
 
     def tapes_of(rank: int, update: Repeated | None) -> RankTapes:
@@ -69,8 +68,7 @@ def record(
 
     variants: list[_Variants] = []
     for rank in range(order.num_ranks):
-        stages = order.stages_of(rank)
-        variants.append(_Variants(stages, work, partial(tapes_of, rank), variants))
+        variants.append(_Variants(order.stages_of(rank), work, partial(tapes_of, rank), variants))
     return [each(0) for each in variants]
 
 
@@ -82,32 +80,28 @@ class _Variants:
     def __init__(
         self, stages: Sequence[int], work: Work, tapes_of: Any, others: Iterable[_Variants]
     ) -> None:
-        self._work, self._tapes_of = work, tapes_of
+        self._stages, self._work, self._tapes_of = stages, work, tapes_of
         self._layers = [(stage, name) for stage in stages for name in work.layers_of(stage)]
         """Stage and name of each layer that may be recomputed, in forward order."""
 
-        self._recorded = {0: self._record(stages, 0)}
+        tapes, names = self._record(0), [name for _, name in self._layers]
+        self._recorded = {0: tapes}
+        self._key = replace(tapes, stages={}), [*tapes.stages.values()], names
+        """Tapes and names of layers, which are equal for ranks with equal work."""
+
         self._equal = next((each for each in others if each._key == self._key), None)
 
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        """Tapes and names of layers, which are equal for ranks with equal work."""
-        tapes, names = self._recorded[0], [name for _, name in self._layers]
-        return replace(tapes, stages={}), [*tapes.stages.values()], names
-
     def __call__(self, num: int) -> RankTapes:
-        if num not in self._recorded:
-            stages = self._recorded[0].stages
-            if self._equal is None:
-                self._recorded[num] = self._record([*stages], num)
-            else:
-                tapes = self._equal(num)
-                own = dict(zip(stages, tapes.stages.values(), strict=True))
-                self._recorded[num] = replace(tapes, stages=own, variant=self)
+        if num not in self._recorded and self._equal is not None:
+            tapes = self._equal(num)
+            own = dict(zip(self._stages, tapes.stages.values(), strict=True))
+            self._recorded[num] = replace(tapes, stages=own, variant=self)
+        elif num not in self._recorded:
+            self._recorded[num] = self._record(num)
         return self._recorded[num]
 
-    def _record(self, stages: Sequence[int], num: int) -> RankTapes:
-        layers = self._layers
+    def _record(self, num: int) -> RankTapes:
+        layers, stages = self._layers, self._stages
         # Spread evenly, so that copies of groups in between have more time.
         chosen = [layers[index * len(layers) // num] for index in range(num)]
         names = {stage: tuple(name for at, name in chosen if at == stage) for stage in stages}
@@ -151,11 +145,15 @@ class _Recording:
         gc.collect()
         used_bytes = recorder.backend.hardware.workspace_bytes + recorder.memory.live_bytes
         manager.offloader.observers.add(recorder)
+        stages: dict[int, Tape] = {}
         with collector_off():
-            stages = {stage: tape for run in self._runs for stage, tape in self._tapes(run)}
+            for run, kind in product(self._runs, ("FULL_BACKWARD", "BACKWARD_INPUT")):
+                for stage, tape in self._played(run, kind).items():
+                    before = stages[stage].backward if stage in stages else {}
+                    stages[stage] = replace(tape, backward={**before, **tape.backward})
         manager.offloader.observers.remove(recorder)
         self._check_copies()
-        return RankTapes(stages, used_bytes - state_bytes, update)
+        return RankTapes(dict(sorted(stages.items())), used_bytes - state_bytes, update)
 
     def _run_once(self) -> None:
         """Run a microbatch, which allocates all memory that is allocated once."""
@@ -177,15 +175,6 @@ class _Recording:
         updates = map(recorder.events_of, (first, recorder.taken()))
         return Repeated(*((Stretch.joined(events),) for events in updates))
 
-    def _tapes(self, run: Sequence[int]) -> Iterable[tuple[int, Tape]]:
-        whole, split = (self._played(run, kind) for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"))
-        for stage in run:
-            if stage in whole and stage in split:
-                both = {**whole[stage].backward, **split[stage].backward}
-                yield stage, replace(split[stage], backward=both)
-            else:
-                yield stage, split.get(stage) or whole[stage]
-
     def _played(self, run: Sequence[int], kind: str) -> dict[int, Tape]:
         """Run two microbatches with this kind of backward; return tapes of stages that have it."""
         with_these = [stage for stage in run if (kind, stage) in self._kinds]
@@ -200,27 +189,27 @@ class _Recording:
         notes = self._run(run, kind, self._num)
         for stage in run:
             self._work.reduce(stage)
-            notes[stage].reduce = self._recorder.taken()
-        return {stage: notes[stage].tape(stage, self._recorder) for stage in with_these}
+            notes[stage][-1].raw["REDUCE_GRAD"] = self._recorder.taken()
+        return {stage: _tape(stage, notes[stage], self._recorder) for stage in with_these}
 
-    def _run(self, run: Sequence[int], kind: str, num_microbatches: int) -> dict[int, _StageNotes]:
-        """Run microbatches of adjacent stages: all forwards, then all backwards."""
+    def _run(self, run: Sequence[int], kind: str, num: int) -> dict[int, list[ChunkNotes]]:
+        """Run ``num`` microbatches of adjacent stages: all forwards, then all backwards."""
         work, recorder = self._work, self._recorder
-        by_stage = {stage: _StageNotes() for stage in run}
-        for microbatch in range(num_microbatches):
-            for stage, notes in by_stage.items():
-                notes.chunks.append(recorder.begin_chunk())
-                notes.sent_bytes = work.forward(stage, microbatch)
-                notes.actions["FORWARD"].append(recorder.taken())
-        for microbatch in range(num_microbatches):
-            for stage, notes in reversed(by_stage.items()):
-                recorder.chunk = notes.chunks[microbatch]
-                notes.sent_back_bytes = work.backward(kind, stage, microbatch)
-                notes.actions[kind].append(recorder.taken())
+        chunks = {stage: [ChunkNotes() for _ in range(num)] for stage in run}
+        for microbatch in range(num):
+            for stage in run:
+                recorder.chunk = chunk = chunks[stage][microbatch]
+                chunk.sent_bytes = work.forward(stage, microbatch)
+                chunk.raw["FORWARD"] = recorder.taken()
+        for microbatch in range(num):
+            for stage in reversed(run):
+                recorder.chunk = chunk = chunks[stage][microbatch]
+                chunk.sent_back_bytes = work.backward(kind, stage, microbatch)
+                chunk.raw[kind] = recorder.taken()
                 if kind == "BACKWARD_INPUT":
                     work.backward("BACKWARD_WEIGHT", stage, microbatch)
-                    notes.actions["BACKWARD_WEIGHT"].append(recorder.taken())
-        return by_stage
+                    chunk.raw["BACKWARD_WEIGHT"] = recorder.taken()
+        return chunks
 
     def _check_copies(self) -> None:
         link, moved = self._recorder.backend.link, self._manager.statistics()
@@ -244,42 +233,28 @@ def neighbours(stages: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-class _StageNotes:
-    """Notes of a stage, by microbatch."""
-
-    def __init__(self) -> None:
-        self.chunks: list[ChunkNotes] = []
-        self.actions: defaultdict[str, list[list[Raw]]] = defaultdict(list)
-        """Events of forwards and backwards, by kind of action."""
-
-        self.reduce: list[Raw] = []
-        self.sent_bytes = self.sent_back_bytes = 0
-
-    def tape(self, stage: int, recorder: Recorder) -> Tape:
-        """Turn notes into a tape, when all backwards are over: those of the last microbatch, and of
-        the first one for its backward.
-
-        Raises:
-            ValueError: Microbatches have other groups.
-        """
-        first, last, events_of = self.chunks[0], self.chunks[-1], recorder.events_of
-        names = [[group.name for group in chunk.groups] for chunk in (first, last)]
-        if names[0] != names[1] or first.payloads != last.payloads:
-            raise ValueError(
-                f"the groups of stage {stage} differ between its first two microbatches, expected "
-                "the same names and sizes"
-            )
-        forward = events_of(self.actions.pop("FORWARD")[-1])
-        return Tape(
-            groups=tuple(last.groups),
-            payloads=last.payloads_of_groups(),
-            source_bytes=tuple(last.source_bytes),
-            forward=forward,
-            backward={
-                kind: Repeated(events_of(raw[0]), events_of(raw[-1]))
-                for kind, raw in self.actions.items()
-            },
-            reduce=events_of(self.reduce),
-            sent_bytes=self.sent_bytes,
-            sent_back_bytes=self.sent_back_bytes,
+def _tape(stage: int, chunks: Sequence[ChunkNotes], recorder: Recorder) -> Tape:
+    """Turn notes into a tape, when all backwards are over: those of the last microbatch, and of the
+    first one for its backward. Raises a ValueError if they have other groups.
+    """
+    first, last, events_of = chunks[0], chunks[-1], recorder.events_of
+    names = [[group.name for group in chunk.groups] for chunk in (first, last)]
+    if names[0] != names[1] or first.payloads != last.payloads:
+        raise ValueError(
+            f"the groups of stage {stage} differ between its first two microbatches, expected the "
+            "same names and sizes"
         )
+    return Tape(
+        groups=tuple(last.groups),
+        payloads=last.payloads_of_groups(),
+        source_bytes=tuple(last.source_bytes),
+        forward=events_of(last.raw["FORWARD"]),
+        backward={
+            kind: Repeated(events_of(first.raw[kind]), events_of(raw))
+            for kind, raw in last.raw.items()
+            if "BACKWARD" in kind
+        },
+        reduce=events_of(last.raw["REDUCE_GRAD"]),
+        sent_bytes=last.sent_bytes,
+        sent_back_bytes=last.sent_back_bytes,
+    )

@@ -1,7 +1,7 @@
 """Recorder of a rank's work, for tapes.
 
 recorder = Recorder(backend)             # before anything is allocated
-chunk = recorder.begin_chunk()
+recorder.chunk = ChunkNotes()            # before a forward
 raw = recorder.taken()                   # after a forward
 recorder.events_of(raw)                  # after all backwards
 """
@@ -42,29 +42,30 @@ Raw = Event | _Memory
 
 
 class ChunkNotes:
-    """Notes of the chunk of a microbatch."""
+    """Notes of the chunk of a microbatch.
+
+    Attributes:
+        raw: Notes of each action, by its kind.
+        payload_of: Payload of each saved tensor.
+        uses: Number of uses of each payload so far.
+        inputs: Saved tensors that recipes hold.
+        recipes: Events of each payload that is computed again, when it was computed last.
+        scatters: Copy of each payload, back as a part, to memory in which it has its strides.
+        payload_of_copy: First payload of each place in a batch.
+    """
 
     def __init__(self) -> None:
+        self.raw: dict[str, list[Raw]] = {}
+        self.sent_bytes = self.sent_back_bytes = 0
         self.groups: list[GroupTape] = []
         self.payloads: list[Payload] = []
         self.source_bytes: list[int] = []
         self.payload_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Payload of each saved tensor."""
-
         self.uses: Counter[int] = Counter()
-        """Number of uses of each payload so far."""
-
         self.inputs: WeakSet[Any] = WeakSet()
-        """Saved tensors that recipes hold."""
-
         self.recipes: dict[int, tuple[Event, ...]] = {}
-        """Events of each payload that is computed again, when it was computed last."""
-
         self.scatters: dict[int, Stretch] = {}
-        """Copy of each payload to memory in which it has its strides, when it was last used."""
-
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
-        """First payload of each place in a batch."""
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
         """List all payloads, without the version of a source that only one group saves."""
@@ -107,6 +108,8 @@ class Recorder(Observer):
         """Reason why tapes cannot describe the program."""
 
         self._raw: list[Raw] = []
+        """Notes since they were last taken. The list stays the same: finalizers append to it."""
+
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         """Chunk and source of each storage, by number of the storage."""
 
@@ -118,19 +121,12 @@ class Recorder(Observer):
 
         backend.link = _ExactLink(backend.host, self._ran)
 
-    def begin_chunk(self) -> ChunkNotes:
-        self.chunk = ChunkNotes()
-        return self.chunk
-
     def taken(self) -> list[Raw]:
-        """Return what happened since the last call.
-
-        Raises:
-            ValueError: Tapes cannot describe what happened.
-        """
+        """Return what happened since the last call; a ValueError if tapes cannot describe it."""
         if self._problem is not None:
             raise ValueError(f"{self._problem}; see what the program costs with run_pipeline")
-        raw, self._raw = self._raw, []
+        raw = self._raw.copy()
+        self._raw.clear()
         return raw
 
     def forget(self) -> None:
@@ -185,18 +181,20 @@ class Recorder(Observer):
         if payloads is None or group.state is not GroupState.OFFLOADED:
             self._raw.append(end)
             return
-        made = {saved: self._take_out(copy) for saved, (_, copy) in payloads.gathered.items()}
-        copies = self._take_out_copies(payloads)
+        chosen, gathered = payloads.chosen, payloads.gathered
+        recipes, reached = (chosen.recipes, chosen.reached) if chosen else ([], [])
+        gathers = {saved: self._take_out(copy) for saved, (_, copy) in gathered.items()}
+        made = [self._take_out(copy.tensor) for copy in chosen.copies.values()] if chosen else []
+        copies = Stretch.joined(each for each in made if each is not None) if made else None
         self._raw.append(end)  # before sources are freed: the payloads still hold them
         first = len(self.chunk.payloads)
-        recipes = payloads.chosen.recipes if payloads.chosen else []
         self.chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
         for index, nbytes in enumerate(payloads.sizes):
             tensor, members = payloads.tensors[index], payloads.members[index]
-            source, _ = payloads.gathered.get(members[0], (tensor, tensor))
-            gather = made.get(members[0])
+            source, _ = gathered.get(members[0], (tensor, tensor))
+            gather = gathers.get(members[0])
             self._note(group.name, nbytes, source.untyped_storage(), members, gather)
-        for saved in payloads.chosen.reached if payloads.chosen else ():
+        for saved in reached:
             self._bring_anew(saved.batch)
         for recipe, members, storage in recipes:
             index = len(self.chunk.payloads)
@@ -206,12 +204,6 @@ class Recorder(Observer):
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
         num = len(self.chunk.payloads)
         self.chunk.groups[end.number] = GroupTape(group.name, tuple(range(first, num)), copies)
-
-    def _take_out_copies(self, payloads: Payloads) -> Stretch | None:
-        """Take out the notes of how copies of parameters were made for a group's recipes."""
-        copies = payloads.chosen.copies.values() if payloads.chosen else ()
-        made = [self._take_out(copy.tensor) for copy in copies]
-        return Stretch.joined(each for each in made if each is not None) if made else None
 
     def _take_out(self, tensor: Tensor) -> Stretch | None:
         """Take out the notes of how a tensor was made; None if this forward did not make it."""
@@ -329,17 +321,13 @@ class Recorder(Observer):
         number = self.memory.see(tensor.untyped_storage()).number
         self._ends[number] = use._replace(kind="release")
         if not is_input:
-            # A method, not a list's append: ``taken`` replaces the list of notes.
-            weakref.finalize(tensor, self._lost, use._replace(kind="lose")).atexit = False
+            weakref.finalize(tensor, self._raw.append, use._replace(kind="lose")).atexit = False
 
     def _payload_of(self, holder: Saved) -> int:
         index = self.chunk.payload_of.get(holder)
         if index is None:  # a recipe needs what another group has sent
             index = self.chunk.payload_of_copy[weakref.ref(holder.batch), holder.index]
         return index
-
-    def _lost(self, mark: Mark) -> None:
-        self._raw.append(mark)
 
 
 def _leaves(term: Any) -> Iterator[Saved]:
