@@ -82,9 +82,7 @@ class StageProfile:
     """Number of layers that may be recomputed. A second recording has all of them recomputed."""
 
     recompute_ms: float | None
-    """Additional time of backward for each recomputed layer, on average. None without such
-    layers.
-    """
+    """Time that each recomputed layer adds to backward, on average; None without such layers."""
 
     recompute_frees_bytes: float | None
     """Device bytes that each such layer spares a microbatch until its backward, on average."""
@@ -146,19 +144,18 @@ def _optimizer(tapes: RankTapes) -> ActionProfile | None:
 
 def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
     forward_s, backward_s = _seconds(tape)
-    num: Counter[str] = Counter()
+    names = [group.name for group in tape.groups]
     for position, group in enumerate(tape.groups):
         copies_s = [link.seconds(each.nbytes, to_host=True) for each in tape.copied(group)]
         yield GroupProfile(
             name=group.name,
-            layer=num[group.name],
+            layer=names[:position].count(group.name),
             stage=stage,
             nbytes=tape.nbytes(group),
             forward_ms=forward_s[position] * 1e3,
             backward_ms=backward_s[position] * 1e3,
             copy_ms=sum(copies_s) * 1e3,
         )
-        num[group.name] += 1
 
 
 def _seconds(tape: Tape) -> tuple[Mapping[int, float], Mapping[int, float]]:
@@ -187,20 +184,14 @@ def _seconds(tape: Tape) -> tuple[Mapping[int, float], Mapping[int, float]]:
 
 
 def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int) -> StageProfile:
-    forward, first, backward = _actions(tape)
+    actions = _actions(tape)
+    forward, _, backward = actions
+    if not num_layers:
+        return StageProfile(stage, rank, *actions, num_layers, None, None)
     other_forward, _, other_backward = _actions(recomputed)
-    recompute_ms = other_backward.ms - backward.ms
-    frees_bytes = forward.resident_bytes - other_forward.resident_bytes
-    return StageProfile(
-        stage=stage,
-        rank=rank,
-        forward=forward,
-        first_backward=first,
-        backward=backward,
-        num_layers=num_layers,
-        recompute_ms=recompute_ms / num_layers if num_layers else None,
-        recompute_frees_bytes=frees_bytes / num_layers if num_layers else None,
-    )
+    recompute_ms = (other_backward.ms - backward.ms) / num_layers
+    frees_bytes = (forward.resident_bytes - other_forward.resident_bytes) / num_layers
+    return StageProfile(stage, rank, *actions, num_layers, recompute_ms, frees_bytes)
 
 
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:

@@ -61,8 +61,7 @@ computes anew, and how much less a microbatch holds for it."""
 
 OPTIMIZERS = ("rank", "optimizer's state GiB", "peak", "ms")
 
-OPTIMIZERS_NOTE = """\
-Of the end of each step; the state is there from that of the first one on."""
+OPTIMIZERS_NOTE = "Of the end of each step; the state is there from that of the first one on."
 
 
 # Plans
@@ -74,11 +73,21 @@ def table(plan: OffloadPlan, without: PipelineStep, roomier: OffloadPlan | None 
     """
     both = zip(plan.ranks, without.ranks, strict=True)
     rows = [_rank(number, *pair) for number, pair in enumerate(both)]
-    lines = [_headline(plan), "", format_table([HEAD, *rows]), NOTE, _of_the_optimizer(plan)]
+    state = "without an optimizer's state"
+    if most := max((rank.optimizer_bytes for rank in plan.ranks), default=0):
+        state = f"with the optimizer's state, at most {size_text(most)} on a rank"
+    lines = [_headline(plan), "", format_table([HEAD, *rows]), NOTE, f"Peaks are {state}."]
     if roomier is not None:
-        lines.append(_because_of_the_host(plan, roomier))
+        host = max(rank.host_peak_bytes for rank in roomier.ranks)
+        lines.append(
+            f"\nHost memory is what binds: with {size_text(host)} of it on a rank a step takes "
+            f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
+        )
     if max((rank.stalled_s for rank in plan.ranks), default=0.0) > LONG * plan.seconds:
-        lines.append(_because_of_the_link(plan))
+        sweep = "`pp-offload sweep` shows what a larger limit saves"
+        layers = ";\nlayers that may be recomputed, Modules(layers=...), leave copies more time"
+        more = "" if num_recomputed(*plan.ranks) else layers
+        lines.append(f"\nCopies have too much to do: {sweep}{more}.")
     return "\n".join(lines)
 
 
@@ -97,28 +106,6 @@ def _headline(plan: OffloadPlan) -> str:
         "two is not proven"
     )
     return f"at most {limit}: {ms} a step, {beside}"
-
-
-def _of_the_optimizer(plan: OffloadPlan) -> str:
-    most = max((rank.optimizer_bytes for rank in plan.ranks), default=0)
-    if not most:
-        return "Peaks are without an optimizer's state."
-    return f"Peaks are with the optimizer's state, at most {size_text(most)} on a rank."
-
-
-def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan) -> str:
-    host = max(rank.host_peak_bytes for rank in roomier.ranks)
-    return (
-        f"\nHost memory is what binds: with {size_text(host)} of it on a rank a step takes "
-        f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
-    )
-
-
-def _because_of_the_link(plan: OffloadPlan) -> str:
-    advice = "`pp-offload sweep` shows what a larger limit saves"
-    if not num_recomputed(*plan.ranks):
-        advice += ";\nlayers that may be recomputed, Modules(layers=...), leave copies more time"
-    return f"\nCopies have too much to do: {advice}."
 
 
 def _rank(number: int, planned: RankPlan, without: RankStep) -> tuple[str, ...]:
@@ -177,7 +164,9 @@ def profile_table(profile: Profile) -> str:
     """Format a row for each kind of group, for each stage, and for each optimizer."""
     alike: dict[GroupProfile, list[GroupProfile]] = {}
     for group in profile.groups:
-        alike.setdefault(_kind(group), []).append(group)
+        # Whole nanoseconds: times of equal operators differ by the rounding of the clock.
+        ms = {name: round(getattr(group, name), 6) for name in ("forward_ms", "backward_ms")}
+        alike.setdefault(replace(group, layer=0, stage=0, **ms), []).append(group)
     lines = [
         format_table([GROUPS, *map(_group, alike.values())]),
         GROUPS_NOTE.format(link=profile.link_bytes_per_ms / MIB),
@@ -185,26 +174,14 @@ def profile_table(profile: Profile) -> str:
         format_table([STAGES, *(_stage(each, profile.resident_bytes) for each in profile.stages)]),
         STAGES_NOTE,
     ]
-    optimizers = [
-        (
-            str(rank),
-            *map(size_cell, (each.resident_bytes, each.transient_peak_bytes)),
-            f"{each.ms:.2f}",
-        )
-        for rank, each in enumerate(profile.optimizers)
-        if each is not None
-    ]
-    if optimizers:
-        lines += ["", format_table([OPTIMIZERS, *optimizers]), OPTIMIZERS_NOTE]
+    optimizers = [OPTIMIZERS]
+    for rank, each in enumerate(profile.optimizers):
+        if each is not None:
+            sizes = size_cell(each.resident_bytes), size_cell(each.transient_peak_bytes)
+            optimizers.append((str(rank), *sizes, f"{each.ms:.2f}"))
+    if len(optimizers) > 1:
+        lines += ["", format_table(optimizers), OPTIMIZERS_NOTE]
     return "\n".join(lines)
-
-
-def _kind(group: GroupProfile) -> GroupProfile:
-    """Return the group without its place, and with times in whole nanoseconds: times of equal
-    operators differ by the rounding of the clock.
-    """
-    forward_ms, backward_ms = round(group.forward_ms, 6), round(group.backward_ms, 6)
-    return replace(group, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
 def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
@@ -216,9 +193,7 @@ def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
         ", ".join(stages),
         str(len(groups)),
         size_cell(group.nbytes, "MiB", 1),
-        f"{group.forward_ms:.2f}",
-        f"{group.backward_ms:.2f}",
-        f"{group.copy_ms:.2f}",
+        *(f"{ms:.2f}" for ms in (group.forward_ms, group.backward_ms, group.copy_ms)),
         f"{group.bytes_per_ms / MIB:.1f}",
     )
 
@@ -238,9 +213,6 @@ def _stage(stage: StageProfile, resident_bytes: Sequence[int]) -> tuple[str, ...
     )
 
 
-HEIGHT_INCHES = 4.0
-
-
 def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw the time of a step against the limit, in the format that the file's suffix names.
 
@@ -251,7 +223,7 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
     """
     art.check_format(path)
     without = front.without_offload
-    figure = art.new_figure(HEIGHT_INCHES, layout="constrained")
+    figure = art.new_figure(height_inches=4.0, layout="constrained")
     axes = figure.add_subplot()
 
     def draw(label: str, points: Sequence[tuple[float, float]], marker: str, **style: Any) -> None:
@@ -259,9 +231,9 @@ def draw_front(front: Front, path: str | os.PathLike[str], *, title: str = "") -
         axes.plot(gib, ms, marker, label=label, **style)
 
     by_limit = [(plan.limit_bytes, plan.seconds) for plan in front.plans]
-    partly = [any(any(rank.recomputed) for rank in plan.ranks) for plan in front.plans]
+    recomputed = [*compress(by_limit, [num_recomputed(*plan.ranks) for plan in front.plans])]
     draw("by a plan", by_limit, "o-", color=art.OFFLOAD, markersize=4)
-    if recomputed := [*compress(by_limit, partly)]:
+    if recomputed:
         circles = {"color": art.RECOMPUTE, "markersize": 8, "markerfacecolor": "none"}
         draw("with layers recomputed", recomputed, "o", **circles)
     draw("without offload", [(peak_of(without), without.seconds)], "s", color=art.DEVICE)
