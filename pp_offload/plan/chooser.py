@@ -14,17 +14,17 @@ predicted as an engine follows it from its first step on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pp_offload._common.checks import check_count
-from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.processes import collector_off
 from pp_offload._common.text import bytes_text, size_text
 from pp_offload._groups.plan import options_of
 from pp_offload.config import OffloadConfig
-from pp_offload.plan.pipeline import Predictor, Tried, nums_of, peak_of
+from pp_offload.plan.pipeline import Predictor, Tried, peak_of
 from pp_offload.plan.search import SAME, WORTH_IT, Search, is_longer, lowest
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -95,8 +95,7 @@ class Chooser:
         config: OffloadConfig | None = None,
         peers: PeerLink | None = None,
     ) -> None:
-        config = config or OffloadConfig()
-        self._predictor = Predictor(order, tapes, hardware, config, peers)
+        self._predictor = Predictor(order, tapes, hardware, config or OffloadConfig(), peers)
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
         """Make a plan for a limit; see :func:`choose`."""
@@ -105,29 +104,15 @@ class Chooser:
             best = self._best(limit_bytes) or self._least
             if best.peak_bytes > limit_bytes:
                 raise self._infeasible(limit_bytes)
-        order = self._predictor.order
-        options = options_of(
-            self._predictor.config,
-            num_microbatches=order.num_microbatches,
-            schedule=order.schedule_name,
-        )
+        ranks = []
+        for plan, step in zip(self._predictor.plans_of(best.choice), best.step.ranks, strict=True):
+            figures = {name: getattr(step, name) for name in FIGURES}
+            figures["max_in_flight_bytes"], figures["prefetch_bytes"] = step.bounds
+            ranks.append(replace(plan, **figures))
+        num, name = self._predictor.order.num_microbatches, self._predictor.order.schedule_name
+        options = options_of(self._predictor.config, num_microbatches=num, schedule=name)
         least_s = self.without_offload().seconds
-        ranks = tuple(self._ranks_of(best))
-        return OffloadPlan(made_for, limit_bytes, best.step.seconds, least_s, ranks, options)
-
-    def _ranks_of(self, best: Tried) -> Iterator[RankPlan]:
-        plans = self._predictor.plans_of(best.choice)
-        tapes = self._predictor.tapes_of(nums_of(best.choice))
-        for plan, step, tape in zip(plans, best.step.ranks, tapes, strict=True):
-            in_flight, ahead = step.bounds
-            yield replace(
-                plan,
-                **{name: getattr(step, name) for name in FIGURES},
-                max_in_flight_bytes=in_flight,
-                prefetch_bytes=ahead,
-                recomputed=tape.recomputed,
-                optimizer_bytes=tape.state_bytes,
-            )
+        return OffloadPlan(made_for, limit_bytes, best.step.seconds, least_s, tuple(ranks), options)
 
     def without_offload(self) -> PipelineStep:
         """Predict the step in which all groups stay and no layer is recomputed."""
@@ -228,14 +213,10 @@ def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
         limits = [low]  # offload lowers no peak
     else:
         limits = [low + (high - low) * part // (num - 1) for part in range(num)]
-    plans = [chooser.plan(limit, made_for=made_for) for limit in limits]
-    return Front(tuple(_monotone(plans)), without, chooser.recomputed())
-
-
-def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
-    """Choose for each limit the fastest of all plans for this limit or a lower one."""
-    best: list[OffloadPlan] = []
-    for plan in plans:
-        is_slower = bool(best) and best[-1].seconds < plan.seconds
-        best.append(replace(best[-1], limit_bytes=plan.limit_bytes) if is_slower else plan)
-    return best
+    plans: list[OffloadPlan] = []
+    for limit in limits:
+        plan = chooser.plan(limit, made_for=made_for)
+        if plans and plans[-1].seconds < plan.seconds:  # then a lower limit has the better plan
+            plan = replace(plans[-1], limit_bytes=limit)
+        plans.append(plan)
+    return Front(tuple(plans), without, chooser.recomputed())

@@ -1,6 +1,6 @@
 """The engine's core in numbers: it saves, offloads and reloads tensors that are only sizes.
 
-    device.run([1e-3])     # compute runs an operator, on the clocks of a virtual device
+    device.play(stretch)   # compute runs operators, on the clocks of a virtual device
     chunk.begin(0)
     chunk.end(0)           # the payloads of the group leave, or stay
     chunk.use(0)           # backward asks for a payload
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,23 +59,19 @@ class Bytes:
         return NumberTensor(nbytes, Held(self, taken))
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """Device memory, already counted, which is freed with the last reference to this object."""
 
-    __slots__ = ("_memory", "_nbytes")
-
-    def __init__(self, memory: Bytes, nbytes: int) -> None:
-        self._memory = memory
-        self._nbytes = nbytes
+    memory: Bytes
+    nbytes: int
 
     def __del__(self) -> None:
-        self._memory.live_bytes -= self._nbytes
+        self.memory.live_bytes -= self.nbytes
 
 
 class NumberTensor:
-    """A tensor on the device, with the attributes that the core reads. ``contiguous`` copies the
-    tensor, if it is a part of its memory.
-    """
+    """A tensor on the device, as the core reads it. ``contiguous`` copies a part of a source."""
 
     __slots__ = ("__weakref__", "contiguous", "held", "nbytes")
 
@@ -103,20 +100,18 @@ class NumberTensor:
         """Do nothing: only Python refers to the tensor."""
 
 
+@dataclass(slots=True, eq=False)
 class HostNumbers:
     """Host memory of the host pool; ``torch.empty_like`` allocates device memory of its size."""
 
-    __slots__ = ("_device", "nbytes")
-
-    def __init__(self, device: NumberDevice, nbytes: int) -> None:
-        self._device = device
-        self.nbytes = nbytes
+    device: NumberDevice
+    nbytes: int
 
     def numel(self) -> int:
         return self.nbytes
 
     def narrow(self, dim: int, start: int, length: int) -> HostNumbers:
-        return HostNumbers(self._device, length)
+        return HostNumbers(self.device, length)
 
     def view(self, what: object) -> HostNumbers:
         return self
@@ -127,7 +122,7 @@ class HostNumbers:
     ) -> NumberTensor:
         """Run ``torch.empty_like``, the only function that the core calls with host memory."""
         (host,) = args
-        return host._device.memory.tensor(host.nbytes)
+        return host.device.memory.tensor(host.nbytes)
 
 
 class NumberDevice(VirtualBackend):
@@ -146,20 +141,21 @@ class NumberDevice(VirtualBackend):
         self.pin(nbytes)
         return HostNumbers(self, nbytes)
 
-    def run(self, operators_s: Sequence[float]) -> None:
-        """Launch operators, which take these times if no copy slows them down."""
-        for took_s in operators_s:
+    def play(self, stretch: Stretch) -> None:
+        """Launch operators, which take their times if no copy slows them down; count memory."""
+        for took_s in stretch.seconds:
             self.compute.launch_until(partial(self.link.compute, seconds=took_s))
+        self.memory.pass_by(stretch.nbytes, stretch.rise)
 
     def gather(self, nbytes: int, seconds: float) -> NumberTensor:
         """Copy a part of a tensor into memory of its own."""
-        self.run([seconds])
+        self.play(Stretch((seconds,), 0, 0))
         return self.memory.tensor(nbytes)
 
     def scatter(self, scatter: Stretch, payload: object) -> Any:
         """Copy a part that is back into memory in which it has its strides."""
-        self.run(scatter.seconds)
-        return self.memory.tensor(scatter.nbytes)
+        self.play(scatter)
+        return NumberTensor(scatter.nbytes, Held(self.memory, scatter.nbytes))
 
 
 class SharedNumbers(SharedCopies):
@@ -219,9 +215,7 @@ class NumberChunk(Chunk):
         self.tape = tape
         self._device = device = offloader.backend
         self._engine: NumberEngine = offloader.engine
-        self._sources: list[Held | None] = [
-            Held(device.memory, nbytes) for nbytes in tape.source_bytes
-        ]
+        self._sources: list[Held | None] = [Held(device.memory, n) for n in tape.source_bytes]
         self._storages: dict[tuple[int, int], UntypedStorage] = {}
         """Versions of sources, whose copies groups share."""
 
@@ -243,7 +237,7 @@ class NumberChunk(Chunk):
             group.saved_refs += map(weakref.ref, self._saved[index])
         self.open_groups.remove(group)
         if group.saved_refs:
-            engine.collected = self._payloads(group)
+            engine.collected = self._payloads(position, group)
         self.close(group, None)
 
     def drop(self, source: int, use: int = 0) -> None:
@@ -272,12 +266,9 @@ class NumberChunk(Chunk):
         gather = partial(self._device.gather, payload.nbytes, payload.gather_s)
         return NumberTensor(payload.nbytes, held, gather)
 
-    def _payloads(self, group: Group) -> Payloads:
+    def _payloads(self, position: int, group: Group) -> Payloads:
         """Return the payloads that a group may send at its commit; see :meth:`Engine.payloads`."""
-        assert group.key is not None
-        members = {
-            index: [*self._saved[index]] for index in self.tape.groups[group.key.position].payloads
-        }
+        members = {index: [*self._saved[index]] for index in self.tape.groups[position].payloads}
         reached: list[Saved] = []
         terms = {
             index: self._term(again, group, members, reached)
@@ -300,15 +291,14 @@ class NumberChunk(Chunk):
                 payloads.views.append(len(payloads.sizes))
             payloads.add(each[0].here, each, storage)
         if recipes:
-            copy = partial(self._copy_parameters, group.key.position, recipes)
+            copy = partial(self._copy_parameters, position, recipes)
             payloads.chosen = Chosen(recipes, reached, copy, {})
         return payloads
 
     def _copy_parameters(self, position: int, recipes: list[Any]) -> None:
         copies = self.tape.groups[position].copies
         if copies is not None:
-            self._device.run(copies.seconds)
-            self._device.memory.pass_by(copies.nbytes, copies.nbytes)
+            self._device.play(copies)
             copied = Held(self._device.memory, copies.nbytes)
             for recipe, *_ in recipes:
                 recipe.term = recipe.term._replace(args=(copied,))
@@ -324,9 +314,8 @@ class NumberChunk(Chunk):
         ``members``, by payload, and those that other groups have offloaded to ``reached``.
         """
         leaves: list[Saved] = []
-        for index in [
-            each.number for each in again if isinstance(each, Mark) and each.kind == "use"
-        ]:
+        asked = [each.number for each in again if isinstance(each, Mark) and each.kind == "use"]
+        for index in asked:
             if index in members:
                 own = members[index]  # empty for a part that only recipes use
                 twin = own[0].twin(group) if own else Saved(self._tensor(index), group)
@@ -341,8 +330,7 @@ class NumberChunk(Chunk):
         return Call(partial(_computed, self._device, again, leaves), ())
 
 
-def _storage(nbytes: int) -> UntypedStorage:
-    return UntypedStorage(nbytes, device="meta")
+_storage = partial(UntypedStorage, device="meta")
 
 
 def _computed(
@@ -353,8 +341,7 @@ def _computed(
     asked, nbytes = iter(leaves), 0
     for event in again:
         if isinstance(event, Stretch):
-            device.run(event.seconds)
-            device.memory.pass_by(event.nbytes, event.rise)
+            device.play(event)
             nbytes += event.nbytes
         elif event.kind == "use":
             given[event.number, event.use] = next(asked).unpack()

@@ -3,7 +3,7 @@
     step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
 
     predictor = Predictor(order, tapes, DEVICES["H100"], OffloadConfig(), None)
-    leaving = tuple(RankChoice(0, None, ()) for _ in tapes)
+    leaving = tuple(RankChoice(0) for _ in tapes)
     predictor.short(leaving).peak_bytes  # each choice is predicted once
 
 NOTE [ Short steps ]
@@ -16,7 +16,7 @@ NOTE [ Short steps ]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -90,7 +90,13 @@ def predict_each(
             "device_limit_bytes is given, which an engine meets by measuring its device; expected "
             "a plan of choose(), or no limit; measure the cost of a limit with run_pipeline"
         )
-    _check_tapes(order, tapes)
+    stages = [sorted(rank.stages) for rank in tapes]
+    expected = [order.stages_of(rank) for rank in range(order.num_ranks)]
+    if stages != expected:
+        raise ValueError(
+            f"the tapes are of stages {stages}, rank by rank, expected {expected}; record() them "
+            "with the same order"
+        )
     host_bytes = UNLIMITED if config.host_budget_bytes is None else config.host_budget_bytes
     config = replace(config, device_limit_bytes=None, host_budget_bytes=host_bytes)
     messages = Messages(order, peers or PeerLink())
@@ -100,41 +106,26 @@ def predict_each(
             work = TapeWork(order, number, rank_tapes, NumberDevice(hardware), config)
             manager: Any = work.manager
             ranks.append(VirtualRank(order, number, manager, work.device, work, messages))
-        steps = []
-        for _ in range(num_steps):
-            run_step(ranks)
-            steps.append(PipelineStep([rank.ended() for rank in ranks]))
+        steps = [run_step(ranks) for _ in range(num_steps)]
         del ranks  # or the collector would search them now
     return steps
 
 
-def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
-    stages = [sorted(rank.stages) for rank in tapes]
-    expected = [order.stages_of(rank) for rank in range(order.num_ranks)]
-    if stages != expected:
-        raise ValueError(
-            f"the tapes are of stages {stages}, rank by rank, expected {expected}; record() them "
-            "with the same order"
-        )
-
-
+@dataclass(eq=False)
 class TapeWork(RankWork):
     """Work of a rank's actions, played from its tapes on a device, by a manager of its own."""
 
-    def __init__(
-        self,
-        order: PipelineOrder,
-        number: int,
-        tapes: RankTapes,
-        device: NumberDevice,
-        config: OffloadConfig,
-    ) -> None:
-        self.device = device
+    order: PipelineOrder
+    number: int
+    tapes: RankTapes
+    device: NumberDevice
+    config: OffloadConfig
+
+    def __post_init__(self) -> None:
         with as_another_process():
-            self.manager = NumberManager(config, device)
-        self._tapes, self._number = tapes, number
-        self._stages = order.stages_of(number)
-        self._order = backward_order(order.actions[number], self._stages, [0], config)
+            self.manager = NumberManager(self.config, self.device)
+        actions, self._stages = self.order.actions[self.number], self.order.stages_of(self.number)
+        self._backwards = backward_order(actions, self._stages, [0], self.config)
         self._chunks: dict[ChunkKey, Any] = {}
         """Chunks of the step. A program may hold what they saved until its end."""
 
@@ -147,56 +138,47 @@ class TapeWork(RankWork):
         """Begin a step with the plan learned from the last step."""
         self._chunks.clear()
         self._have_gradients.clear()
-        self._order.begin_step(self.manager, self._number)
-        state_bytes = self._tapes.state_bytes * self._has_updated
-        self.device.memory = Bytes(self._tapes.resident_bytes + state_bytes)
+        self._backwards.begin_step(self.manager, self.number)
+        state_bytes = self.tapes.state_bytes * self._has_updated
+        self.device.memory = Bytes(self.tapes.resident_bytes + state_bytes)
 
     def forward(self, stage: int, microbatch: int) -> int:
-        manager, tape, key = self.manager, self._tapes.stages[stage], self._key(stage, microbatch)
-        manager.begin_chunk(
-            len(self._stages),
-            key.vp_stage,
-            manager.config.min_offloaded_tensor_size,
-            microbatch=microbatch,
-            make=partial(NumberChunk, tape),
-        )
+        manager, tape = self.manager, self.tapes.stages[stage]
+        smallest, make = self.config.min_offloaded_tensor_size, partial(NumberChunk, tape)
+        num, vp_stage = len(self._stages), self._stages.index(stage)
+        manager.begin_chunk(num, vp_stage, smallest, microbatch=microbatch, make=make)
         chunk: Any = manager.forward.chunk
-        self._chunks[key] = chunk
+        self._chunks[ChunkKey(vp_stage, microbatch)] = chunk
         self._play(tape.forward, chunk)
         manager.end_chunk()
         return tape.sent_bytes
 
     def backward(self, kind: str, stage: int, microbatch: int) -> int:
-        tape, key = self._tapes.stages[stage], self._key(stage, microbatch)
+        tape, key = self.tapes.stages[stage], ChunkKey(self._stages.index(stage), microbatch)
         backward = tape.backward[kind]
         events = backward.later if stage in self._have_gradients else backward.first
         if kind != "BACKWARD_INPUT":
             self._have_gradients.add(stage)
         part = BackwardPass.WEIGHT if kind == "BACKWARD_WEIGHT" else BackwardPass.INPUT
-        with self._order.running(self.manager, key, part):
+        with self._backwards.running(self.manager, key, part):
             self._play(events, self._chunks[key])
         return tape.sent_back_bytes
 
-    def _key(self, stage: int, microbatch: int) -> ChunkKey:
-        return ChunkKey(self._stages.index(stage), microbatch)
-
     def reduce(self, stage: int) -> None:
-        self._play(self._tapes.stages[stage].reduce)
+        self._play(self.tapes.stages[stage].reduce)
 
     def update(self) -> None:
-        update = self._tapes.update
+        update = self.tapes.update
         self._play(update.later if self._has_updated else update.first)
         self._has_updated = True
 
     def _play(self, events: Sequence[Event], chunk: NumberChunk | None = None) -> None:
         """Play events; those after the last backward are stretches, and have no chunk."""
-        run, pass_by = self.device.run, self.device.memory.pass_by
         for event in events:
             if isinstance(event, Mark):
                 getattr(chunk, event.kind)(event.number, event.use)
             else:
-                run(event.seconds)
-                pass_by(event.nbytes, event.rise)
+                self.device.play(event)
 
 
 # Choices
@@ -219,27 +201,18 @@ Nums = tuple[int, ...]
 
 
 class RankChoice(NamedTuple):
-    """Choice of a rank: layers recomputed, bounds, and groups that stay."""
+    """Choice of a rank: layers recomputed, bounds, and groups that stay, by default none."""
 
     num_recomputed: int
-    bounds: Bounds | None
+    bounds: Bounds | None = None
     """Bounds of the rank; None if the engine is to choose them."""
 
-    stay: tuple[Place, ...]
+    stay: tuple[Place, ...] = ()
     """Places of the groups that stay, in the order in which they were chosen."""
 
 
 Choice = tuple[RankChoice, ...]
 """Choices of all ranks."""
-
-
-def choice_of(
-    nums: Nums,
-    bounds: Iterable[Bounds | None] = repeat(None),
-    stays: Iterable[tuple[Place, ...]] = repeat(()),
-) -> Choice:
-    """Combine the choices of all ranks; by default all groups leave, within an engine's bounds."""
-    return tuple(map(RankChoice, nums, bounds, stays))
 
 
 def nums_of(choice: Choice) -> Nums:
@@ -284,9 +257,7 @@ class Predictor:
     def __post_init__(self) -> None:
         self.no_layers: Nums = (0,) * len(self.tapes)
         self.all_layers: Nums = tuple(rank.num_layers for rank in self.tapes)
-        stages = [tape for rank in self.tapes for tape in rank.stages.values()]
-        num_groups = sum(bool(group.payloads) for tape in stages for group in tape.groups)
-        self.has_few = num_groups <= FEW
+        self.has_few = sum(len(rank.places) for rank in self.tapes) <= FEW
         self._short = self.order if self.has_few else self.order.shortened()
         self._played: dict[Any, list[PipelineStep]] = {}
 
@@ -309,7 +280,7 @@ class Predictor:
         """Predict the step in which all groups stay."""
         order = self._short if is_short else self.order
         stays = [tapes.places for tapes in self.tapes_of(nums)]
-        return self._steps(order, choice_of(nums, stays=stays), 1)[0]
+        return self._steps(order, tuple(map(RankChoice, nums, repeat(None), stays)), 1)[0]
 
     def own_bounds(self, choice: Choice) -> list[Bounds]:
         """Return the bounds that an engine would choose for the groups that leave."""
@@ -319,18 +290,23 @@ class Predictor:
     @cached_property
     def first_bounds(self) -> list[Bounds]:
         """Bounds that an engine chooses if all groups leave."""
-        return self.own_bounds(choice_of(self.no_layers))
+        return self.own_bounds(tuple(map(RankChoice, self.no_layers)))
 
     def tapes_of(self, nums: Nums) -> list[RankTapes]:
         """Return the tapes with these numbers of layers recomputed."""
         return [tapes.recomputing(num) for tapes, num in zip(self.tapes, nums, strict=True)]
 
     def plans_of(self, choice: Choice) -> Iterator[RankPlan]:
-        """Make the plans of the ranks, without figures."""
+        """Make the plans of the ranks, without figures of a step."""
         for rank, tapes in zip(choice, self.tapes_of(nums_of(choice)), strict=True):
             in_flight, ahead = rank.bounds or (None, None)
-            groups = tapes.planned(frozenset(rank.stay))
-            yield RankPlan(groups, max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
+            yield RankPlan(
+                tapes.planned(frozenset(rank.stay)),
+                tapes.recomputed,
+                optimizer_bytes=tapes.state_bytes,
+                max_in_flight_bytes=in_flight,
+                prefetch_bytes=ahead,
+            )
 
     def _steps(self, order: PipelineOrder, choice: Choice, num: int) -> list[PipelineStep]:
         """Predict steps by a choice from the first one on; a single one with optimizers' state."""

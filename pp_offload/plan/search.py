@@ -38,25 +38,16 @@ NOTE [ Spread out ]
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import mul
-from typing import NamedTuple
 
 from pp_offload._core.group import Place
 from pp_offload._groups.which_stay import reversed_bits
 from pp_offload.config import AUTO
-from pp_offload.plan.pipeline import (
-    Bounds,
-    Choice,
-    Nums,
-    Predictor,
-    RankChoice,
-    Tried,
-    choice_of,
-    nums_of,
-)
-from pp_offload.plan.tape import RankTapes
+from pp_offload.plan.pipeline import Bounds, Choice, Nums, Predictor, RankChoice, Tried, nums_of
+from pp_offload.plan.tape import Candidate, RankTapes, first_saved
 from pp_offload.simulate.pipeline import RankStep
 
 WORTH_IT = 1e-3
@@ -79,45 +70,12 @@ SAME = 1e-6
 MOST_RUNS = 8
 """Runs of a fill: if no group of a kind fits, groups of another kind may."""
 
-Play = Callable[[Choice], Tried]
-"""Function that predicts the step of a choice."""
-
 
 # Groups that stay on a rank
 
 
-class Candidate(NamedTuple):
-    """A group that may stay."""
-
-    nbytes: int
-    stage: int
-    name: str
-    position: int
-
-    @property
-    def place(self) -> Place:
-        return Place(self.stage, self.position)
-
-    @property
-    def kind(self) -> tuple[int, int, str]:
-        """Size, stage and name, which are equal for groups that take the same memory."""
-        return self.nbytes, self.stage, self.name
-
-
-def first_saved(tapes: RankTapes) -> list[Candidate]:
-    """List groups with something to move, the first saved first."""
-    return [
-        Candidate(tape.nbytes(group), stage, group.name, position)
-        for stage, tape in sorted(tapes.stages.items())
-        for position, group in enumerate(tape.groups)
-        if group.payloads
-    ]
-
-
 def as_saved(tapes: RankTapes) -> list[Candidate]:
-    """Sort groups, the largest first. Of equal groups the last saved comes first, because backward
-    needs it first.
-    """
+    """Sort groups, the largest first; of equal groups, the last saved: backward needs it first."""
     return sorted(first_saved(tapes), reverse=True)
 
 
@@ -169,16 +127,17 @@ Order = Callable[[RankTapes], list[Candidate]]
 ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
 
 
+@dataclass(frozen=True)
 class Search:
     """Search of the best way for one limit."""
 
-    def __init__(self, predictor: Predictor, limit_bytes: int) -> None:
-        self._predictor, self._limit_bytes = predictor, limit_bytes
+    predictor: Predictor
+    limit_bytes: int
 
     def best(self) -> Tried | None:
         """Return the shortest way that fits as an engine follows it; None if no way fits."""
-        fitting = self._each_settled(self._ways(), self._predictor.short)
-        if self._predictor.has_few and fitting and not self._is_enough(fitting[0]):
+        fitting = self._each_settled(self._ways(), self.predictor.short)
+        if self.predictor.has_few and fitting and self._may_be_shorter(fitting[0]):
             improved = map(self._improved, fitting[:NUM_IMPROVED])
             fitting = sorted([*improved, *fitting[NUM_IMPROVED:]], key=lambda way: way.cost)
         shortest_s = fitting[0].step.seconds if fitting else 0.0
@@ -188,23 +147,23 @@ class Search:
     def _best_proven(self, ways: Sequence[Tried]) -> Tried | None:
         """Return the shortest of these ways in steps with all microbatches."""
         best: Tried | None = None
-        for way in self._each_settled(ways, self._predictor.whole):
+        for way in self._each_settled(ways, self.predictor.whole):
             if best is not None and best.cost <= way.cost:
                 break
-            proven = self._settled(way, self._predictor.proven)
+            proven = self._settled(way, self.predictor.proven)
             if proven is not None and (best is None or proven.cost < best.cost):
                 best = proven
         return best
 
-    def _each_settled(self, ways: Iterable[Tried], play: Play) -> list[Tried]:
+    def _each_settled(self, ways: Iterable[Tried], play: Callable[[Choice], Tried]) -> list[Tried]:
         """Settle each way, and return those that fit, the shortest first."""
         settled = [self._settled(way, play) for way in ways]
         fitting = {id(way.step): way for way in settled if way is not None}  # each choice once
         return sorted(fitting.values(), key=lambda way: way.cost)
 
-    def _settled(self, way: Tried, play: Play) -> Tried | None:
+    def _settled(self, way: Tried, play: Callable[[Choice], Tried]) -> Tried | None:
         """Take groups off ranks above the limit until all fit: first one, then two, four and so on.
-        Return None if a rank is above the limit even if all groups leave.
+        ``play`` predicts a step. None if a rank is above the limit even if all groups leave.
         """
         choice, num = way.choice, 1
         while not self._fits(tried := play(choice)):
@@ -218,7 +177,7 @@ class Search:
         return tried
 
     def _fits(self, step: Tried | RankStep) -> bool:
-        return step.peak_bytes <= self._limit_bytes
+        return step.peak_bytes <= self.limit_bytes
 
     def _best_of(self, ways: Sequence[Tried]) -> Tried:
         """Return the shortest way that fits; if none fits, the shortest of all."""
@@ -226,7 +185,7 @@ class Search:
 
     def _ways(self) -> list[Tried]:
         """Try ways, first without recomputed layers. Some may be above the limit."""
-        predictor = self._predictor
+        predictor = self.predictor
         ways = self._filled(predictor.no_layers)
         best = self._best_of(ways)
         # Ranks that are above the limit if all groups stay may recompute their layers.
@@ -235,7 +194,7 @@ class Search:
         layers = tuple(map(mul, predictor.all_layers, needy))
         ranks = range(len(layers))
         single = (tuple(int(each == rank) for each in ranks) for rank in ranks if layers[rank])
-        if not self._is_enough(best) and any(self._may_be_shorter(nums, best) for nums in single):
+        if self._may_be_shorter(best) and any(self._may_be_shorter(best, nums) for nums in single):
             ways += self._filled(self._enough(layers))
             ways.append(self._fill(layers, predictor.first_bounds, ORDERS[0]))
         return [*ways, self.mixed(ways)]
@@ -244,10 +203,10 @@ class Search:
         """Fill the ranks in each order, then within other bounds in the best order, or, with few
         groups, in each order again. The search ends at a way than which no plan can be much faster.
         """
-        predictor, filled = self._predictor, list[Tried]()
+        predictor, filled = self.predictor, list[Tried]()
         for order in ORDERS:
             filled.append(self._fill(nums, predictor.first_bounds, order))
-            if self._is_enough(filled[-1]):
+            if not self._may_be_shorter(filled[-1]):
                 return filled
         if AUTO not in (predictor.config.max_in_flight_bytes, predictor.config.prefetch_bytes):
             return filled
@@ -259,32 +218,28 @@ class Search:
         own = predictor.own_bounds(self._best_of(filled).choice)
         return [*filled, self._fill(nums, own, order)]
 
-    def _is_enough(self, way: Tried) -> bool:
-        """Whether no way with as many layers recomputed can be much better."""
-        return not self._may_be_shorter(nums_of(way.choice), way)
-
-    def _may_be_shorter(self, nums: Nums, way: Tried) -> bool:
-        """Whether another way, with ``nums`` layers recomputed, may fit in place of one that does
-        not, or be shorter; see NOTE [ No plan is faster ].
+    def _may_be_shorter(self, way: Tried, nums: Nums | None = None) -> bool:
+        """Whether another way, with ``nums`` layers recomputed or as many, may fit in place of one
+        that does not, or be much shorter; see NOTE [ No plan is faster ].
         """
         if not self._fits(way):
             return True
-        least_s = self._predictor.without_offload(nums, is_short=True).seconds
+        nums = nums or nums_of(way.choice)
+        least_s = self.predictor.without_offload(nums, is_short=True).seconds
         return is_longer(way.step.seconds, least_s, WORTH_IT)
 
     def mixed(self, ways: Sequence[Tried]) -> Tried:
         """Combine for each rank its choice from the way in which the rank costs least."""
-
-        def least(rank: int) -> RankChoice:
-            best = min(ways, key=lambda way: self._cost(way.step.ranks[rank]))
-            return best.choice[rank]
-
-        return self._predictor.short(tuple(map(least, range(len(self._predictor.no_layers)))))
+        choice = tuple(
+            min(ways, key=lambda way: self._cost(way.step.ranks[rank])).choice[rank]
+            for rank in range(len(self.predictor.tapes))
+        )
+        return self.predictor.short(choice)
 
     def _improved(self, way: Tried) -> Tried:
         """Exchange a group on a rank, as long as that makes the step shorter."""
         while True:
-            neighbours = map(self._predictor.short, self._neighbours(way.choice))
+            neighbours = map(self.predictor.short, self._neighbours(way.choice))
             best = self._best_of([way, *neighbours])
             if not is_longer(way.step.seconds, best.step.seconds, SAME):
                 return way
@@ -292,7 +247,7 @@ class Search:
 
     def _neighbours(self, choice: Choice) -> Iterator[Choice]:
         """Yield choices with one more group that stays, one less, or one exchanged."""
-        for rank, tapes in enumerate(self._predictor.tapes_of(nums_of(choice))):
+        for rank, tapes in enumerate(self.predictor.tapes_of(nums_of(choice))):
             stay, every = choice[rank].stay, _places_of(as_saved(tapes))
             for out in (None, *stay):
                 rest = tuple(place for place in stay if place != out)
@@ -304,10 +259,11 @@ class Search:
         """Keep as much on each rank as fits, as if other ranks did not change. Return the shortest
         way of the search: sometimes it keeps less than the last one.
         """
-        searches = dict(enumerate(fill(order(tapes)) for tapes in self._predictor.tapes_of(nums)))
+        searches = dict(enumerate(fill(order(tapes)) for tapes in self.predictor.tapes_of(nums)))
         stays, ways = [next(search) for search in searches.values()], list[Tried]()
         while True:
-            ways.append(self._predictor.short(choice_of(nums, bounds, map(_places_of, stays))))
+            choice = tuple(map(RankChoice, nums, bounds, map(_places_of, stays)))
+            ways.append(self.predictor.short(choice))
             if not searches:
                 return self._best_of(ways[::-1])
             for rank, search in [*searches.items()]:
@@ -318,10 +274,8 @@ class Search:
                     del searches[rank]
 
     def _enough(self, layers: Nums) -> Nums:
-        """Search the number of layers that each rank recomputes, of at most ``layers``; see
-        NOTE [ When to recompute ].
-        """
-        too_few = [-(not above) for above, _ in self._costs(self._predictor.no_layers)]
+        """Search how many of ``layers`` each rank recomputes; see NOTE [ When to recompute ]."""
+        too_few = [-(not above) for above, _ in self._costs(self.predictor.no_layers)]
         enough, costs = [*layers], self._costs(layers)
         while any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
             trial = tuple((few + most + 1) // 2 for few, most in zip(too_few, enough, strict=True))
@@ -334,13 +288,13 @@ class Search:
 
     def _costs(self, nums: Nums) -> list[tuple[int, float]]:
         """Fill the ranks in one order, and return the costs of all ranks."""
-        filled = self._fill(nums, self._predictor.first_bounds, ORDERS[0])
+        filled = self._fill(nums, self.predictor.first_bounds, ORDERS[0])
         return list(map(self._cost, filled.step.ranks))
 
     def _cost(self, rank: RankStep) -> tuple[int, float]:
         """Return a rank's bytes above the limit, and its seconds without waits for other ranks."""
         seconds = rank.seconds - sum(rank.waited_s.values())
-        return max(0, rank.peak_bytes - self._limit_bytes), float(f"{seconds:.6e}")
+        return max(0, rank.peak_bytes - self.limit_bytes), float(f"{seconds:.6e}")
 
 
 def lowest(predictor: Predictor) -> Tried:
@@ -348,7 +302,7 @@ def lowest(predictor: Predictor) -> Tried:
     and no layers or all are recomputed; or each rank's choice with the lowest peak among these.
     """
     corners = [
-        predictor.short(choice_of(nums, _scaled(predictor.first_bounds, part), stays))
+        predictor.short(tuple(map(RankChoice, nums, _scaled(predictor.first_bounds, part), stays)))
         for nums in (predictor.no_layers, predictor.all_layers)
         for part in BOUNDS
         for stays in (repeat(()), [tapes.places for tapes in predictor.tapes_of(nums)])

@@ -155,6 +155,24 @@ class Tape:
         return sum([payload.nbytes for payload in self.copied(group)])
 
 
+class Candidate(NamedTuple):
+    """A group with something to move, which may stay."""
+
+    nbytes: int
+    stage: int
+    name: str
+    position: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.stage, self.position)
+
+    @property
+    def kind(self) -> tuple[int, int, str]:
+        """Size, stage and name, which are equal for groups that take the same memory."""
+        return self.nbytes, self.stage, self.name
+
+
 @dataclass(frozen=True)
 class RankTapes:
     """Tapes of a rank's stages, and of its optimizer."""
@@ -183,17 +201,10 @@ class RankTapes:
     @property
     def places(self) -> tuple[Place, ...]:
         """Places of all groups with something to move, the first saved first."""
-        return tuple(
-            Place(stage, position)
-            for stage, tape in sorted(self.stages.items())
-            for position, group in enumerate(tape.groups)
-            if group.payloads
-        )
+        return tuple(group.place for group in first_saved(self))
 
     def planned(self, stay: Container[tuple[int, int]]) -> tuple[tuple[PlannedGroup, ...], ...]:
-        """Make the planned groups of the rank: those at these places, by stage and position, stay,
-        all others leave.
-        """
+        """Make planned groups: those at these places, by stage and position, stay, others leave."""
         return tuple(
             tuple(
                 PlannedGroup(group.name, tape.nbytes(group), (stage, position) in stay)
@@ -211,3 +222,13 @@ class RankTapes:
     def recomputing(self, num: int) -> RankTapes:
         """Return the same rank with ``num`` of its ``num_layers`` recomputed, spread evenly."""
         return self if self.variant is None else self.variant(num)
+
+
+def first_saved(tapes: RankTapes) -> list[Candidate]:
+    """List groups with something to move, the first saved first."""
+    return [
+        Candidate(tape.nbytes(group), stage, group.name, position)
+        for stage, tape in sorted(tapes.stages.items())
+        for position, group in enumerate(tape.groups)
+        if group.payloads
+    ]
