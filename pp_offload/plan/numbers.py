@@ -270,11 +270,13 @@ class NumberChunk(Chunk):
         """Return the payloads that a group may send at its commit; see :meth:`Engine.payloads`."""
         members = {index: [*self._saved[index]] for index in self.tape.groups[position].payloads}
         reached: list[Saved] = []
-        terms = {
-            index: self._term(again, group, members, reached)
-            for index in members
-            if (again := self.tape.payloads[index].again) is not None
-        }
+        terms: dict[int, Call] = {}
+        for index in members:
+            if (again := self.tape.payloads[index].again) is None:
+                continue
+            asked = [each.number for each in again if isinstance(each, Mark) and each.kind == "use"]
+            leaves = [self._leaf(number, group, members, reached) for number in asked]
+            terms[index] = Call(partial(_computed, self._device, again, leaves), ())
         payloads, mover = Payloads(), self._engine.mover
         recipes: list[Any] = []
         for index, each in members.items():
@@ -303,31 +305,20 @@ class NumberChunk(Chunk):
             for recipe, *_ in recipes:
                 recipe.term = recipe.term._replace(args=(copied,))
 
-    def _term(
-        self,
-        again: Sequence[Event],
-        group: Group,
-        members: dict[int, list[Saved]],
-        reached: list[Saved],
-    ) -> Call:
-        """Make the call that computes a payload of a group again. Its inputs are added to
-        ``members``, by payload, and those that other groups have offloaded to ``reached``.
-        """
-        leaves: list[Saved] = []
-        asked = [each.number for each in again if isinstance(each, Mark) and each.kind == "use"]
-        for index in asked:
-            if index in members:
-                own = members[index]  # empty for a part that only recipes use
-                twin = own[0].twin(group) if own else Saved(self._tensor(index), group)
-                own.append(twin)
-            else:
-                member = self._saved[index][0]
-                twin = member.twin(group)
-                if twin.tensor is None:
-                    twin.batch, twin.index = member.batch, member.index
-                    reached.append(twin)
-            leaves.append(twin)
-        return Call(partial(_computed, self._device, again, leaves), ())
+    def _leaf(
+        self, index: int, group: Group, members: dict[int, list[Saved]], reached: list[Saved]
+    ) -> Saved:
+        """Make an input of a recipe: a member of its payload, or else in ``reached`` if it left."""
+        if index in members:
+            own = members[index]  # empty for a part that only recipes use
+            own.append(own[0].twin(group) if own else Saved(self._tensor(index), group))
+            return own[-1]
+        member = self._saved[index][0]
+        twin = member.twin(group)
+        if twin.tensor is None:
+            twin.batch, twin.index = member.batch, member.index
+            reached.append(twin)
+        return twin
 
 
 _storage = partial(UntypedStorage, device="meta")

@@ -126,9 +126,7 @@ class TapeWork(RankWork):
             self.manager = NumberManager(self.config, self.device)
         actions, self._stages = self.order.actions[self.number], self.order.stages_of(self.number)
         self._backwards = backward_order(actions, self._stages, [0], self.config)
-        self._chunks: dict[ChunkKey, Any] = {}
-        """Chunks of the step. A program may hold what they saved until its end."""
-
+        self._chunks: dict[ChunkKey, Any] = {}  # a program may hold what they saved until its end
         self._have_gradients: set[int] = set()
         """Stages that have had a backward in the step."""
 

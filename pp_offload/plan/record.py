@@ -49,13 +49,8 @@ def record(
             save the same bytes, the program makes copies of its own, or the first two microbatches
             differ.
     """
-    still = replace(
-        hardware,
-        link_bytes_per_s=inf,
-        both_links_bytes_per_s=None,
-        copy_latency_s=0.0,
-        launch_s=0.0,
-    )
+    still = replace(hardware, link_bytes_per_s=inf, both_links_bytes_per_s=None)
+    still = replace(still, copy_latency_s=0.0, launch_s=0.0)
     options = replace(without_plan(config or OffloadConfig()), host_budget_bytes=None, verify=False)
     work.prepare(order, VirtualBackend(hardware))
 

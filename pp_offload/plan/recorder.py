@@ -107,9 +107,7 @@ class Recorder(Observer):
         self._problem: str | None = None
         """Reason why tapes cannot describe the program."""
 
-        self._raw: list[Raw] = []
-        """Notes since they were last taken. The list stays the same: finalizers append to it."""
-
+        self._raw: list[Raw] = []  # always the same list: finalizers append to it
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         """Chunk and source of each storage, by number of the storage."""
 
@@ -191,9 +189,11 @@ class Recorder(Observer):
         self.chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
         for index, nbytes in enumerate(payloads.sizes):
             tensor, members = payloads.tensors[index], payloads.members[index]
-            source, _ = gathered.get(members[0], (tensor, tensor))
+            view, _ = gathered.get(members[0], (tensor, tensor))
             gather = gathers.get(members[0])
-            self._note(group.name, nbytes, source.untyped_storage(), members, gather)
+            gather_s = None if gather is None else sum(gather.seconds)
+            source = self._source_of(group.name, view.untyped_storage())
+            self._note(Payload(nbytes, source, 0, gather_s=gather_s), members)
         for saved in reached:
             self._bring_anew(saved.batch)
         for recipe, members, storage in recipes:
@@ -227,22 +227,14 @@ class Recorder(Observer):
         del self._raw[begin:]
         return output
 
-    def _note(
-        self,
-        name: str,
-        nbytes: int,
-        storage: UntypedStorage,
-        members: Sequence[Saved],
-        gathered: Stretch | None,
-    ) -> None:
+    def _note(self, payload: Payload, members: Sequence[Saved]) -> None:
         """Note a payload that has left."""
         chunk, batch = self.chunk, members[0].batch
-        source = self._source_of(name, storage)
         copy = weakref.ref(batch), members[0].index
         first = chunk.payload_of_copy.setdefault(copy, len(chunk.payloads))
-        version = first if gathered is None else None
-        gather_s = None if gathered is None else sum(gathered.seconds)
-        self._add(Payload(nbytes, source, 0, version, None, gather_s), members)
+        if payload.gather_s is None:
+            payload = payload._replace(version=first)
+        self._add(payload, members)
         self._bring_anew(batch)
 
     @staticmethod
