@@ -17,10 +17,7 @@ from pp_offload.simulate.pipeline import PeerLink, PipelineStep, RankStep, run_p
 from pp_offload.simulate.schedules import PipelineOrder
 from pp_offload.simulate.stages import Work
 
-HEAD = (
-    *("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with"),
-    *("busy", "stalled", "waited", "most for"),
-)
+HEAD = "rank,peak GiB ,with ,host GiB,sent GiB,step ms,with,busy,stalled,waited,most for".split(",")
 
 NOTE = """\
 The first peak and the first step are those without offload, all else is with it. busy, stalled and

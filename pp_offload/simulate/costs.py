@@ -69,9 +69,11 @@ class OperatorCosts:
         outputs = func(*args, **kwargs)
         took_s = None if self._measured is None else self._measured(func, args, kwargs, outputs)
         if took_s is None:
-            flops = flops_of(func, args, kwargs, outputs)
+            packet = func._overloadpacket
+            count = COUNTED.get(packet) or flop_registry.get(packet)
+            flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=outputs))
             nbytes = bytes_of(operator(func), args, kwargs, outputs)
-            flops_per_s = self._attention.get(func._overloadpacket, self._flops_per_s)
+            flops_per_s = self._attention.get(packet, self._flops_per_s)
             took_s = max(flops / flops_per_s, nbytes / self._bytes_per_s)
         else:
             check_number(f"operator_seconds of {func}", took_s, may_be_zero=True)
@@ -144,13 +146,6 @@ def _layout(tensor: Tensor) -> Layout:
 def _empty(layout: Layout) -> Tensor:
     size, stride, dtype = layout
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-
-
-def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
-    """Return floating point operations of matrix products, convolutions and attention; else 0."""
-    packet = func._overloadpacket
-    count = COUNTED.get(packet) or flop_registry.get(packet)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=outputs))
 
 
 def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
@@ -308,11 +303,8 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _rms_norm(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Run as a layer norm: one pass each way; the input is saved unchanged, with statistics."""
-    outputs = aten.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
+    outputs = aten.native_layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
     return outputs[0]  # type: ignore[no-any-return]

@@ -123,9 +123,9 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     ) -> None:
         """Take the time of the copies, one after the other."""
         assert isinstance(stream, VirtualStream)
-        copy = partial(self.link.copy, to_host=stream is self.d2h)
         for target in targets:
-            stream.launch_until(partial(copy, nbytes=target.nbytes))
+            copy = partial(self.link.copy, nbytes=target.nbytes, to_host=stream is self.d2h)
+            stream.launch_until(copy)
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Allocate addresses without memory behind them, in the time that pinning takes."""
@@ -290,7 +290,8 @@ class DeviceMemory:
             allocation = self._alive[key] = Allocation(storage, self.dies)
             allocation.key, allocation.nbytes, allocation.number = key, 0, next(self._numbers)
         if more_bytes := nbytes - allocation.nbytes:  # it is new, or was resized
-            self._add(more_bytes)
+            self._live_bytes += more_bytes
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
             if self._note is not None:
                 self._note(allocation.number, more_bytes)
             allocation.nbytes = nbytes
@@ -302,13 +303,9 @@ class DeviceMemory:
             self._note(allocation.number, -allocation.nbytes)
         self._gone.append(allocation)
 
-    def _add(self, nbytes: int) -> None:
-        self._live_bytes += nbytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-
     def _free_gone(self) -> None:
         while self._gone:
             allocation = self._gone.popleft()
-            self._add(-allocation.nbytes)
+            self._live_bytes -= allocation.nbytes
             if self._alive.get(allocation.key) is allocation:
                 del self._alive[allocation.key]

@@ -156,11 +156,9 @@ class Messages:
         way = message.sender, message.receiver
         if way not in self._streams:
             self._streams[way] = backend.new_stream()
-        stream = self._streams[way]
+        link, stream = self._link, self._streams[way]
         stream.wait_stream(backend.compute)
-        self.arrives_s[message] = stream.launch(
-            self._link.latency_s + nbytes / self._link.bytes_per_s
-        )
+        self.arrives_s[message] = stream.launch(link.latency_s + nbytes / link.bytes_per_s)
 
     def receive(self, message: Message, backend: VirtualBackend) -> float:
         """Have compute wait for a message; return the time in which it waits for nothing else."""
