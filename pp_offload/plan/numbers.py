@@ -283,12 +283,13 @@ class NumberChunk(Chunk):
             payload = self.tape.payloads[index]
             if index in terms:
                 recipe = Recipe(terms[index], mover, len(each), group.name)
-                recipes.append((recipe, each, _storage(payload.nbytes)))
+                recipes.append((recipe, each, UntypedStorage(payload.nbytes, device="meta")))
                 continue
             storage = None
             if payload.version is not None:
                 key = payload.source, payload.version
-                storage = self._storages.setdefault(key, _storage(payload.nbytes))
+                storage = UntypedStorage(payload.nbytes, device="meta")
+                storage = self._storages.setdefault(key, storage)
             if payload.gather_s is not None:
                 payloads.views.append(len(payloads.sizes))
             payloads.add(each[0].here, each, storage)
@@ -319,9 +320,6 @@ class NumberChunk(Chunk):
             twin.batch, twin.index = member.batch, member.index
             reached.append(twin)
         return twin
-
-
-_storage = partial(UntypedStorage, device="meta")
 
 
 def _computed(

@@ -43,7 +43,6 @@ from functools import partial
 from itertools import repeat
 from operator import mul
 
-from pp_offload._core.group import Place
 from pp_offload._groups.which_stay import reversed_bits
 from pp_offload.config import AUTO
 from pp_offload.plan.pipeline import Bounds, Choice, Nums, Predictor, RankChoice, Tried, nums_of
@@ -248,7 +247,7 @@ class Search:
     def _neighbours(self, choice: Choice) -> Iterator[Choice]:
         """Yield choices with one more group that stays, one less, or one exchanged."""
         for rank, tapes in enumerate(self.predictor.tapes_of(nums_of(choice))):
-            stay, every = choice[rank].stay, _places_of(as_saved(tapes))
+            stay, every = choice[rank].stay, [group.place for group in as_saved(tapes)]
             for out in (None, *stay):
                 rest = tuple(place for place in stay if place != out)
                 for more in ((), *((place,) for place in every if place not in stay)):
@@ -262,7 +261,8 @@ class Search:
         searches = dict(enumerate(fill(order(tapes)) for tapes in self.predictor.tapes_of(nums)))
         stays, ways = [next(search) for search in searches.values()], list[Tried]()
         while True:
-            choice = tuple(map(RankChoice, nums, bounds, map(_places_of, stays)))
+            places = [tuple(group.place for group in stay) for stay in stays]
+            choice = tuple(map(RankChoice, nums, bounds, places))
             ways.append(self.predictor.short(choice))
             if not searches:
                 return self._best_of(ways[::-1])
@@ -309,10 +309,6 @@ def lowest(predictor: Predictor) -> Tried:
     ]
     corners.append(Search(predictor, 0).mixed(corners))
     return predictor.proven(min(corners, key=lambda tried: tried.peak_bytes).choice)
-
-
-def _places_of(groups: Iterable[Candidate]) -> tuple[Place, ...]:
-    return tuple(group.place for group in groups)
 
 
 def _scaled(bounds: Iterable[Bounds], part: float) -> list[Bounds]:

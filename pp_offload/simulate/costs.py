@@ -289,9 +289,8 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) 
     is_even = width == key.shape[-1] == value_width <= MAX_HEAD_WIDTH
     if is_half and is_even and (has_heads or enable_gqa):
         return "flash"
-    is_aligned = all(
-        size * query.element_size() % ALIGNMENT_BYTES == 0 for size in (width, value_width)
-    )
+    rows_bytes = width * query.element_size(), value_width * query.element_size()
+    is_aligned = not any(nbytes % ALIGNMENT_BYTES for nbytes in rows_bytes)
     is_for_efficient = has_heads and is_aligned and width == key.shape[-1] and not enable_gqa
     return "efficient" if is_for_efficient and (is_half or query.dtype is torch.float32) else "math"
 

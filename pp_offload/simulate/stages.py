@@ -223,8 +223,10 @@ class _ModuleWork(RankWork):
     def begin_step(self) -> None:
         self._clear()
         if any(stage.is_first for stage in self._stages.values()):
-            samples = self._work.samples[0]
-            self._inputs = [_like(samples) for _ in range(self._num_microbatches)]
+            for _ in range(self._num_microbatches):
+                samples = self._work.samples[0]
+                new = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in samples]
+                self._inputs.append(tuple(new))
         self._attached.begin_step()
 
     def forward(self, stage: int, microbatch: int) -> int:
@@ -309,7 +311,3 @@ def _process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _like(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x).requires_grad_(x.requires_grad) for x in samples)
