@@ -63,15 +63,13 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Return plain values for a file."""
-        limit = {} if self.limit_bytes is None else {"limit_bytes": self.limit_bytes}
-        return limit | {
-            name: {
-                "seconds": step.seconds,
-                "bubble": step.bubble,
-                "ranks": list(map(_figures, step.ranks)),
-            }
-            for name, step in self._named.items()
-        }
+        figures: dict[str, Any] = {}
+        if self.limit_bytes is not None:
+            figures["limit_bytes"] = self.limit_bytes
+        for name, step in self._named.items():
+            ranks = list(map(_figures, step.ranks))
+            figures[name] = {"seconds": step.seconds, "bubble": step.bubble, "ranks": ranks}
+        return figures
 
     @property
     def _named(self) -> dict[str, PipelineStep]:

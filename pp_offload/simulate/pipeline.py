@@ -294,11 +294,9 @@ def run_pipeline(
         check_config(config)
     with ExitStack() as stack:
         if config is not None and config.offload_plan is not None:
-            names = {
-                stage: layers
-                for number, rank in enumerate(config.offload_plan.ranks)
-                for stage, layers in zip(order.stages_of(number), rank.recomputed, strict=False)
-            }
+            names: dict[int, tuple[str, ...]] = {}
+            for number, rank in enumerate(config.offload_plan.ranks):
+                names.update(zip(order.stages_of(number), rank.recomputed, strict=False))
             stack.enter_context(work.recomputing(names))
         work.prepare(order, VirtualBackend(hardware))
         messages = Messages(order, peers or PeerLink())
