@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.text import GB, GIB, format_table
 from pp_offload._groups.plan import OTHERS_ON_A_CPU
-from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, RankStep, kind_of, rank_steps
+from pp_offload.trace.figures import WAITS_FOR_COPIES, Kind, RankStep, rank_steps
 from pp_offload.trace.timeline import DEVICE, HOST, Timeline
 
 TOLERANCE = 0.02
@@ -180,8 +180,8 @@ def _worse(plan: OffloadPlan, pairs: list[Pair]) -> Iterator[str]:
 def _strangers(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> Iterator[str]:
     """List the first group that differs from the plan, and a difference of microbatches."""
     names, microbatches = {}, set()
-    for span in traced.spans:
-        if kind_of(span) is Kind.FORWARD and "position" in span.args:
+    for span in traced.spans[Kind.FORWARD]:
+        if "position" in span.args:
             place = span.args["vp_stage"], span.args["position"]
             names[place] = span.name.removesuffix(" (forward)")
             microbatches.add(span.args["microbatch"])

@@ -54,12 +54,6 @@ _KINDS = {
 """Kinds by track, by name and by last word."""
 
 
-def kind_of(span: Span) -> Kind | None:
-    """Return the kind of a span; None for a step."""
-    keys = span.track, span.name, span.name.split(" ")[-1]
-    return next((_KINDS[key] for key in keys if key in _KINDS), None)
-
-
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     """Sort intervals, and join those that overlap or are at most ``gap`` apart."""
     joined: list[Interval] = []
@@ -96,7 +90,7 @@ class RankStep:
     begin_s: float
     end_s: float
     facts: Mapping[str, Any]
-    spans: list[Span]
+    spans: dict[Kind, list[Span]]
     times: dict[Kind, list[Interval]]
     values: dict[str, list[tuple[float, int]]]
 
@@ -109,9 +103,8 @@ class RankStep:
 
         The rate is in bytes per second of copying; None without copies.
         """
-        copies = [span for span in self.spans if kind_of(span) is kind]
-        nbytes = sum(span.args["bytes"] for span in copies)
-        seconds = sum(span.end_s - span.begin_s for span in copies)
+        nbytes = sum(span.args["bytes"] for span in self.spans[kind])
+        seconds = sum(span.end_s - span.begin_s for span in self.spans[kind])
         return nbytes, nbytes / seconds if seconds else None
 
     @property
@@ -172,11 +165,17 @@ def rank_steps(timeline: Timeline, step: int | None = None) -> dict[int, RankSte
 
 def _rank_step(timeline: Timeline, step: Span) -> RankStep:
     rank, begin_s, end_s = step.rank, step.begin_s, step.end_s
+    later = [each.begin_s for each in timeline.of(rank, tl.STEPS) if each.begin_s > begin_s]
+    until_s = min(later, default=inf)  # copies of the last step may begin behind its compute
+    inside: dict[Kind, list[Span]] = {kind: [] for kind in Kind}
     times: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
-    spans = [span for span in timeline.spans if span.rank == rank]
-    for span in spans:
-        if (kind := kind_of(span)) is not None:
+    for span in timeline.spans:
+        keys = span.track, span.name, span.name.split(" ")[-1]
+        kind = next((_KINDS[key] for key in keys if key in _KINDS), None)
+        if span.rank == rank and kind is not None:
             times[kind].append((span.begin_s, span.end_s))
+            if begin_s <= span.begin_s < until_s:
+                inside[kind].append(span)
     times = {kind: common(each, [(begin_s, end_s)]) for kind, each in times.items()}
     for kind in (Kind.FORWARD, Kind.BACKWARD) if times[Kind.OPERATORS] else ():
         times[kind] = common(times[kind], times[Kind.OPERATORS])
@@ -186,7 +185,4 @@ def _rank_step(timeline: Timeline, step: Span) -> RankStep:
         before = [(begin_s, nbytes) for time_s, nbytes in line if time_s <= begin_s][-1:]
         line = before + [sample for sample in line if sample[0] > begin_s]
         values[name] = line + [(end_s, nbytes) for _, nbytes in line[-1:]]
-    later = [each.begin_s for each in timeline.of(rank, tl.STEPS) if each.begin_s > begin_s]
-    until_s = min(later, default=inf)  # copies of the last step may begin behind its compute
-    inside = [span for span in spans if begin_s <= span.begin_s < until_s]
     return RankStep(rank, begin_s, end_s, step.args, inside, times, values)

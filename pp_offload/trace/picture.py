@@ -10,21 +10,13 @@ Needs matplotlib: the extra ``plots``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pp_offload._common import pictures as art
 from pp_offload._common.text import GIB, MIB
 from pp_offload.trace import timeline as tl
-from pp_offload.trace.figures import (
-    WAITS,
-    WAITS_FOR_COPIES,
-    Kind,
-    RankStep,
-    kind_of,
-    merged,
-    rank_steps,
-)
+from pp_offload.trace.figures import WAITS, WAITS_FOR_COPIES, Kind, RankStep, merged, rank_steps
 from pp_offload.trace.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -46,6 +38,9 @@ STYLES = {  # row, colour and hatch; a later kind covers those before
 }
 LINES = dict(zip(tl.COUNTERS, (art.DEVICE, art.HOST, art.OFFLOAD, art.RELOAD), strict=True))
 
+Milliseconds = Callable[[float], float]
+"""Of a time in seconds, since the first rank began the step."""
+
 
 def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> None:
     """Write the picture of a step: PNG, SVG or PDF, by the name of the file.
@@ -63,10 +58,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> No
 
 
 def picture(
-    timeline: Timeline,
-    *,
-    ranks: Sequence[int] | None = None,
-    step: int | None = None,
+    timeline: Timeline, *, ranks: Sequence[int] | None = None, step: int | None = None
 ) -> Figure:
     """Make the picture as a figure of matplotlib, for a notebook.
 
@@ -79,34 +71,26 @@ def picture(
     """
     steps = rank_steps(timeline, step)
     zero_s = min(each.begin_s for each in steps.values())
-    shown = [_Panel(steps[rank], zero_s) for rank in ranks or steps]
-    shown_ms = max(panel.ms(panel.step.end_s) for panel in shown)
+    shown = [steps[rank] for rank in ranks or steps]
+
+    def ms(time_s: float) -> float:
+        return (time_s - zero_s) * 1e3
+
+    shown_ms = max(ms(each.end_s) for each in shown)
     figure = art.new_figure(1.1 + 2.1 * len(shown))
-    heights = [height for _ in shown for height in (1.15, 0.85)]
+    heights = [1.15, 0.85] * len(shown)
     axes = figure.subplots(2 * len(shown), 1, sharex=True, height_ratios=heights)
-    for panel, above, below in zip(shown, axes[::2], axes[1::2], strict=True):
-        _draw_times(above, panel, shown_ms)
-        _draw_bytes(below, panel)
+    for each, above, below in zip(shown, axes[::2], axes[1::2], strict=True):
+        _draw_times(above, each, ms, shown_ms)
+        _draw_bytes(below, each, ms)
     axes[-1].set_xlim(0, shown_ms)
-    number = shown[0].step.facts["step"]
-    axes[-1].set_xlabel(f"time since the begin of step {number}, ms", fontsize=9)
-    _legend(figure, [panel.step for panel in shown])
+    axes[-1].set_xlabel(f"time since the begin of step {shown[0].facts['step']}, ms", fontsize=9)
+    _legend(figure, shown)
     figure.set_layout_engine("constrained", hspace=0.02, h_pad=0.03)
     return figure
 
 
-class _Panel(NamedTuple):
-    """Panel of a rank. Its times begin with the step of the first rank."""
-
-    step: RankStep
-    zero_s: float
-
-    def ms(self, time_s: float) -> float:
-        return (time_s - self.zero_s) * 1e3
-
-
-def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
-    step, ms = panel.step, panel.ms
+def _draw_times(axes: Axes, step: RankStep, ms: Milliseconds, shown_ms: float) -> None:
     has_disk = step.times[Kind.WRITE] or step.times[Kind.READ]
     rows = ["disk", "h2d", "d2h", "compute"][0 if has_disk else 1 :]
     finest_s = shown_ms / 4e6  # smaller gaps cannot be seen, but each wait counts
@@ -114,11 +98,12 @@ def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
         times = merged(step.times[kind], 0 if kind in WAITS else finest_s)
         if widths := [(ms(begin), (end - begin) * 1e3) for begin, end in times]:
             axes.broken_barh(widths, (rows.index(row) - 0.4, 0.8), zorder=2, **_style(kind))
-    _draw_bands(axes, panel)
+    _draw_bands(axes, step, ms)
     waits = [
         ((span.end_s - span.begin_s) * 1e3, ms((span.begin_s + span.end_s) / 2), span.name)
-        for span in step.spans
-        if kind_of(span) in WAITS_FOR_COPIES and span.end_s <= step.end_s
+        for kind in WAITS_FOR_COPIES
+        for span in step.spans[kind]
+        if span.end_s <= step.end_s
     ]
     took_ms, middle_ms, name = max(waits, default=(0.0, 0.0, ""))
     if took_ms > shown_ms / 500:  # else it is too short to be seen
@@ -141,8 +126,8 @@ def _draw_times(axes: Axes, panel: _Panel, shown_ms: float) -> None:
     axes.spines[:].set_visible(False)
     seconds, others_s = step.end_s - step.begin_s, step.seconds_of(Kind.WAITS_FOR_RANK)
     waited_s = step.seconds_of(*WAITS_FOR_COPIES)
-    title = f"rank {step.rank}: {seconds * 1e3:.1f} ms, waited for copies "
-    title += f"{waited_s * 1e3:.1f} ms ({waited_s / seconds:.1%})"
+    title = f"rank {step.rank}: {seconds * 1e3:.1f} ms, waited for copies {waited_s * 1e3:.1f} ms"
+    title += f" ({waited_s / seconds:.1%})"
     title += f", for other ranks {others_s * 1e3:.1f} ms" if others_s else ""
     axes.set_title(title, fontsize=9.5, loc="left")
 
@@ -153,24 +138,22 @@ def _style(kind: Kind) -> dict[str, Any]:
     return dict(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.0)
 
 
-def _draw_bands(axes: Axes, panel: _Panel) -> None:
-    for begin, end in (time for kind in WAITS_FOR_COPIES for time in panel.step.times[kind]):
-        times_ms = panel.ms(begin), panel.ms(end)
-        axes.axvspan(*times_ms, color=art.WAIT, alpha=0.13, linewidth=0, zorder=0)
+def _draw_bands(axes: Axes, step: RankStep, ms: Milliseconds) -> None:
+    for begin, end in (time for kind in WAITS_FOR_COPIES for time in step.times[kind]):
+        axes.axvspan(ms(begin), ms(end), color=art.WAIT, alpha=0.13, linewidth=0, zorder=0)
 
 
-def _draw_bytes(axes: Axes, panel: _Panel) -> None:
-    most = max(panel.step.peak_bytes.values(), default=0)
+def _draw_bytes(axes: Axes, step: RankStep, ms: Milliseconds) -> None:
+    most = max(step.peak_bytes.values(), default=0)
     unit, name = (GIB, "GiB") if most >= GIB // 2 else (MIB, "MiB")
-    _draw_bands(axes, panel)
-    for counter, line in panel.step.values.items():
-        times = [panel.ms(time_s) for time_s, _ in line]
+    _draw_bands(axes, step, ms)
+    for counter, line in step.values.items():
+        times = [ms(time_s) for time_s, _ in line]
         values = [nbytes / unit for _, nbytes in line]
         if line:
             axes.step(times, values, where="post", color=LINES[counter], linewidth=1.3)
         if counter in (tl.IN_FLIGHT, tl.RELOADED):
-            fill: dict[str, Any] = dict(color=LINES[counter], alpha=0.2, lw=0)
-            axes.fill_between(times, values, step="post", **fill)
+            axes.fill_between(times, values, step="post", color=LINES[counter], alpha=0.2, lw=0)
     axes.set_ylabel(f"memory, {name}", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
