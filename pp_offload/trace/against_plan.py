@@ -88,9 +88,8 @@ class Compared:
         rows = [["rank", *(pair.head for pair in self.ranks[0].pairs)]]
         for rank in self.ranks:
             rows.append([str(rank.rank), *(" / ".join(pair.texts()) for pair in rank.pairs)])
-        traced_s = [p.traced for rank in self.ranks for p in rank.pairs if p.name == "step_s"]
-        step_ms = _text(max(each or 0 for each in traced_s), MS)
-        title = f"step {self.step}: {step_ms} ms, planned {_text(self.planned_s, MS)}"
+        step_s = max(p.traced or 0 for rank in self.ranks for p in rank.pairs if p.name == "step_s")
+        title = f"step {self.step}: {_text(step_s, MS)} ms, planned {_text(self.planned_s, MS)}"
         texts = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences]
         texts = texts or [f"nothing is worse than planned by more than {TOLERANCE:.0%}"]
         return "\n".join([title, "", format_table(rows), NOTE, "", *texts])
@@ -143,18 +142,17 @@ def compare_with_plan(
 
 def _pairs(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> list[Pair]:
     peaks, on_demand = traced.peak_bytes, traced.facts.get("on_demand_reloads")
-    steps = plan.seconds, traced.end_s - traced.begin_s
+    step_s = plan.seconds, traced.end_s - traced.begin_s
     if traced.worked_s is not None:
-        steps = planned.seconds, traced.worked_s
-    busy_s = traced.seconds_of(Kind.OPERATORS) or None
+        step_s = planned.seconds, traced.worked_s
     stalled_s = traced.seconds_of(*WAITS_FOR_COPIES)
     rate = planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
     sent_bytes, sent_rate = traced.copied(Kind.OFFLOAD)
     return [
         Pair("peak_bytes", "peak GiB", GIB, planned.peak_bytes, peaks.get(DEVICE)),
         Pair("host_peak_bytes", "host GiB", GIB, planned.host_peak_bytes, peaks.get(HOST)),
-        Pair("step_s", "step ms", MS, *steps),
-        Pair("busy_s", "busy ms", MS, planned.busy_s, busy_s),
+        Pair("step_s", "step ms", MS, *step_s),
+        Pair("busy_s", "busy ms", MS, planned.busy_s, traced.seconds_of(Kind.OPERATORS) or None),
         Pair("stalled_s", "stalled ms", MS, planned.stalled_s, stalled_s),
         Pair("on_demand_reloads", "on demand", 1, planned.on_demand_reloads, on_demand),
         Pair("bytes_offloaded", "sent GiB", GIB, planned.bytes_offloaded, sent_bytes),
