@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,54 +131,8 @@ class Note:
     track: str
     name: str
     begin: Any
-    end: Any = None
-    args: dict[str, Any] = field(default_factory=dict)
-    counts: Counts | None = None
-    """Counts of a group, whose bytes are final only when the recording ends."""
-
-
-class _VirtualStreams:
-    """Notes of operators and stalls, and the times of copies, of a virtual device's streams, which
-    call ``copied`` and ``computed`` with the times of their work. Events would be less exact: an
-    event between two works has the end of the first as its time, though the host may launch the
-    second later.
-    """
-
-    def __init__(self, add: Callable[[str, str, float, float], Any]) -> None:
-        self.waits: list[tuple[str, Any]] = []
-        """Names and laps of waits of compute for copies since compute last worked."""
-
-        self._add = add
-        self._operators: Any = None
-        self._copies: list[tuple[float, float]] = []
-
-    def times_of_copies(self, begin: Any, end: Any) -> tuple[Any, Any]:
-        """Return begin and end of the copies since the last call, which events are around."""
-        copies, self._copies = self._copies, []
-        copies = [copy for copy in copies if copy[0] >= begin.time_s]  # not those of others
-        return (copies[0][0], copies[-1][1]) if copies else (begin, end)
-
-    def copied(self, ready_s: float, begin_s: float, end_s: float) -> None:
-        self._copies.append((begin_s, end_s))
-
-    def computed(self, ready_s: float, begin_s: float, end_s: float) -> None:
-        """Note work of compute, and its waits before."""
-        waits, self.waits = self.waits, []
-        for name, lap in waits:
-            wait_s, until_s = max(ready_s, lap.begin.time_s), min(lap.end.time_s, begin_s)
-            if wait_s < until_s:
-                self._stalled(tl.WAITS_FOR_OTHERS, ready_s, wait_s)
-                self._stalled(name, wait_s, until_s)
-                ready_s = until_s
-        self._stalled(tl.WAITS_FOR_OTHERS, ready_s, begin_s)
-        if self._operators is not None and self._operators.end == begin_s:
-            self._operators.end = end_s
-        elif begin_s < end_s:
-            self._operators = self._add(tl.OPERATORS, "operators", begin_s, end_s)
-
-    def _stalled(self, name: str, begin_s: float, end_s: float) -> None:
-        if begin_s < end_s:
-            self._add(tl.COMPUTE, name, begin_s, end_s)
+    end: Any
+    args: dict[str, Any]
 
 
 class Recorder(Observer):
@@ -205,7 +159,12 @@ class Recorder(Observer):
         self._notes: list[Note] = []
         self._readings: list[tuple[Any, dict[str, int]]] = []
         self._least_peak = self._num_on_demand = 0
-        self._virtual: _VirtualStreams | None = None
+        # Streams of a virtual device tell the times of their work. Events would be less exact: one
+        # between two works has the end of the first, though the host may launch the second later.
+        self._is_virtual = False
+        self._copy_times: list[tuple[float, float]] = []  # of copies without a note
+        self._waits: list[tuple[str, Any]] = []  # of compute for copies, since it last worked
+        self._operators: Note | None = None  # the last
         self._sources: list[tuple[Any, Callable[..., None]]] = []  # to which it listens
         self._owners: dict[str, list[object]] = {}  # by kind of track
         self._open: dict[Group, Note] = {}
@@ -228,7 +187,7 @@ class Recorder(Observer):
                 self._end_step(at)
                 note = self._add(tl.STEPS, f"step {self._step}", at, step=self._step)
                 self._running[tl.STEPS] = note
-                if self._virtual is not None:
+                if self._is_virtual:
                     backend: Any = self._backend
                     backend.memory.take_peak()  # or a step without groups would show none
                 self._read(at)
@@ -243,16 +202,15 @@ class Recorder(Observer):
             return
         self._zero = zero
         self._track()  # the current stream is the first
-        is_virtual = hasattr(self._backend.d2h, "listeners")  # its clock begins at 0 for all ranks
-        if not is_virtual:
+        self._is_virtual = hasattr(self._backend.d2h, "listeners")
+        if not self._is_virtual:  # else the clock begins at 0 for all ranks
             zero.synchronize()
             self._base_ns, self._host_zero_s = time.time_ns(), time.perf_counter()
         with self._offloader.lock:
-            if is_virtual:
-                self._virtual = virtual = _VirtualStreams(self._add)
-                self._listen(self._backend.current_stream(), virtual.computed)
+            if self._is_virtual:
+                self._listen(self._backend.current_stream(), self._computed)
                 for stream in (self._backend.d2h, self._backend.h2d):
-                    self._listen(stream, virtual.copied)
+                    self._listen(stream, lambda _, *times: self._copy_times.append(times))
             if (disk := self._offloader.engine.mover.tier.disk) is not None:
                 self._listen(disk, self._disk_worked)
             self._offloader.observers.add(self)
@@ -277,7 +235,7 @@ class Recorder(Observer):
         self._manager.on_begin = tuple(call for call in calls if call != self._begin)
         self._stop()
         self._end_step(self._now())
-        for note in self._notes if self._virtual is None else ():
+        for note in () if self._is_virtual else self._notes:
             for at in (note.begin, note.end):
                 with suppress(Exception):  # a failed copy is reported where its bytes are used
                     at.synchronize()
@@ -289,7 +247,7 @@ class Recorder(Observer):
         """Seconds of an event; None if it was never recorded, or a copy before it failed."""
         if at is None or isinstance(at, float):
             return at
-        if self._virtual is not None:  # a stream without work passes an event when it is recorded
+        if self._is_virtual:  # a stream without work passes an event when it is recorded
             return float(max(at.time_s, at.recorded_s))
         with suppress(RuntimeError):
             return float(self._zero.elapsed_time(at) / 1e3)
@@ -300,9 +258,9 @@ class Recorder(Observer):
         for note in self._notes:
             begin_s, end_s = self._seconds(note.begin), self._seconds(note.end)
             if begin_s is not None and end_s is not None:
-                nbytes = {} if note.counts is None else {"bytes": note.counts.copied_bytes}
-                args = note.args | nbytes
-                yield Span(self._rank, note.track, note.name, begin_s, end_s, args)
+                if isinstance(counts := note.args.get("bytes"), Counts):
+                    note.args["bytes"] = counts.copied_bytes
+                yield Span(self._rank, note.track, note.name, begin_s, end_s, note.args)
 
     def _samples(self) -> Iterator[Sample]:
         """Make samples of each counter where its value changes."""
@@ -322,29 +280,31 @@ class Recorder(Observer):
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if (note := self._open.pop(group, None)) is not None:
-            note.end, note.args, note.counts = self._mark()[1], _facts(group), group.counts
+            note.end, note.args = self._mark()[1], _facts(group)
             self._read(note.end)
 
     def reached(self, group: Group) -> None:
         track, at = self._mark()
-        note = self._add(track, f"{group.name} (backward)", at, **_facts(group))
-        note.counts, self._running[track] = group.counts, note
+        self._running[track] = self._add(track, f"{group.name} (backward)", at, **_facts(group))
         self._read(at)
 
     def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
-        track, name = tl.D2H if to_host else tl.H2D, f"{moved[0][0].label} ({direction(to_host)})"
+        name = f"{moved[0][0].label} ({direction(to_host)})"
         num = sum(len(indices) for _, indices in moved)
-        begin, end, nbytes = lap or (None, None, 0)
-        note = self._add(track, name, begin, end, bytes=nbytes, payloads=num)
-        self._copies[id(event)] = event, name
-        if self._virtual is not None:
-            note.begin, note.end = self._virtual.times_of_copies(note.begin, note.end)
+        timed: Any = lap or (None, None, 0)
+        begin, end, nbytes = timed
+        if self._is_virtual:
+            times = [each for each in self._copy_times if each[0] >= begin.time_s]  # not of others
+            self._copy_times.clear()
+            if times:
+                begin, end = times[0][0], times[-1][1]
+        self._add(tl.D2H if to_host else tl.H2D, name, begin, end, bytes=nbytes, payloads=num)
+        self._copies[id(event)] = event, f"waits for {name}"
 
     def waited(self, lap: Lap | None, event: Event) -> None:
-        _, copy = self._copies.get(id(event), (None, None))
-        name = tl.WAITS_FOR_UNKNOWN if copy is None else f"waits for {copy}"
-        if self._virtual is not None and lap is not None:
-            self._virtual.waits.append((name, lap))
+        _, name = self._copies.get(id(event), (None, tl.WAITS_FOR_UNKNOWN))
+        if self._is_virtual:
+            self._waits.append((name, lap))
         else:
             begin, end, _ = lap or (None, None, 0)
             self._add(self._track(), name, begin, end)
@@ -352,6 +312,25 @@ class Recorder(Observer):
     def _disk_worked(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
         times = begin_s - self._host_zero_s, end_s - self._host_zero_s
         self._add(self._numbered(tl.DISK, threading.get_ident()), name, *times, bytes=nbytes)
+
+    def _computed(self, ready_s: float, begin_s: float, end_s: float) -> None:
+        """Note work of a virtual device's compute, and its waits before."""
+        waits, self._waits = self._waits, []
+        for name, lap in waits:
+            wait_s, until_s = max(ready_s, lap.begin.time_s), min(lap.end.time_s, begin_s)
+            if wait_s < until_s:
+                self._stalled(tl.WAITS_FOR_OTHERS, ready_s, wait_s)
+                self._stalled(name, wait_s, until_s)
+                ready_s = until_s
+        self._stalled(tl.WAITS_FOR_OTHERS, ready_s, begin_s)
+        if self._operators is not None and self._operators.end == begin_s:
+            self._operators.end = end_s
+        elif begin_s < end_s:
+            self._operators = self._add(tl.OPERATORS, "operators", begin_s, end_s)
+
+    def _stalled(self, name: str, begin_s: float, end_s: float) -> None:
+        if begin_s < end_s:
+            self._add(tl.COMPUTE, name, begin_s, end_s)
 
     # Notes
 
@@ -421,9 +400,11 @@ class Recorder(Observer):
 
 
 def _facts(group: Group) -> dict[str, Any]:
-    """Make the arguments of a group's spans: a note of the group would keep its tensors."""
-    state = {"state": group.state.value}
+    """Make the arguments of a group's spans: a note of the group would keep its tensors. Its bytes
+    are final only when the recording ends.
+    """
+    facts: dict[str, Any] = {"state": group.state.value, "bytes": group.counts}
     if group.key is None:
-        return state
+        return facts
     (vp_stage, microbatch), position = group.key
-    return {"microbatch": microbatch, "vp_stage": vp_stage, "position": position} | state
+    return {"microbatch": microbatch, "vp_stage": vp_stage, "position": position} | facts
