@@ -1,13 +1,10 @@
-"""Commands: each prints text or JSON, and returns the exit code.
-
-code = getattr(commands, given.command)(given)
-"""
+"""Commands: each prints text or JSON, and returns the exit code."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from pp_offload.plan.table import draw_front, front_table, num_recomputed, profi
 from pp_offload.simulate import PeerLink, PipelineStep
 from pp_offload.simulate.compare import compare as run_both
 from pp_offload.trace import Timeline, Trace, compare_with_plan, read
-from pp_offload.trace.figures import WAITS, Kind, RankStep, numbers_of_steps, rank_steps
+from pp_offload.trace.figures import Kind, RankStep, numbers_of_steps, rank_steps
 from pp_offload.trace.picture import draw
 from pp_offload.trace.timeline import COUNTERS
 
@@ -35,11 +32,10 @@ from pp_offload.trace.timeline import COUNTERS
 
 def simulate(given: Namespace) -> int:
     """Run a step without and with offload on virtual devices."""
-    config = config_of(given)
     check_target("--trace", given.trace)
     pipeline = pipeline_of(given)
     with errors_of("--plan"):
-        config = replace(config, activation_offload_fraction=given.fraction, plan=given.plan)
+        config = _config(given, activation_offload_fraction=given.fraction, plan=given.plan)
         if config.offload_plan is not None:
             config.offload_plan.rank(pipeline.order.num_ranks - 1)
     with errors_of(pipeline.option):
@@ -68,11 +64,12 @@ def profile(given: Namespace) -> int:
 
 def plan(given: Namespace) -> int:
     """Make a plan for a limit."""
-    config = config_of(given)
     check_target("--output", given.output)
-    limit_bytes = _bytes_of(given.limit)
-    pipeline = pipeline_of(given)
-    chooser = chooser_of(given, pipeline, config)
+    limit_bytes = parse_size(given.limit, is_rounded=True)
+    if limit_bytes is None:
+        expected = f"expected a number above 0 with a unit of {', '.join(UNITS)}: 70GiB"
+        raise wrong("--limit", f"found {given.limit!r}, {expected}")
+    pipeline, chooser = _planner(given)
     with errors_of("--limit"):
         chosen = chooser.plan(limit_bytes, made_for=pipeline.title)
         roomier = chooser.with_more_on_the_host(chosen)
@@ -93,10 +90,8 @@ def plan(given: Namespace) -> int:
 
 def sweep(given: Namespace) -> int:
     """Make plans for several limits."""
-    config = config_of(given)
     check_target("--png", given.png, is_picture=True)
-    pipeline = pipeline_of(given)
-    chooser = chooser_of(given, pipeline, config)
+    pipeline, chooser = _planner(given)
     with errors_of("--schedule"):
         plans = front(chooser, num=given.limits, made_for=pipeline.title)
     figures = {
@@ -111,21 +106,24 @@ def sweep(given: Namespace) -> int:
     return 0
 
 
-def config_of(given: Namespace) -> OffloadConfig:
-    """Return options of the engine beside a plan."""
+def _config(given: Namespace, **options: Any) -> OffloadConfig:
+    """Make the options of the engine."""
     ahead: Any = "auto" if given.gib is None else int(given.gib * GIB)
     return OffloadConfig(
         max_in_flight_bytes=ahead,
         prefetch_bytes=ahead,
         host_budget_bytes=None if given.host_gib is None else int(given.host_gib * GIB),
         min_offloaded_tensor_size=given.min_numel,
+        **options,
     )
 
 
-def chooser_of(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> Chooser:
-    """Make the planner of a pipeline."""
+def _planner(given: Namespace) -> tuple[Pipeline, Chooser]:
+    """Make a pipeline and its planner."""
+    pipeline, config = pipeline_of(given), _config(given)
     tapes, peers = _tapes(given, pipeline, config), PeerLink(bytes_per_s=given.network_gb * GB)
-    return Chooser(pipeline.order, tapes, pipeline.hardware, config=config, peers=peers)
+    chooser = Chooser(pipeline.order, tapes, pipeline.hardware, config=config, peers=peers)
+    return pipeline, chooser
 
 
 def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[RankTapes]:
@@ -133,16 +131,6 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
         pipeline.work.layers = None
     with errors_of(f"{pipeline.option} or --schedule"):
         return record(pipeline.order, pipeline.work, pipeline.hardware, config)
-
-
-def _bytes_of(limit: str) -> int:
-    """Parse a size in bytes."""
-    nbytes = parse_size(limit, is_rounded=True)
-    if nbytes is None:
-        units = ", ".join(UNITS)
-        problem = f"found {limit!r}, expected a number above 0 with a unit of {units}: 70GiB"
-        raise wrong("--limit", problem)
-    return nbytes
 
 
 def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
@@ -227,12 +215,11 @@ def _share(stage: Sequence[PlannedGroup], names: set[str]) -> float:
 def _delta(plan: OffloadPlan, in_flight: Sequence[int], names: set[str], share: float) -> int:
     """Return the bytes that each rank keeps more than the one before, in addition to the share."""
     deltas = []
-    later_ranks = zip(plan.ranks[1:], in_flight[1:], strict=True)
-    for number, (rank, num) in enumerate(later_ranks, 1):
+    for number, rank in enumerate(plan.ranks[1:], 1):
         groups = [group for group in _groups(rank) if group.name in names]
         stay_bytes = sum(group.nbytes for group in groups if group.keeps)
         by_share = (1 - share) * sum(group.nbytes for group in groups)
-        spare_bytes = max(0.0, stay_bytes - by_share) * num / len(rank.stages)
+        spare_bytes = max(0.0, stay_bytes - by_share) * in_flight[number] / len(rank.stages)
         deltas.append(int(spare_bytes / number))
     return min(deltas, default=0)
 
@@ -254,13 +241,11 @@ def trace(given: Namespace) -> int:
     timeline = _read(given.files)
     with errors_of("--step"):
         steps = rank_steps(timeline, given.step)
-    ranks = list(steps)
-    step = steps[ranks[0]].facts["step"]
-    for rank in given.rank or ():
-        if rank not in ranks:
-            problem = f"found {rank}, expected one that has step {step}: {ranks}"
-            raise wrong("--rank", problem)
-    ranks = list(dict.fromkeys(given.rank or ranks))
+    step = next(iter(steps.values())).facts["step"]
+    ranks = list(dict.fromkeys(given.rank or steps))
+    for rank in ranks:
+        if rank not in steps:
+            raise wrong("--rank", f"found {rank}, expected one that has step {step}: {[*steps]}")
     shown = [steps[rank] for rank in ranks]
     if given.png is None:
         text = _table(timeline, step, shown)
@@ -269,8 +254,7 @@ def trace(given: Namespace) -> int:
         with errors_of("--png", ImportError, OSError):
             draw(timeline, given.png, ranks=ranks, step=step)
         text = f"step {step} of ranks {', '.join(map(str, ranks))} is in {given.png}"
-    plain = {"step": step, "ranks": [rank.as_dict() for rank in shown]}
-    report(text, plain, as_json=given.json)
+    report(text, {"step": step, "ranks": [rank.as_dict() for rank in shown]}, as_json=given.json)
     return 0
 
 
@@ -296,7 +280,7 @@ def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:
     rows = [[*HEAD, *disk.values(), *(f"peak {name}" for name in counters)]]
     for rank in ranks:
         times = [rank.end_s - rank.begin_s, rank.seconds_of(Kind.OPERATORS) or None]
-        times += [rank.waited_s[kind] for kind in WAITS]
+        times += rank.waited_s.values()
         rates = [rank.copied(kind)[1] for kind in (Kind.OFFLOAD, Kind.RELOAD)]
         sizes: list[Any] = [rank.copied(kind)[0] for kind in disk]
         sizes += [rank.peak_bytes.get(name) for name in counters]
