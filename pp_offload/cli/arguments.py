@@ -1,9 +1,4 @@
-"""The commands of ``pp-offload``, their options, and what they print. Nothing here imports torch.
-
-given = parser().parse_args(["plan", "my_model:stages", "--limit", "70GiB"])
-given.command, given.limit
-raise wrong("--limit", "found 3, expected ...")  # exit code 2, without a traceback
-"""
+"""Commands of ``pp-offload``, their options, and what they print. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ import sys
 import traceback
 from argparse import ArgumentError, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from math import inf, isfinite
 from pathlib import Path
@@ -37,13 +32,11 @@ def number(kind: type[int] | type[float], least: float, most: float = inf) -> Ca
     expected += f" of at least {least}" + (f" and at most {most}" if isfinite(most) else "")
 
     def parse(text: str) -> Any:
-        try:
+        with suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not isfinite(value) or not least <= value <= most:
-            raise ArgumentTypeError(f"found {text}, expected {expected}")
-        return value
+            if isfinite(value) and least <= value <= most:
+                return value
+        raise ArgumentTypeError(f"found {text}, expected {expected}")
 
     return parse
 
@@ -182,30 +175,22 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pp_offload {__version__}, {versions}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        usage = ["pp-offload", name, "[OPTIONS]"]
-        usage += [ARGUMENTS[name]["metavar"] for name in command.arguments if name[0] != "-"]
+        positional = [ARGUMENTS[each]["metavar"] for each in command.arguments if each[0] != "-"]
         below = commands.add_parser(
             name,
             prog=f"pp-offload {name}",
-            usage=" ".join(usage),
+            usage=" ".join(["%(prog)s [OPTIONS]", *positional]),
             help=command.summary,
             description=f"{command.summary} {command.details}",
             allow_abbrev=False,
         )
         below.set_defaults(error=below.error)
         for names in command.arguments:
-            below.add_argument(*names.split(), **_with_default(ARGUMENTS[names]))
+            options = ARGUMENTS[names]
+            if "default" in options and "action" not in options:
+                options = options | {"help": f"{options['help']} (default: %(default)s)"}
+            below.add_argument(*names.split(), **options)
     return top
-
-
-def _with_default(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an argument, with the default in its help."""
-    if "default" not in options or "action" in options:
-        return options
-    return options | {"help": f"{options['help']} (default: %(default)s)"}
-
-
-PACKAGE = Path(pp_offload.__file__).parent
 
 
 def wrong(option: str, problem: str) -> ArgumentError:
@@ -223,8 +208,9 @@ def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as failure:
-        raised_in = traceback.extract_tb(failure.__traceback__)[-1].filename
-        if isinstance(failure, more_kinds) or PACKAGE in Path(raised_in).parents:
+        raised_in = Path(traceback.extract_tb(failure.__traceback__)[-1].filename)
+        is_ours = Path(pp_offload.__file__).parent in raised_in.parents
+        if isinstance(failure, more_kinds) or is_ours:
             raise wrong(option, str(failure)) from failure
         raise
 
