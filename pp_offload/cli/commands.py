@@ -140,10 +140,8 @@ def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
     )
     text = f'\nwritten to {path}; follow it with OffloadConfig(plan="{path}"{beside})'
     if num_recomputed(*plan.ranks):
-        text += (
-            "\nbefore that, for each stage of a rank: recompute_layers(module, "
-            "plan.rank(rank).recomputed[number])"
-        )
+        text += "\nbefore that, for each stage of a rank: "
+        text += "recompute_layers(module, plan.rank(rank).recomputed[number])"
     return text
 
 
@@ -169,17 +167,12 @@ Its engine keeps other groups than planned, as many or fewer: leave it room belo
 def _megatron_text(plan: OffloadPlan, in_flight: Sequence[int], min_numel: int) -> str:
     """Format the flags of Megatron-LM for a plan, given the microbatches that each rank holds at a
     time, and the elements of the smallest offloaded tensor.
-
-    Raises:
-        ArgumentError: An offloaded group has another name.
     """
     leaving = {group.name for rank in plan.ranks for group in _groups(rank) if not group.keeps}
     if strangers := sorted(leaving - set(MEGATRON_MODULES)):
-        raise wrong(
-            "--for",
-            f"groups {', '.join(strangers)} leave, expected names of Megatron's modules: "
-            f"{', '.join(MEGATRON_MODULES)}; name the groups of the model after these",
-        )
+        expected = f"expected names of Megatron's modules: {', '.join(MEGATRON_MODULES)}"
+        problem = f"groups {', '.join(strangers)} leave, {expected}"
+        raise wrong("--for", f"{problem}; name the groups of the model after these")
     if "attn_proj" in leaving:
         leaving.add("core_attn")  # whose output it saves: Megatron refuses it alone
     flags = []

@@ -1,9 +1,4 @@
-"""Pipeline described by options: its model, schedule and device.
-
-pipeline = pipeline_of(given)
-with errors_of(pipeline.option):
-    run_pipeline(pipeline.order, pipeline.work, pipeline.hardware)
-"""
+"""Pipeline described by options: its model, schedule and device."""
 
 from __future__ import annotations
 
@@ -131,11 +126,8 @@ def _imported(name: str, option: str, example: str, how: str) -> Callable[..., A
     except ModuleNotFoundError as failure:
         if failure.name is None or not f"{module_name}.".startswith(f"{failure.name}."):
             raise  # the module exists; a module that it imports does not
-        raise wrong(
-            option,
-            f"no module {failure.name!r} here or installed, expected that of module:function; go "
-            "where it is, or set PYTHONPATH",
-        ) from failure
+        problem = f"no module {failure.name!r} here or installed, expected that of module:function"
+        raise wrong(option, f"{problem}; go where it is, or set PYTHONPATH") from failure
     finally:
         sys.path.remove(os.getcwd())
     function: Callable[..., Any] | None = getattr(module, function_name, None)
@@ -153,21 +145,14 @@ def optimizer_of(name: str) -> MakeOptimizer:
     classes = {each: kind for each, kind in vars(torch.optim).items() if isinstance(kind, type)}
     names = [each for each, kind in classes.items() if issubclass(kind, torch.optim.Optimizer)]
     if name not in names:
-        raise wrong(
-            option,
-            f"found {name!r}{near(name, names)}, expected a class of torch.optim, such as "
-            "AdamW, or module:function",
-        )
+        expected = "expected a class of torch.optim, such as AdamW, or module:function"
+        raise wrong(option, f"found {name!r}{near(name, names)}, {expected}")
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        expected = (
-            "expected one that can, or module:function, whose function makes one of those "
-            "parameters that it takes"
-        )
         problem = f"{name} cannot be made of the parameters of a rank alone"
-        with any_error_of(option, problem, expected):
-            optimizer: torch.optim.Optimizer = classes[name](parameters)
-        return optimizer
+        advice = "or module:function, whose function makes one of those parameters that it takes"
+        with any_error_of(option, problem, f"expected one that can, {advice}"):
+            return classes[name](parameters)
 
     return make
 
