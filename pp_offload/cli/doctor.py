@@ -57,7 +57,10 @@ def doctor(given: Namespace) -> int:
     check_target("--measure", given.measure)
     device = default_backend().device if given.device is None else _device(given.device)
     if given.measure is not None:
-        measured = _measured(device, given.measure_mib * MIB)
+        hardware = DeviceSpeed(device, given.measure_mib * MIB).hardware()
+        machine = {"python": platform.python_version(), "torch": torch.__version__}
+        machine["date"] = time.strftime("%Y-%m-%d")
+        measured = {"machine": machine, "hardware": asdict(hardware)}
         with errors_of("--measure", OSError):
             given.measure.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     facts_by_topic = facts_of(Path(tempfile.gettempdir()))
@@ -77,14 +80,6 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as failure:  # torch's, of a build without CUDA or a GPU
         raise wrong("--device", f"{name!r}, with torch {_torch()}: {failure}") from failure
     return device
-
-
-def _measured(device: torch.device, nbytes: int) -> dict[str, dict[str, Any]]:
-    """Make the contents of a file for ``Hardware.from_file``."""
-    hardware = DeviceSpeed(device, nbytes).hardware()
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    machine = {**versions, "date": time.strftime("%Y-%m-%d")}
-    return {"machine": machine, "hardware": asdict(hardware)}
 
 
 def facts_of(directory: Path, root: Path = Path("/")) -> dict[str, dict[str, str]]:
@@ -181,6 +176,7 @@ class DeviceSpeed:
             nbytes = min(nbytes, 2**22)  # larger products take minutes
         self._width = 2 ** (((nbytes // 8).bit_length() - 1) // 2)
         self._matrices = [self._random(self._width, self._width) for _ in range(2)]
+        self._product = partial(torch.matmul, *self._matrices)
 
     def hardware(self) -> Hardware:
         """Measure all figures."""
@@ -190,10 +186,12 @@ class DeviceSpeed:
         workspace_bytes = self._workspace_bytes()
         product_s = self._product_s()
         forward_s, backward_s = self._attention_s()
-        out, back = (hosts[0], self._empty()), (self._empty(), hosts[1])
+        options: Any = {"dtype": torch.uint8, "device": self._device}
+        devices = [torch.empty(self._nbytes, **options) for _ in range(2)]
+        out, back = (hosts[0], devices[0]), (devices[1], hosts[1])
         d2h_slowdown, h2d_slowdown = self._slowdown(out), self._slowdown(back)
         (d2h,), (h2d,), both = (self.copy_rates(way) for way in ([out], [back], [out, back]))
-        launch_s, gap_s = self._launch_s()
+        launch_s, gap_s = self._launch_s(devices[0][:1])
         module: Any = None if self._is_host else torch.get_device_module(self._device)
         name = getattr(module, "get_device_name", lambda device: device.type)(self._device)
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -219,9 +217,8 @@ class DeviceSpeed:
         )
 
     def copy_rates(self, pairs: Sequence[Pair], num: int = NUM_COPIES) -> list[float]:
-        """Measure bytes a second of ``num`` copies of each pair, each pair on its own stream.
-
-        Return the best of some rounds.
+        """Measure bytes a second of ``num`` copies of each pair, each pair on its own stream: the
+        best of some rounds.
         """
         return max((self._rates(pairs, num) for _ in range(NUM_ROUNDS)), key=sum)
 
@@ -255,9 +252,6 @@ class DeviceSpeed:
     def _median_s(self, work: Callable[[], object], num: int = 1) -> float:
         return median(self._seconds(work, num) for _ in range(NUM_ROUNDS))
 
-    def _product(self) -> Tensor:
-        return self._matrices[0] @ self._matrices[1]
-
     def _product_s(self) -> float:
         begin_s = time.perf_counter()
         while time.perf_counter() - begin_s < SUSTAINED_S:
@@ -284,9 +278,8 @@ class DeviceSpeed:
             beside.append(self._seconds(self._product, NUM_COPIES))
         return max(0.0, 1 - median(alone) / median(beside))
 
-    def _launch_s(self) -> tuple[float, float]:
+    def _launch_s(self, x: Tensor) -> tuple[float, float]:
         """Measure the time of a small operator on the host, and on the device after it."""
-        x = self._empty()[:1]
         begin_s = time.perf_counter()
         for _ in range(NUM_LAUNCHES):
             x.zero_()
@@ -308,6 +301,3 @@ class DeviceSpeed:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._device).to(torch.bfloat16)
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
