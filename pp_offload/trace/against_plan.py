@@ -161,9 +161,8 @@ def _pairs(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> list[Pair]
 
 
 def _worse(plan: OffloadPlan, pairs: list[Pair]) -> Iterator[str]:
-    """List figures that are worse by more than the tolerance; for waits, that of a step.
-
-    A difference of sent bytes counts either way.
+    """List figures that are worse by more than the tolerance; for waits, that of a step. Fewer
+    sent bytes count as well.
     """
     for pair in pairs:
         texts = pair.texts()
@@ -177,12 +176,11 @@ def _worse(plan: OffloadPlan, pairs: list[Pair]) -> Iterator[str]:
 
 def _strangers(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> Iterator[str]:
     """List the first group that differs from the plan, and a difference of microbatches."""
-    names, microbatches = {}, set()
-    for span in traced.spans[Kind.FORWARD]:
-        if "position" in span.args:
-            place = span.args["vp_stage"], span.args["position"]
-            names[place] = span.name.removesuffix(" (forward)")
-            microbatches.add(span.args["microbatch"])
+    spans = [span for span in traced.spans[Kind.FORWARD] if "position" in span.args]
+    names = {
+        (span.args["vp_stage"], span.args["position"]): span.name.removesuffix(" (forward)")
+        for span in spans
+    }
     expected = {
         (vp_stage, position): group.name
         for vp_stage, stage in enumerate(planned.stages)
@@ -190,11 +188,10 @@ def _strangers(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> Iterat
         if group.nbytes or (vp_stage, position) in names  # without bytes it may have no span
     }
     for place, _ in sorted(set(names.items()) ^ set(expected.items()))[:1]:
-        yield (
-            f"the plan is of another model or schedule: group {place[1]} of stage {place[0]} is "
-            f"{names.get(place)}, planned {expected.get(place)}"
-        )
-    num, num_planned = len(microbatches), plan.options.get("num_microbatches")
+        group = f"group {place[1]} of stage {place[0]} is {names.get(place)}"
+        yield f"the plan is of another model or schedule: {group}, planned {expected.get(place)}"
+    num = len({span.args["microbatch"] for span in spans})
+    num_planned = plan.options.get("num_microbatches")
     if num and num_planned not in (None, num):
         yield f"the plan is of {num_planned} microbatches in a step, which has {num}"
 

@@ -19,39 +19,32 @@ Interval = tuple[float, float]
 
 
 class Kind(enum.Enum):
-    """Kind of a span, as legends and tables show it."""
+    """Kind of a span, as legends and tables show it; known by its track, name or last word."""
 
-    OPERATORS = "other compute"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OFFLOAD = "offload (d2h)"
-    RELOAD = "reload (h2d)"
-    WRITE = "write to disk"
-    READ = "read from disk"
-    WAITS_FOR_RELOAD = "waits for a reload"
-    WAITS_FOR_OFFLOAD = "waits for an offload"
-    WAITS_FOR_DISK = "waits for a disk"
-    WAITS_FOR_RANK = "waits for other ranks"
+    OPERATORS = "other compute", tl.OPERATORS
+    FORWARD = "forward", "(forward)"
+    BACKWARD = "backward", "(backward)"
+    OFFLOAD = "offload (d2h)", tl.D2H
+    RELOAD = "reload (h2d)", tl.H2D
+    WRITE = "write to disk", "write"
+    READ = "read from disk", "read"
+    WAITS_FOR_RELOAD = "waits for a reload", "(reload)"
+    WAITS_FOR_OFFLOAD = "waits for an offload", "(offload)"
+    WAITS_FOR_DISK = "waits for a disk", tl.WAITS_FOR_UNKNOWN
+    WAITS_FOR_RANK = "waits for other ranks", tl.WAITS_FOR_OTHERS
+
+    key: str
+
+    def __new__(cls, text: str, key: str) -> Kind:
+        kind = object.__new__(cls)
+        kind._value_, kind.key = text, key
+        return kind
 
 
 WAITS_FOR_COPIES = (Kind.WAITS_FOR_RELOAD, Kind.WAITS_FOR_OFFLOAD, Kind.WAITS_FOR_DISK)
 WAITS = (*WAITS_FOR_COPIES, Kind.WAITS_FOR_RANK)
 COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ)
-
-_KINDS = {
-    tl.D2H: Kind.OFFLOAD,
-    tl.H2D: Kind.RELOAD,
-    tl.OPERATORS: Kind.OPERATORS,
-    "write": Kind.WRITE,
-    "read": Kind.READ,
-    tl.WAITS_FOR_UNKNOWN: Kind.WAITS_FOR_DISK,
-    tl.WAITS_FOR_OTHERS: Kind.WAITS_FOR_RANK,
-    "(forward)": Kind.FORWARD,
-    "(backward)": Kind.BACKWARD,
-    "(reload)": Kind.WAITS_FOR_RELOAD,
-    "(offload)": Kind.WAITS_FOR_OFFLOAD,
-}
-"""Kinds by track, by name and by last word."""
+_KINDS = {kind.key: kind for kind in Kind}
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
