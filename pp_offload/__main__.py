@@ -34,11 +34,10 @@ def main() -> None:
         )
     active = patch(OffloadConfig.from_env())
     try:
+        sys.argv = arguments[is_module:]
         if is_module:
-            sys.argv = arguments[1:]
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = arguments
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
     finally:

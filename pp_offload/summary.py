@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,8 @@ GIVEN_UP = 10**9
 
 _num_calls: Counter[str] = Counter()
 """Number of tables so far, by the ranks that take part."""
+
+_mib = partial(size_cell, unit="MiB")
 
 LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 
@@ -66,14 +69,14 @@ def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool
     """
     manager = PipelineOffloadManager.get_instance()
     if local:
-        table = gain_table({"this rank": manager.gain()})
-        return f"{format_groups(manager.group_bytes)}\n\n{table}".rstrip()
-    again = sum(each.again for each in manager.group_bytes.values())
-    own = {"bytes": manager.offload_summary_bytes, "again": again, "gain": manager.gain()}
-    rows = _gather(own, process_group)
-    summary = format_summary([row["bytes"] for row in rows], [row["again"] for row in rows])
-    table = gain_table({f"rank {n}": row["gain"] for n, row in enumerate(rows)})
-    return f"{summary}\n\n{table}".rstrip()
+        text, gains = format_groups(manager.group_bytes), {"this rank": manager.gain()}
+    else:
+        again = sum(each.again for each in manager.group_bytes.values())
+        own = {"bytes": manager.offload_summary_bytes, "again": again, "gain": manager.gain()}
+        rows = _gather(own, process_group)
+        text = format_summary([row["bytes"] for row in rows], [row["again"] for row in rows])
+        gains = {f"rank {n}": row["gain"] for n, row in enumerate(rows)}
+    return f"{text}\n\n{gain_table(gains)}".rstrip()
 
 
 def format_groups(groups: Mapping[str, GroupBytes]) -> str:
@@ -117,21 +120,16 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
         again: Bytes that each rank computes again in place of copies; no column without it.
     """
     names = sorted({name for row in rows for name in row})
+    sums = {name: sum(row.get(name, 0) for row in rows) for name in names}
     lines = [["rank", *names, "total MiB"]]
-    for rank, row in enumerate(rows):
-        lines.append([str(rank), *(_mib(row.get(n, 0)) for n in names), _mib(sum(row.values()))])
-    sums = [sum(row.get(n, 0) for row in rows) for n in names]
-    lines.append(["sum", *map(_mib, sums), _mib(sum(sums))])
+    for label, row in (*enumerate(rows), ("sum", sums)):
+        lines.append([str(label), *(_mib(row.get(n, 0)) for n in names), _mib(sum(row.values()))])
     if again is not None:
         column = ["computed again", *map(_mib, again), _mib(sum(again))]
         lines = [[*line, cell] for line, cell in zip(lines, column, strict=True)]
     title = "offloaded at the peak of a step, by pipeline rank and group"
-    note = [] if any(sums) or any(again or ()) else [NOTHING_YET]
+    note = [] if any(sums.values()) or any(again or ()) else [NOTHING_YET]
     return "\n".join([title, format_table(lines), *note])
-
-
-def _mib(nbytes: int) -> str:
-    return size_cell(nbytes, "MiB")
 
 
 def _gather(
