@@ -23,6 +23,7 @@ SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv
 DEVICES = "A100, H100, H200, GH200, B200, GB200, GB300, MI300X"
 """Names in the package's tables, whose import needs torch."""
 
+FLAGS = "print the flags with which Megatron-LM's own engine does nearly the same"
 RECOMPUTE = "layers may be recomputed where the link has too much to do"
 
 
@@ -41,7 +42,7 @@ def number(kind: type[int] | type[float], least: float, most: float = inf) -> Ca
     return parse
 
 
-COUNT, AMOUNT = number(int, 1), number(float, 0, 2**20)
+COUNT, AMOUNT, RATE = number(int, 1), number(float, 0, 2**20), number(float, 1e-3)
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "model": {"nargs": "?", "metavar": "[MODEL]", "help": "module:function, see docs/cli.md"},
@@ -60,16 +61,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--gib": {"type": AMOUNT, "help": "GiB in flight, each way; the engine chooses if unset"},
     "--host-gib": {"type": AMOUNT, "help": "GiB of host memory of a rank; all it needs if unset"},
     "--min-numel": {"type": number(int, 0), "default": 2**20, "help": "smaller tensors stay"},
-    "--network-gb": {
-        "type": number(float, 1e-3),
-        "default": 50.0,
-        "help": "GB/s from rank to rank",
-    },
-    "--for": {
-        "choices": ["megatron"],
-        "dest": "engine",
-        "help": "print the flags with which Megatron-LM's own engine does nearly the same",
-    },
+    "--network-gb": {"type": RATE, "default": 50.0, "help": "GB/s from rank to rank"},
+    "--for": {"choices": ["megatron"], "dest": "engine", "help": FLAGS},
     "--recompute": {"action": BooleanOptionalAction, "default": True, "help": RECOMPUTE},
     "--limits": {"type": number(int, 2), "default": 8, "help": "number of limits to plan for"},
     "--output -o": {"type": Path, "help": "file for the plan: plan.json"},

@@ -1,7 +1,4 @@
-"""``pp-offload doctor``: facts of this machine for a bug report. An unknown fact says why.
-
-``--measure`` measures the device too: its rates, and the cost of launches and pinning.
-"""
+"""``pp-offload doctor``: facts of this machine for a bug report, and figures of its device."""
 
 from __future__ import annotations
 

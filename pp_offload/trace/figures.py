@@ -1,8 +1,4 @@
-"""Steps of a trace by rank: times, waits by cause, rates and peaks.
-
-rank = rank_steps(timeline)[0]                       # rank 0 in the last step
-rank.waited_s[Kind.WAITS_FOR_RELOAD]
-"""
+"""Steps of a trace by rank: times, waits by cause, rates and peaks."""
 
 from __future__ import annotations
 

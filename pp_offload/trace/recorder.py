@@ -1,9 +1,5 @@
 """Recording of some steps: notes of when groups, copies and waits run on the device.
 
-    with Trace("out.json.gz", steps=range(2, 4)) as trace:
-        train()
-    trace.timeline
-
 A step runs from one ``manager.reset()``, which a schedule calls, to the next. After the last step
 of the range, and at the latest at the end of the block, recording ends and the file is written.
 The host waits for compute once, when recording starts, and for all events of the notes, when it
