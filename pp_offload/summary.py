@@ -132,14 +132,12 @@ def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | Non
     return "\n".join([title, format_table(lines), *note])
 
 
-def _gather(
-    row: Mapping[str, Any], process_group: dist.ProcessGroup | None
-) -> list[Mapping[str, Any]]:
+def _gather(row: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
     if own_rank() is None:
-        return [dict(row)]
-    _wait_for_all(dist.get_process_group_ranks(process_group))
-    rows: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(rows, dict(row), group=process_group)
+        return [row]
+    _wait_for_all(dist.get_process_group_ranks(group))
+    rows: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(rows, row, group=group)
     return rows
 
 

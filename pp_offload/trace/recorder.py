@@ -340,15 +340,12 @@ class Recorder(Observer):
         return note
 
     def _end_step(self, at: Any) -> None:
-        """End the running step with its facts, and the last groups of backward.
-
-        A device knows its peak since the last reset of the peak. It is the peak of this step where
-        it rose above all readings of the step.
-        """
+        """End the running step with its facts, and the last groups of backward."""
         num = self._offloader.engine.mover.counts.on_demand_reloads
         facts = {"on_demand_reloads": num - self._num_on_demand}
         self._num_on_demand = num
         if (allocated := self._backend.allocated()) is not None:
+            # The peak since its last reset: of this step, if above all readings of the step.
             if allocated.peak_bytes > self._least_peak:
                 facts["device_peak_bytes"] = allocated.peak_bytes
             self._least_peak = allocated.peak_bytes
