@@ -11,7 +11,7 @@ A trace listens: no other part of the package imports it, and without a trace it
 
 from __future__ import annotations
 
-from pp_offload.trace.against_plan import Compared, RankCompared, compare_with_plan
+from pp_offload.trace.figures import Compared, RankCompared, compare_with_plan
 from pp_offload.trace.recorder import Trace
 from pp_offload.trace.timeline import Sample, Span, Timeline, merge_ranks, part_of, read, write
 
