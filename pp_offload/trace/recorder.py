@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,9 +235,7 @@ class Recorder(Observer):
             for at in (note.begin, note.end):
                 with suppress(Exception):  # a failed copy is reported where its bytes are used
                     at.synchronize()
-        facts = {"device": self._backend.name, "has_captures": self._has_captures}
-        spans, samples = list(self._spans()), list(self._samples())
-        self.timeline = Timeline(self._base_ns, spans, samples, {self._rank: facts})
+        self.timeline = self._make_timeline()
 
     def _seconds(self, at: Any) -> float | None:
         """Seconds of an event; None if it was never recorded, or a copy before it failed."""
@@ -249,24 +247,25 @@ class Recorder(Observer):
             return float(self._zero.elapsed_time(at) / 1e3)
         return None
 
-    def _spans(self) -> Iterator[Span]:
-        """Make spans of the notes that have a begin and an end."""
+    def _make_timeline(self) -> Timeline:
+        """Make spans of the notes that have a begin and an end, and samples where values change."""
+        facts = {"device": self._backend.name, "has_captures": self._has_captures}
+        timeline = Timeline(self._base_ns, metadata={self._rank: facts})
         for note in self._notes:
             begin_s, end_s = self._seconds(note.begin), self._seconds(note.end)
+            if isinstance(counts := note.args.get("bytes"), Counts):
+                note.args["bytes"] = counts.copied_bytes
             if begin_s is not None and end_s is not None:
-                if isinstance(counts := note.args.get("bytes"), Counts):
-                    note.args["bytes"] = counts.copied_bytes
-                yield Span(self._rank, note.track, note.name, begin_s, end_s, note.args)
-
-    def _samples(self) -> Iterator[Sample]:
-        """Make samples of each counter where its value changes."""
+                span = Span(self._rank, note.track, note.name, begin_s, end_s, note.args)
+                timeline.spans.append(span)
         last: dict[str, int] = {}
         for at, values in self._readings:
             time_s = self._seconds(at)
             for counter, nbytes in values.items():
                 if time_s is not None and last.get(counter) != nbytes:
                     last[counter] = nbytes
-                    yield Sample(self._rank, counter, time_s, nbytes)
+                    timeline.samples.append(Sample(self._rank, counter, time_s, nbytes))
+        return timeline
 
     # Calls of the engine
 
