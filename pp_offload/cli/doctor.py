@@ -169,9 +169,8 @@ class DeviceSpeed:
         self._device, self._nbytes = device, nbytes
         self._backend = default_backend(device)
         self._is_host = self._backend.is_host
-        if self._is_host:
-            nbytes = min(nbytes, 2**22)  # larger products take minutes
-        self._width = 2 ** (((nbytes // 8).bit_length() - 1) // 2)
+        most = 2**22 if self._is_host else nbytes  # larger products take minutes
+        self._width = 2 ** (((min(nbytes, most) // 8).bit_length() - 1) // 2)
         self._matrices = [self._random(self._width, self._width) for _ in range(2)]
         self._product = partial(torch.matmul, *self._matrices)
 
