@@ -202,8 +202,7 @@ def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as failure:
         raised_in = Path(traceback.extract_tb(failure.__traceback__)[-1].filename)
-        is_ours = Path(pp_offload.__file__).parent in raised_in.parents
-        if isinstance(failure, more_kinds) or is_ours:
+        if isinstance(failure, more_kinds) or Path(pp_offload.__file__).parent in raised_in.parents:
             raise wrong(option, str(failure)) from failure
         raise
 

@@ -38,15 +38,11 @@ def simulate(given: Namespace) -> int:
         config = _config(given, activation_offload_fraction=given.fraction, plan=given.plan)
         if config.offload_plan is not None:
             config.offload_plan.rank(pipeline.order.num_ranks - 1)
+    model = pipeline.order, pipeline.work, pipeline.hardware
+    peers = PeerLink(bytes_per_s=given.network_gb * GB)
+    trace = None if given.trace is None else Trace(given.trace)
     with errors_of(pipeline.option):
-        both = run_both(
-            pipeline.order,
-            pipeline.work,
-            pipeline.hardware,
-            config=config,
-            peers=PeerLink(bytes_per_s=given.network_gb * GB),
-            trace=None if given.trace is None else Trace(given.trace),
-        )
+        both = run_both(*model, config=config, peers=peers, trace=trace)
     text = f"{pipeline.title}\n\n{both.table(pipeline.hardware.memory_bytes)}"
     report(text, both.figures(), as_json=given.json)
     return int(bool(both.above_the_limit))
@@ -57,8 +53,7 @@ def profile(given: Namespace) -> int:
     pipeline = pipeline_of(given)
     config = OffloadConfig(min_offloaded_tensor_size=given.min_numel)
     figures = profile_of(_tapes(given, pipeline, config), pipeline.hardware)
-    text = f"{pipeline.title}\n\n{profile_table(figures)}"
-    report(text, asdict(figures), as_json=given.json)
+    report(f"{pipeline.title}\n\n{profile_table(figures)}", asdict(figures), as_json=given.json)
     return 0
 
 
@@ -122,8 +117,7 @@ def _planner(given: Namespace) -> tuple[Pipeline, Chooser]:
     """Make a pipeline and its planner."""
     pipeline, config = pipeline_of(given), _config(given)
     tapes, peers = _tapes(given, pipeline, config), PeerLink(bytes_per_s=given.network_gb * GB)
-    chooser = Chooser(pipeline.order, tapes, pipeline.hardware, config=config, peers=peers)
-    return pipeline, chooser
+    return pipeline, Chooser(pipeline.order, tapes, pipeline.hardware, config=config, peers=peers)
 
 
 def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[RankTapes]:

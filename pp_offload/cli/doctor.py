@@ -137,8 +137,7 @@ def _accelerators() -> dict[str, Ask]:
 
 
 def _accelerator(index: int) -> str:
-    current: Any = torch.accelerator.current_accelerator()
-    module: Any = torch.get_device_module(current)
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
     free, total = module.mem_get_info(index)
     return f"{module.get_device_name(index)}, {size_text(free)} of {size_text(total)} free"
 

@@ -79,7 +79,7 @@ def picture(
     shown_ms = max(ms(each.end_s) for each in shown)
     figure = art.new_figure(1.1 + 2.1 * len(shown))
     heights = [1.15, 0.85] * len(shown)
-    axes = figure.subplots(2 * len(shown), 1, sharex=True, height_ratios=heights)
+    axes = figure.subplots(len(heights), sharex=True, height_ratios=heights)
     for each, above, below in zip(shown, axes[::2], axes[1::2], strict=True):
         _draw_times(above, each, ms, shown_ms)
         _draw_bytes(below, each, ms)
@@ -107,18 +107,13 @@ def _draw_times(axes: Axes, step: RankStep, ms: Milliseconds, shown_ms: float) -
     ]
     took_ms, middle_ms, name = max(waits, default=(0.0, 0.0, ""))
     if took_ms > shown_ms / 500:  # else it is too short to be seen
-        y, is_late = len(rows) - 0.35, middle_ms > shown_ms / 2
-        axes.plot([middle_ms], [y], marker="v", markersize=6, color=art.WAIT)
-        axes.annotate(
-            f"{name} {took_ms:.3g} ms, the longest of its waits",
-            xy=(middle_ms, y),
-            xytext=(-7 if is_late else 7, 0),
-            textcoords="offset points",
-            ha="right" if is_late else "left",
-            va="center",
-            fontsize=8.5,
-            color=art.WAIT,
-        ).set_in_layout(False)  # or a long name would make the picture narrow
+        at = middle_ms, len(rows) - 0.35
+        axes.plot(*at, marker="v", markersize=6, color=art.WAIT)
+        text = f"{name} {took_ms:.3g} ms, the longest of its waits"
+        aside, flush = (-7, "right") if middle_ms > shown_ms / 2 else (7, "left")
+        place: dict[str, Any] = dict(xytext=(aside, 0), textcoords="offset points", ha=flush)
+        note = axes.annotate(text, at, va="center", fontsize=8.5, color=art.WAIT, **place)
+        note.set_in_layout(False)  # or a long name would make the picture narrow
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
     axes.set_ylim(-0.5, len(rows) - (0.1 if waits else 0.5))
     axes.tick_params(axis="both", length=0)

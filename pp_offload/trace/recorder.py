@@ -101,8 +101,7 @@ class Trace:
         self.timeline = whole = Timeline(parts[0].base_ns)
         for part in parts:
             whole.add(part)
-        is_part = len(parts) < self._num_ranks
-        path = part_of(self.path, whole.ranks[0]) if is_part else self.path
+        path = part_of(self.path, whole.ranks[0]) if len(parts) < self._num_ranks else self.path
         try:
             write(whole, path)
         except OSError as failure:  # NOTE [ Failures in the log ]
