@@ -28,10 +28,8 @@ def main() -> None:
         return
     if not arguments[is_module:] or not (is_module or Path(arguments[0]).is_file()):
         text = f"no file {arguments[0]}" if arguments[is_module:] else "no script"
-        sys.exit(
-            f"found {text}; expected a training script, as below; simulate, plan and the other "
-            f"commands are those of pp-offload\n\n{__doc__}"
-        )
+        others = "simulate, plan and the other commands are those of pp-offload"
+        sys.exit(f"found {text}; expected a training script, as below; {others}\n\n{__doc__}")
     active = patch(OffloadConfig.from_env())
     try:
         sys.argv = arguments[is_module:]

@@ -129,9 +129,8 @@ def _tapes(given: Namespace, pipeline: Pipeline, config: OffloadConfig) -> list[
 
 def _how_to_follow(plan: OffloadPlan, path: Path) -> str:
     """List the options that the engine needs to follow the plan."""
-    beside = "".join(
-        f", {name}={value!r}" for name, value in plan.options.items() if name in OPTIONS
-    )
+    options = {name: value for name, value in plan.options.items() if name in OPTIONS}
+    beside = "".join(f", {name}={value!r}" for name, value in options.items())
     text = f'\nwritten to {path}; follow it with OffloadConfig(plan="{path}"{beside})'
     if num_recomputed(*plan.ranks):
         text += "\nbefore that, for each stage of a rank: "

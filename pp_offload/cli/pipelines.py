@@ -164,10 +164,8 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
     from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
 
     config = _config_of(path)
-    how = (
-        "expected the config of a causal language model made like Llama; give another, or stages "
-        "of your own with module:function"
-    )
+    how = "expected the config of a causal language model made like Llama; give another, "
+    how += "or stages of your own with module:function"
     with any_error_of("--hf", f"the model of {path!r} cannot be made", how):
         model = model_from_config(config)
     with errors_of("--hf"):
@@ -188,10 +186,8 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
 def _config_of(path: str) -> Any:
     from transformers import AutoConfig
 
-    how = (
-        "expected a config.json, its directory, or the name of a model that is in the cache; "
-        "nothing is downloaded"
-    )
+    how = "expected a config.json, its directory, or the name of a model that is in the cache"
+    how += "; nothing is downloaded"
     try:
         with any_error_of("--hf", f"found no config of Transformers at {path!r}", how):
             return AutoConfig.from_pretrained(path, local_files_only=True)

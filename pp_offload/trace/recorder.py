@@ -81,10 +81,8 @@ class Trace:
         if len(managers) == 1 and dist.is_available() and dist.is_initialized():
             first, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeline, self._is_written = None, False
-        self._recorders = [
-            Recorder(manager, rank, self._steps, self._write)
-            for rank, manager in enumerate(managers, first)
-        ]
+        ranks = enumerate(managers, first)
+        self._recorders = [Recorder(each, rank, self._steps, self._write) for rank, each in ranks]
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:

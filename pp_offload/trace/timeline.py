@@ -139,10 +139,8 @@ def merge_ranks(paths: Sequence[AnyPath], out: AnyPath) -> Timeline:
 
 def _read(path: AnyPath) -> Json:
     if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"found no file {path}, expected one that a Trace has written; of several ranks each "
-            "has its own, such as out.rank0.json"
-        )
+        expected = "expected one that a Trace has written; of several ranks each has its own"
+        raise FileNotFoundError(f"found no file {path}, {expected}, such as out.rank0.json")
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -151,9 +149,8 @@ def _read(path: AnyPath) -> Json:
         problem = f"no key {OURS}"
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as failure:
         problem = str(failure)
-    raise ValueError(
-        f"{path} cannot be read as a trace, expected a file that a Trace has written ({problem})"
-    )
+    expected = f"expected a file that a Trace has written ({problem})"
+    raise ValueError(f"{path} cannot be read as a trace, {expected}")
 
 
 def _events(timeline: Timeline) -> Iterator[Json]:
