@@ -113,12 +113,7 @@ def print_offload_summary_table(
 
 
 def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | None = None) -> str:
-    """Format bytes by rank and group, with sums.
-
-    Args:
-        rows: Bytes by group name, one mapping per rank.
-        again: Bytes that each rank computes again in place of copies; no column without it.
-    """
+    """Format each rank's bytes by group name, with sums; and, if given, what it computes again."""
     names = sorted({name for row in rows for name in row})
     sums = {name: sum(row.get(name, 0) for row in rows) for name in names}
     lines = [["rank", *names, "total MiB"]]

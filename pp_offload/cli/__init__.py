@@ -13,11 +13,7 @@ from pp_offload.cli.arguments import parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command, and exit.
-
-    Args:
-        arguments: Arguments; those of the process when None.
-    """
+    """Run the command of ``arguments``, those of the process when None, and exit."""
     top = parser()
     given = top.parse_args(arguments)
     if given.command is None:

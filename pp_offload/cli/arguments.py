@@ -193,9 +193,8 @@ def wrong(option: str, problem: str) -> ArgumentError:
 
 @contextmanager
 def errors_of(option: str, *more_kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors that this package raises inside into errors of the option.
-
-    Errors of a user's code keep their traceback, except the kinds in ``more_kinds``.
+    """Turn errors that this package raises inside into errors of the option. Errors of a user's
+    code keep their traceback, except the kinds in ``more_kinds``.
     """
     kinds: tuple[type[Exception], ...] = (ValueError, TypeError, *more_kinds)
     try:

@@ -158,9 +158,7 @@ Its engine keeps other groups than planned, as many or fewer: leave it room belo
 
 
 def _megatron_text(plan: OffloadPlan, in_flight: Sequence[int], min_numel: int) -> str:
-    """Format the flags of Megatron-LM for a plan, given the microbatches that each rank holds at a
-    time, and the elements of the smallest offloaded tensor.
-    """
+    """Format the flags of Megatron-LM. Each rank holds ``in_flight`` microbatches at a time."""
     leaving = {group.name for rank in plan.ranks for group in _groups(rank) if not group.keeps}
     if strangers := sorted(leaving - set(MEGATRON_MODULES)):
         expected = f"expected names of Megatron's modules: {', '.join(MEGATRON_MODULES)}"

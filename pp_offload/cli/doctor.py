@@ -80,9 +80,7 @@ def _device(name: str) -> torch.device:
 
 
 def facts_of(directory: Path, root: Path = Path("/")) -> dict[str, dict[str, str]]:
-    """Collect facts by topic and name, with those of a directory's disk. ``proc`` and ``sys`` are
-    in ``root``.
-    """
+    """Collect facts by topic and name, of ``directory``'s disk, and of proc and sys in ``root``."""
     variables = {name: partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
     topics: dict[str, Mapping[str, Ask]] = {
         "versions": {
@@ -212,9 +210,7 @@ class DeviceSpeed:
         )
 
     def copy_rates(self, pairs: Sequence[Pair], num: int = NUM_COPIES) -> list[float]:
-        """Measure bytes a second of ``num`` copies of each pair, each pair on its own stream: the
-        best of some rounds.
-        """
+        """Measure bytes a second of copies of pairs, each on its own stream: the best of rounds."""
         return max((self._rates(pairs, num) for _ in range(NUM_ROUNDS)), key=sum)
 
     def _rates(self, pairs: Sequence[Pair], num: int) -> list[float]:

@@ -96,10 +96,7 @@ class RankStep:
         return sum(end - begin for kind in kinds for begin, end in self.times[kind])
 
     def copied(self, kind: Kind) -> tuple[int, float | None]:
-        """Return bytes and rate of the copies, writes or reads that began in the step.
-
-        The rate is in bytes per second of copying; None without copies.
-        """
+        """Return bytes of copies, writes or reads begun in the step; and bytes a second, if any."""
         nbytes = sum(span.args["bytes"] for span in self.spans[kind])
         seconds = sum(span.end_s - span.begin_s for span in self.spans[kind])
         return nbytes, nbytes / seconds if seconds else None
@@ -327,9 +324,7 @@ def _pairs(plan: OffloadPlan, planned: RankPlan, traced: RankStep) -> list[Pair]
 
 
 def _worse(plan: OffloadPlan, pairs: list[Pair]) -> Iterator[str]:
-    """List figures that are worse by more than the tolerance; for waits, that of a step. Fewer
-    sent bytes count as well.
-    """
+    """List figures that are worse by more than the tolerance; fewer sent bytes count as well."""
     for pair in pairs:
         texts = pair.texts()
         if pair.planned is None or pair.traced is None or texts[0] == texts[1]:

@@ -1,8 +1,5 @@
 """Picture of a step of a trace: the work of each rank's streams, and bytes over time.
 
-    draw(read("out.json.gz"), "out.png")
-    draw(read("out.json.gz"), "out.png", ranks=[0])
-
 Waits of compute for copies have the one strong colour, with a band down to the copies and bytes.
 Needs matplotlib: the extra ``plots``.
 """

@@ -389,10 +389,8 @@ class Recorder(Observer):
 
 
 def _facts(group: Group) -> dict[str, Any]:
-    """Make the arguments of a group's spans: a note of the group would keep its tensors. Its bytes
-    are final only when the recording ends.
-    """
-    facts: dict[str, Any] = {"state": group.state.value, "bytes": group.counts}
+    """Make the arguments of a group's spans: a note of the group would keep its tensors."""
+    facts: dict[str, Any] = {"state": group.state.value, "bytes": group.counts}  # final at the end
     if group.key is None:
         return facts
     (vp_stage, microbatch), position = group.key
