@@ -40,8 +40,6 @@ _num_calls: Counter[str] = Counter()
 
 _mib = partial(size_cell, unit="MiB")
 
-LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
-
 NOTHING_YET = (
     "nothing offloaded: a plan, or a lack of room, keeps all groups, or all tensors are below "
     "min_offloaded_tensor_size, or no step is complete yet (a step counts from the next reset() or "
@@ -85,7 +83,8 @@ def format_groups(groups: Mapping[str, GroupBytes]) -> str:
     rows = [(name, *map(_mib, groups[name])) for name in sorted(groups)]
     head = ("group", "saved", "kept", "copied", "computed again", "copied as less")
     text = format_table([head, *rows, ("sum", *map(_mib, total))])
-    return "\n".join([LOCAL_TITLE, text, *([] if total.copied or total.again else [NOTHING_YET])])
+    note = [] if total.copied or total.again else [NOTHING_YET]
+    return "\n".join(["what became of the bytes that groups saved, in MiB", text, *note])
 
 
 def print_offload_summary_table(

@@ -222,7 +222,8 @@ all. GB/s: while copies ran. Peaks: GiB. - is what the trace does not say."""
 
 def trace(given: Namespace) -> int:
     """Print or draw a step of a trace."""
-    timeline = _read(given.files)
+    with errors_of("FILE", OSError):
+        timeline = read(*given.files)
     with errors_of("--step"):
         steps = rank_steps(timeline, given.step)
     step = next(iter(steps.values())).facts["step"]
@@ -246,16 +247,12 @@ def compare(given: Namespace) -> int:
     """Print a plan beside a run by it."""
     with errors_of("PLAN", ConfigError, OSError):
         plan = OffloadPlan.load(given.planned)
-    timeline = _read(given.files)
+    with errors_of("FILE", OSError):
+        timeline = read(*given.files)
     with errors_of("PLAN or --step"):
         both = compare_with_plan(plan, timeline, step=given.step)
     report(f"{plan.made_for}\n\n{both.table()}", both.figures(), as_json=given.json)
     return int(not both.is_as_planned)
-
-
-def _read(paths: Sequence[Path]) -> Timeline:
-    with errors_of("FILE", OSError):
-        return read(*paths)
 
 
 def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:
@@ -268,7 +265,8 @@ def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:
         rates = [rank.copied(kind)[1] for kind in (Kind.OFFLOAD, Kind.RELOAD)]
         sizes: list[Any] = [rank.copied(kind)[0] for kind in disk]
         sizes += [rank.peak_bytes.get(name) for name in counters]
-        cells = [_number(x, unit) for row, unit in ((times, MS), (rates, GB)) for x in row]
+        values = [x and x / MS for x in times] + [x and x / GB for x in rates]
+        cells = ["-" if x is None else f"{x:.1f}" for x in values]
         cells += ["-" if nbytes is None else size_cell(nbytes, digits=3) for nbytes in sizes]
         rows.append([str(rank.rank), *cells])
     first, *later_steps = numbers_of_steps(timeline)
@@ -278,7 +276,3 @@ def _table(timeline: Timeline, step: int, ranks: Sequence[RankStep]) -> str:
     if cut:
         lines.append(f"ranks {', '.join(cut)}: work of captured CUDA graphs is missing")
     return "\n".join(lines)
-
-
-def _number(value: float | None, unit: float) -> str:
-    return "-" if value is None else f"{value / unit:.1f}"
