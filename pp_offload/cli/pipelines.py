@@ -24,10 +24,8 @@ from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, Virtu
 from pp_offload.simulate.schedules import checked_stages, order_of
 from pp_offload.simulate.stages import MakeOptimizer
 
-HOW = (
-    "expected a function that takes num_stages and length by name and returns a Modules of "
-    "pp_offload.simulate; docs/cli.md has one"
-)
+HOW = "expected a function that takes num_stages and length by name and returns a Modules of "
+HOW += "pp_offload.simulate; docs/cli.md has one"
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,9 @@ def pipeline_of(given: Namespace) -> Pipeline:
     if given.groups is not None:
         work.groups = _chosen(given.groups, work.groups)
     names = "groups that the model marks" if work.groups is None else " and ".join(work.groups)
-    title = (
-        f"{given.model or given.hf} on {given.ranks} virtual {hardware.name}, {given.schedule}, "
-        f"{num_stages} stage{'s' * (num_stages > 1)} each, {given.microbatches} microbatches of "
-        f"{given.length} tokens; {names} may leave"
-    )
+    title = f"{given.model or given.hf} on {given.ranks} virtual {hardware.name}, {given.schedule}"
+    title += f", {num_stages} stage{'s' * (num_stages > 1)} each, {given.microbatches} microbatches"
+    title += f" of {given.length} tokens; {names} may leave"
     option = "MODEL" if given.hf is None else "--hf"
     if given.optimizer is not None:
         work.optimizer = optimizer_of(given.optimizer)

@@ -78,8 +78,8 @@ def common(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 class RankStep:
     """One step of one rank, in seconds and bytes: to the next step, or the recording's end.
 
-    ``facts`` are the arguments of the step's span, and ``spans`` those that begin in the step. The
-    times of groups' compute are those of operators, where these are known, as on a virtual device.
+    ``facts`` are the arguments of the step's span, and ``spans``, by kind, those that begin in the
+    step. Times of groups' compute are those of operators, where known, as on a virtual device.
     ``values`` has the times and values of each counter, also at the begin and at the end.
     """
 
