@@ -193,12 +193,13 @@ class Recorder(Observer):
         zero = self._now()
         if zero is None or self._zero is not None:
             return
-        self._zero = zero
         self._track()  # the current stream is the first
         self._is_virtual = hasattr(self._backend.d2h, "listeners")
         if not self._is_virtual:  # else the clock begins at 0 for all ranks
-            zero.synchronize()
+            zero.synchronize()  # so that nothing is between the host's time and second 0
             self._base_ns, self._host_zero_s = time.time_ns(), time.perf_counter()
+            zero = self._now()
+        self._zero = zero
         with self._offloader.lock:
             if self._is_virtual:
                 self._listen(self._backend.current_stream(), self._computed)

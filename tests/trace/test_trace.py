@@ -70,7 +70,9 @@ def test_a_trace_changes_no_bit_and_has_what_moved(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("make", "tiers"), [(CpuBackend, ("host", "disk")), (AwayBackend, ("disk",))]
 )
-def test_disk_work(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
+def test_disk_work(
+    make: Any, tiers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without buffers that bytes pass through, each track one after the other."""
     budget = reserved_bytes() + 2**15 if len(tiers) == 2 else None
     options: Any = {"tiers": tiers, "disk_dir": tmp_path, "host_budget_bytes": budget}
@@ -78,6 +80,7 @@ def test_disk_work(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
     with use_backend(make(), config=config) as manager:
         file = manager.offloader.engine.mover.tier.disk
         begin_s = time.perf_counter()
+        monkeypatch.setattr("time.time_ns", lambda: time.sleep(0.02) or 0)  # while second 0 is set
         with Trace(tmp_path / "out.json") as trace:
             train(2, width=64, after=partial(settled, manager))  # else memory may still have it
             assert file.listeners
