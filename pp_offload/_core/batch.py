@@ -42,11 +42,6 @@ class Reload:
         self.event: Event | None = None
         self.is_there = is_there
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether an exception came while the copy was queued, which may run all the same."""
-        return self.event is None and not self.is_there
-
 
 class Leaving:
     """The sources of a copy to the host, kept until it has run.
@@ -71,10 +66,6 @@ class Leaving:
             if members[0] not in payloads.gathered  # its source is a copy, hidden from the program
             for member in members
         ]
-
-    def watch(self, saved: Any, index: int) -> None:
-        """Watch ``saved``, whose bytes on the device are those of payload ``index``."""
-        self.watched.append((saved.tensor, saved.version, index))
 
     def changed(self) -> frozenset[int]:
         """Return payloads whose source was changed after it was saved."""

@@ -237,7 +237,7 @@ class Engine:
             batch.use_again(index, len(payloads.members[position]), id(group))
             for saved in payloads.members[position]:
                 if batch.leaving is not None:
-                    batch.leaving.watch(saved, index)
+                    batch.leaving.watched.append((saved.here, saved.version, index))
                 restored_from(batch, index, saved)
                 saved.batch, saved.index = batch, index
                 saved.tensor = saved.wrapper = None

@@ -71,11 +71,6 @@ class InFlight:
         self.queue.append(leaving)
         self.nbytes += leaving.nbytes
 
-    def poll(self) -> None:
-        queue = self.queue
-        while queue and queue[0].offloaded.query():
-            self.let_go_first()
-
     def let_go_first(self) -> None:
         """Let go of the oldest sources, whose copy has run, or was waited for."""
         leaving = self.queue.popleft()
@@ -90,17 +85,6 @@ class InFlight:
         del leaving  # or the actions would find the sources in use
         for action in actions:
             action()
-
-    def after_last(self, action: Callable[[], None]) -> None:
-        if self.queue:
-            self.then.append((self.queue[-1], action))
-        else:
-            action()
-
-    def is_over(self, last_bytes: int) -> bool:
-        """Whether more is in flight than the bound and, unless that is 0, than the last group."""
-        bound = self.bound.nbytes
-        return self.nbytes > (max(bound, last_bytes) if bound else 0)
 
 
 class Arrived:

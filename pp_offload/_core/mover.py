@@ -48,7 +48,7 @@ from torch import Tensor
 from pp_offload._common.processes import check
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted
 from pp_offload._core.in_flight import IN_FLIGHT_BYTES, Arrived, Bound, ComputeStreams, InFlight
-from pp_offload._core.observers import Moved, Observers, timed_copy, timed_wait
+from pp_offload._core.observers import Moved, Observers, direction, lap_of, named, time_of
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
@@ -87,11 +87,7 @@ class Mover:
     verifier: Verifier | None = None
 
     def __init__(
-        self,
-        backend: Backend,
-        tier: HostTier,
-        max_in_flight_bytes: int | str,
-        observers: Observers,
+        self, backend: Backend, tier: HostTier, max_in_flight_bytes: int | str, observers: Observers
     ) -> None:
         self.backend = backend
         self.tier: Any = tier
@@ -141,9 +137,7 @@ class Mover:
         for event in place.waits_for:
             d2h.wait_event(event)  # a former owner's copy may still use this memory
         moved, copies = [(batch, range(len(sizes)))], list(place.tensors)
-        event = self._copy(self.backend.d2h, d2h.record_event, copies, sources, moved)
-        batch.offloaded = event
-        place.last_use = event
+        batch.offloaded = place.last_use = event = self._copy(True, d2h, copies, sources, moved)
         if batch.passage is not None:
             self.tier.write(batch)
         arrived.backs.add(batch.back)  # a weak reference must live for its callback to run
@@ -158,10 +152,12 @@ class Mover:
         group committed last is in flight: its sources were needed until now, so a wait lowers no
         peak. A bound of 0 waits for it, too. Call without the lock: NOTE [ One lock ].
         """
+        in_flight, bound = self.in_flight, self.in_flight.bound.nbytes
+        most = max(bound, last_bytes) if bound else 0
         # The queue, too: an interrupt may have left it empty, with its bytes still counted.
-        while self.in_flight.queue and self.in_flight.is_over(last_bytes):
+        while in_flight.queue and in_flight.nbytes > most:
             self.poll()
-            if self.in_flight.is_over(last_bytes):
+            if in_flight.nbytes > most:
                 self._wait_for_oldest()
 
     @staticmethod
@@ -199,7 +195,10 @@ class Mover:
         """Call ``action`` when the sources of the copies queued so far were let go."""
         with self.lock:
             self.poll()
-            self.in_flight.after_last(action)
+            if self.in_flight.queue:
+                self.in_flight.then.append((self.in_flight.queue[-1], action))
+            else:
+                action()
 
     def poll(self) -> None:
         """Release memory that finished copies kept alive. Never blocks."""
@@ -208,8 +207,8 @@ class Mover:
                 self.arrived.let_go()
             if self.backend.is_capturing:
                 return  # NOTE [ Captures ]
-            if self.in_flight.queue:
-                self.in_flight.poll()
+            while self.in_flight.queue and self.in_flight.queue[0].offloaded.query():
+                self.in_flight.let_go_first()
             if self.arrived.abandoned:
                 self.arrived.poll()
             if self.tier.disk is not None:
@@ -280,8 +279,7 @@ class Mover:
         h2d.wait_event(live.record_event())  # former users of the memory of the targets are done
         for batch, _ in wanted:
             h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
-        event = self._copy(self.backend.h2d, h2d.record_event, targets, sources, wanted)
-        reload.event = event
+        reload.event = event = self._copy(False, h2d, targets, sources, wanted)
         for batch, _ in wanted:
             batch.place.last_use = event
         for batch, _ in wanted:  # some are listed twice, also by a borrower
@@ -289,15 +287,9 @@ class Mover:
                 batch.place = batch.passage = batch.reading = None  # the disk has the bytes
 
     def read(self, batch: Batch, *, force: bool = False) -> Event | None:
-        """Queue a read of bytes that only the disk has, unless one runs. The lock is held.
-
-        Args:
-            batch: A batch without a ``place``.
-            force: Exceed the budget for host memory where no thread's work makes room.
-
-        Returns:
-            The event to wait for: the read, or the work that makes room for it. None without room,
-            unless forced.
+        """Queue a read of bytes that only the disk has, unless one runs; if forced, exceed the
+        budget where no thread's work makes room. The lock is held. Returns the event to wait for:
+        the read, or the work that makes room for it. None without room, unless forced.
         """
         self.tier.check_capture("reading from")
         if batch.reading is None:
@@ -341,14 +333,6 @@ class Mover:
         if self.arrived.unused_bytes < self.window.below_bytes:
             self.window.fill()
         return tensor
-
-    def seen(self, batch: Batch, index: int) -> Tensor:
-        """Copy a payload from host memory to new device memory, to compare it. The host waits; no
-        use is counted.
-        """
-        self.synchronize()
-        host: Tensor = batch.place.tensors[index]
-        return host.to(self.backend.device, copy=True)
 
     def _use(self, batch: Batch, index: int) -> Tensor | None:
         """Count a use of a payload and return it; None if it is absent or changed."""
@@ -394,12 +378,11 @@ class Mover:
                     raise _changed(batch, index)
                 back = batch.back
                 reload = back.reloads[index]
-                if reload is not None and reload.is_cut_off:
-                    self.arrived.put_away(back, index)
-                if reload is None or reload.stream != live or back.device[index] is None:
-                    tensor = None
-                    if reload is not None and reload.stream == live:
-                        tensor = self._again(back, index)
+                if reload is not None and reload.event is None and not reload.is_there:
+                    self.arrived.put_away(back, index)  # queueing raised; the copy may run
+                is_of_live = reload is not None and reload.stream == live
+                if not is_of_live or back.device[index] is None:
+                    tensor = self._again(back, index) if is_of_live else None
                     if tensor is not None:
                         return tensor
                     if batch.place is None:
@@ -447,23 +430,38 @@ class Mover:
 
     def _copy(
         self,
-        stream: Stream,
-        record: Callable[[], Event],
+        to_host: bool,
+        side: Stream,
         targets: list[Tensor],
         sources: list[Tensor],
         moved: Moved,
     ) -> Event:
-        """Queue copies on ``stream``, and return the event that ``record`` puts behind them."""
-        if self.observers.copied:
-            return timed_copy(self.observers, self.backend, stream, record, targets, sources, moved)
-        self.backend.copy(stream, targets, sources, moved[0][0].label)
-        return record()
+        """Queue copies, and return the event that ``side``, perhaps captured, has behind them."""
+        backend, label = self.backend, moved[0][0].label
+        stream = backend.d2h if to_host else backend.h2d
+        if not self.observers.copied:
+            backend.copy(stream, targets, sources, label)
+            return side.record_event()
+        begin = time_of(backend, stream)
+        with named(label, direction(to_host)):
+            backend.copy(stream, targets, sources, label)
+        end, event = time_of(backend, stream), side.record_event()
+        lap = lap_of(begin, end, sum([target.nbytes for target in targets]))
+        for tell in self.observers.copied:
+            tell(lap, moved, event, to_host=to_host)
+        return event
 
     def _wait(self, wait: Callable[[Event], None], event: Event) -> None:
-        if self.observers.waited:
-            timed_wait(self.observers, self.backend, wait, event)
-        else:
+        """Make compute wait for ``event``, and give observers the lap."""
+        if not self.observers.waited:
             wait(event)
+            return
+        live = self.backend.current_stream()
+        begin = time_of(self.backend, live)
+        wait(event)
+        lap = lap_of(begin, time_of(self.backend, live), 0)
+        for tell in self.observers.waited:
+            tell(lap, event)
 
     def take_back(self, batch: Batch) -> bool:
         """Use sources whose copy to the host has still to run in place of reloads, of payloads with

@@ -171,40 +171,8 @@ def time_of(backend: Backend, stream: Stream) -> TimedEvent | None:
     return backend.timed_event(stream) or timed_by_host(stream)
 
 
-def timed_copy(
-    observers: Observers,
-    backend: Backend,
-    stream: Stream,
-    record: Callable[[], Event],
-    targets: list[Tensor],
-    sources: list[Tensor],
-    moved: Moved,
-) -> Event:
-    """Queue copies on ``stream``, and give observers their lap."""
-    label, to_host = moved[0][0].label, stream is backend.d2h
-    begin = time_of(backend, stream)
-    with named(label, direction(to_host)):
-        backend.copy(stream, targets, sources, label)
-    end, event = time_of(backend, stream), record()
-    lap = _lap(begin, end, sum([target.nbytes for target in targets]))
-    for tell in observers.copied:
-        tell(lap, moved, event, to_host=to_host)
-    return event
-
-
-def timed_wait(
-    observers: Observers, backend: Backend, wait: Callable[[Event], None], event: Event
-) -> None:
-    """Make compute wait for ``event``, and give observers the lap."""
-    live = backend.current_stream()
-    begin = time_of(backend, live)
-    wait(event)
-    lap = _lap(begin, time_of(backend, live), 0)
-    for tell in observers.waited:
-        tell(lap, event)
-
-
-def _lap(begin: TimedEvent | None, end: TimedEvent | None, nbytes: int) -> Lap | None:
+def lap_of(begin: TimedEvent | None, end: TimedEvent | None, nbytes: int) -> Lap | None:
+    """Return the lap between two events of :func:`time_of`."""
     return None if begin is None or end is None else Lap(begin, end, nbytes)
 
 

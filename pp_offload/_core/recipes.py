@@ -346,7 +346,8 @@ class Recipes:
             shape, dtype = batch.specs[leaf.index]
             payload = torch.empty(shape, dtype=dtype, device="meta")
         else:
-            payload = mover.seen(batch, leaf.index)
+            mover.synchronize()
+            payload = batch.place.tensors[leaf.index].to(mover.backend.device, copy=True)
         return payload if leaf.restore is None else leaf.restore(payload)
 
     def _copied(self, copies: dict[Any, Resident], leaf: Any) -> Any:

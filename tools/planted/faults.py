@@ -266,7 +266,10 @@ PACKAGE = {
         "_core/search:Walk.input", "may_be_statistics(packed.tensor)", "False", _RECIPES
     ),
     "a tensor is emptied behind the copy of the oldest group": Fault(
-        "_core/in_flight:InFlight.after_last", "self.queue[-1]", "self.queue[0]", _PAYLOADS
+        "_core/mover:Mover.after_copies",
+        "self.in_flight.queue[-1]",
+        "self.in_flight.queue[0]",
+        _PAYLOADS,
     ),
     "copies are shared with the last step": Fault(
         "_core/engine:Engine.begin_step", "self.shared.clear()", "pass", _SHARING
