@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Group:
         has_failed: Whether an exception came out of its forward, as its context saw.
         saved_refs: Weak references to what autograd saved, in order.
         streams: Compute streams on which tensors were saved.
-        batch: Weak reference to the group's own batch, once it has left.
+        batch: Weak reference to the group's own batch; before it has left, to nothing.
         borrowed: Payloads of other groups' batches that hold tensors of this group, too.
         counts: Sizes, set by the commit.
     """
@@ -86,7 +86,7 @@ class Group:
         self.counts = Counts()
         self.engine = engine
         self._min_numel = min_numel
-        self.batch: weakref.ref[Batch] | None = None
+        self.batch: Callable[[], Batch | None] = type(None)  # which gives None
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
@@ -153,9 +153,8 @@ class Group:
 
     def note_use(self) -> None:
         """Mark the group as reached by backward: its uses count no longer as later ones."""
-        self.is_used = True
-        batch = None if self.batch is None else self.batch()
-        if batch is not None and batch.later:
+        self.is_used, batch = True, self.batch()
+        if batch is not None:
             for uses in batch.later.values():
                 uses.pop(None, None)
         for ref, index in self.borrowed:
@@ -166,21 +165,18 @@ class Group:
 
     def wanted(self) -> list[Wanted]:
         """Return payloads, by batch, that its backward will use and that are not on the device."""
-        wanted = []
-        batch = None if self.batch is None else self.batch()
+        wanted, batch = [], self.batch()
         if batch is not None and batch.back.num_away and (indices := batch.back.away()):
             wanted.append((batch, indices))
-        if self.borrowed and not self.is_used:
-            for ref, index in self.borrowed:
-                lender = ref()
-                if lender is not None and index in lender.back.away():
-                    wanted.append((lender, [index]))
+        for ref, index in () if self.is_used else self.borrowed:
+            lender = ref()
+            if lender is not None and index in lender.back.away():
+                wanted.append((lender, [index]))
         return wanted
 
     def uses(self) -> list[Wanted]:
         """Return payloads, by batch, that its backward has still to use."""
-        batch = None if self.batch is None else self.batch()
-        uses = []
+        uses, batch = [], self.batch()
         if batch is not None:
             part, uses_left = batch.back.part, batch.back.uses_left
             indices = range(len(uses_left)) if part is None else part

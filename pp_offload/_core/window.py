@@ -67,7 +67,7 @@ class Window:
             arrived = mover.arrived
             if mover.in_flight.queue or arrived.gone or arrived.abandoned or mover.tier.reads:
                 mover.poll()
-            batch = None if group.batch is None else group.batch()
+            batch = group.batch()
             if batch is not None and batch.leaving is not None:
                 mover.take_back(batch)
             if batch is not None and batch.back.num_away:
@@ -116,7 +116,7 @@ class Window:
         nbytes, is_complete = 0, True
         visits: Iterable[Visit] = chain((group,), self._order.after(group))
         for visit in visits:
-            own = None if visit.batch is None else visit.batch()
+            own = visit.batch()
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
@@ -218,8 +218,4 @@ class Window:
 
     def is_at(self, batch: Batch) -> bool:
         """Whether backward is at the group that the batch is of."""
-        return (
-            self._current is not None
-            and self._current.batch is not None
-            and (self._current.batch() is batch)
-        )
+        return self._current is not None and self._current.batch() is batch
