@@ -37,9 +37,10 @@ class Geometry:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     @property
-    def distinct_numel(self) -> int:
-        """Number of elements in memory, a broadcast dimension counted once."""
-        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
+    def nbytes(self) -> int:
+        """Number of bytes in memory, a broadcast dimension counted once."""
+        numel = math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
+        return numel * self.dtype.itemsize
 
     @property
     def span_numel(self) -> int:
@@ -48,23 +49,12 @@ class Geometry:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
-    def compact_offset(self) -> int:
-        """Return the offset of a view that comes back after it alone was gathered.
-
-        The offset itself, unless the memory before the view would be more than the view's own and
-        more than :data:`MAX_PADDING_BYTES`; then the largest multiple of :data:`ALIGNMENT` bytes
-        is taken off, so that kernels see the same alignment.
-        """
-        if self.offset <= max(self.span_numel, MAX_PADDING_BYTES // self.dtype.itemsize):
-            return self.offset
-        return self.offset % max(1, ALIGNMENT // self.dtype.itemsize)
-
     def narrowed(self) -> Geometry:
         """Return this geometry with each broadcast dimension narrowed to one element."""
         size = torch.Size(
             1 if s == 0 and n > 1 else n for n, s in zip(self.size, self.stride, strict=True)
         )
-        return Geometry(self.dtype, size, self.stride, self.offset)
+        return replace(self, size=size)
 
     def on_storage_of(self, payload: Tensor) -> Tensor:
         """Return this view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
@@ -77,9 +67,14 @@ class Geometry:
         return payload.as_strided(self.size, self.stride, self.offset)
 
     def scattered(self, payload: Tensor) -> Tensor:
-        """Return this view in a storage of its own, filled from its gathered elements."""
-        offset = self.compact_offset()
-        room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
+        """Return this view in a storage of its own, filled from its gathered elements. It has the
+        offset that it had, or only the same alignment, which kernels see, where the memory before
+        it would be more than its own and more than :data:`MAX_PADDING_BYTES`.
+        """
+        offset, span = self.offset, self.span_numel
+        if offset > max(span, MAX_PADDING_BYTES // self.dtype.itemsize):
+            offset %= max(1, ALIGNMENT // self.dtype.itemsize)
+        room = torch.empty(offset + span, dtype=self.dtype, device=payload.device)
         moved = replace(self, offset=offset)
         moved.narrowed().on_storage_of(room).copy_(payload)
         return moved.on_storage_of(room)

@@ -161,7 +161,7 @@ def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage
             for member in same:
                 member.restore = geometry.on_storage_of
         # Views may overlap, so only a view of all bytes shows that none lies between them.
-        has_gaps = max(map(_nbytes, by_geometry)) < storage.nbytes()
+        has_gaps = max(g.nbytes for g in by_geometry) < storage.nbytes()
         payloads.add(whole, members, None if has_gaps else storage)
 
 
@@ -177,8 +177,4 @@ def _whole(
     origins = {id(member.origin) for same in by_geometry.values() for member in same}
     must_cover = len(by_geometry) == 1 or len(origins) > 1 or id(None) in origins
     enough = storage.nbytes() if must_cover else storage.nbytes() / 2
-    return storage_bytes(first) if sum(map(_nbytes, by_geometry)) >= enough else None
-
-
-def _nbytes(geometry: Geometry) -> int:
-    return geometry.distinct_numel * geometry.dtype.itemsize
+    return storage_bytes(first) if sum(g.nbytes for g in by_geometry) >= enough else None
