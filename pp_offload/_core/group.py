@@ -110,7 +110,7 @@ class Group:
             return saved
         if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
             wrapped = Wrapped(tensor, self.name, self.pack)
-            if not wrapped.is_resident:
+            if not all(isinstance(part, Resident) for part in wrapped.inner.values()):
                 return wrapped
         return Resident(tensor)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -141,29 +140,26 @@ class Resident:
 class Wrapped:
     """A saved tensor made of other tensors, such as a DTensor."""
 
-    __slots__ = ("group", "inner", "version", "witness", "wrapper")
+    __slots__ = ("around", "group", "inner", "version", "witness")
 
     def __init__(self, tensor: Tensor, group: str, pack: Callable[[Tensor], Packed]) -> None:
-        self.group = group
-        self.witness = witness(tensor)
-        self.version = tensor._version
-        self.wrapper, inner = take_apart(tensor)
+        self.group, self.version = group, tensor._version
+        # Only the wrapper counts a change in place. An alias made so has its counter, and keeps no
+        # tensor inside alive.
+        with DisableTorchFunctionSubclass(), DisableTorchDispatch():
+            self.witness = tensor.detach()
+        self.around, inner = take_apart(tensor)
         self.inner = {name: pack(part) for name, part in inner.items()}
         for part in self.inner.values():
             if isinstance(part, Saved):  # the wrapper counts changes, the part does not
                 part.wrapper = tensor if is_pending(tensor) else self.witness
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether no tensor inside may leave the device."""
-        return all(isinstance(part, Resident) for part in self.inner.values())
 
     @never_compiled
     def unpack(self) -> Tensor:
         """Return the tensor as it was saved, rebuilt around the tensors inside."""
         if self.witness._version != self.version:
             raise modified(self.witness, self.version, self.group)
-        return self.wrapper.around({name: part.unpack() for name, part in self.inner.items()})
+        return self.around({name: part.unpack() for name, part in self.inner.items()})
 
 
 Packed: TypeAlias = Saved | Resident | Wrapped
@@ -178,23 +174,6 @@ def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModi
         f"operation: {described(tensor)} in {where} is at version "
         f"{tensor._version}, expected version {version}; use an out-of-place operation"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A tensor subclass without the tensors inside it."""
-
-    kind: Any
-    context: Any
-    size: torch.Size
-    stride: tuple[int, ...]
-    others: Mapping[str, Any]
-    """Named attributes that are no tensors, such as the mesh of a DTensor."""
-
-    def around(self, inner: Mapping[str, Tensor]) -> Tensor:
-        parts = {**self.others, **inner}
-        made: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
-        return made
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -213,17 +192,24 @@ def is_pending(tensor: Tensor) -> bool:
     return getattr(tensor, "completed", True) is False
 
 
-def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
-    """Return a wrapper without its tensors, and aliases of these, which may be wrappers again; the
-    result of a collective itself, for no alias would tell when it is there.
+def take_apart(tensor: Tensor) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    """Return what makes a wrapper around other tensors, and aliases of its own, which may be
+    wrappers again; the result of a collective itself, for no alias would tell when it is there.
     """
     detached: Any = tensor.detach()
     names, context = detached.__tensor_flatten__()
     is_result = {name: hasattr(getattr(tensor, name), "completed") for name in names}
     parts = {name: getattr(tensor if is_result[name] else detached, name) for name in names}
     inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-    attributes = {name: part for name, part in parts.items() if name not in inner}
-    return Wrapper(type(tensor), context, tensor.shape, tensor.stride(), attributes), inner
+    others = {name: part for name, part in parts.items() if name not in inner}  # such as a mesh
+    kind: Any = type(tensor)
+    size, stride = tensor.shape, tensor.stride()
+
+    def around(tensors: Mapping[str, Tensor]) -> Tensor:
+        made: Tensor = kind.__tensor_unflatten__({**others, **tensors}, context, size, stride)
+        return made
+
+    return around, inner
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -233,12 +219,3 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     for inner in take_apart(tensor)[1].values():
         yield from plain_tensors(inner)
-
-
-def witness(tensor: Tensor) -> Tensor:
-    """Return an alias with the version counter of a wrapper; it keeps no tensor inside alive.
-
-    Only the wrapper counts a change in place, not the tensors inside.
-    """
-    with DisableTorchFunctionSubclass(), DisableTorchDispatch():
-        return tensor.detach()
