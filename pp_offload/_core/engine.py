@@ -112,12 +112,8 @@ class Engine:
             raise
 
     def begin_step(self) -> None:
-        """Forget copies of the last step: optimizers change parameters unseen. Storages that
-        several microbatches saved stay from now on.
-        """
-        for storage in self.shared.repeated():
-            self.eligibility.residents.add_storage(storage)
-        self.shared.clear()
+        """Forget copies of the last step: optimizers change parameters unseen."""
+        self.shared.begin_step(self.eligibility.residents)
 
     def go_on_as(self, old: Engine) -> None:
         """Take over from ``old``: marked storages, proofs of recipes, and whether it is enabled."""

@@ -29,6 +29,7 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._core.batch import Batch
+from pp_offload._core.eligibility import StorageSet
 from pp_offload._core.geometry import Geometry
 from pp_offload._core.group import Group
 from pp_offload._core.payloads import ByStorage, Payloads
@@ -77,11 +78,6 @@ class SharedCopies:
             if copy is not None and copy.storage() is storage:
                 self._repeated.append(copy.storage)
 
-    def repeated(self) -> list[UntypedStorage]:
-        """Return storages that several microbatches have saved since the last call."""
-        refs, self._repeated = self._repeated, []
-        return [storage for ref in refs if (storage := ref()) is not None]
-
     def share(self, payloads: Payloads) -> dict[int, tuple[Batch, int]]:
         shared: dict[int, tuple[Batch, int]] = {}
         for position, storage in enumerate(payloads.storages):
@@ -113,8 +109,14 @@ class SharedCopies:
                 copy = Copy(*refs, counters, weakref.ref(batch), index, number)
                 self.copies[storage._cdata] = copy
 
-    def clear(self) -> None:
-        """Begin a step, or a forward without steps: it shares no copy of the one before."""
+    def begin_step(self, residents: StorageSet) -> None:
+        """Begin a step, or a forward without steps: it shares no copy of the one before, and what
+        several microbatches saved is resident.
+        """
+        refs, self._repeated = self._repeated, []
+        for ref in refs:
+            if (storage := ref()) is not None:
+                residents.add_storage(storage)
         self._last, self.copies = self.copies, {}
 
 

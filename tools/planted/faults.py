@@ -272,7 +272,10 @@ PACKAGE = {
         _PAYLOADS,
     ),
     "copies are shared with the last step": Fault(
-        "_core/engine:Engine.begin_step", "self.shared.clear()", "pass", _SHARING
+        "_core/engine:Engine.begin_step",
+        "self.shared.begin_step(self.eligibility.residents)",
+        "pass",
+        _SHARING,
     ),
     "reloads do not count in the window": Fault(
         "_core/mover:Mover._copy_back", "self.arrived.unused_bytes += nbytes", "pass", _PAYLOADS
