@@ -21,8 +21,6 @@ from torch.nn import Module, Parameter
 from pp_offload._core.saved import plain_tensors
 from pp_offload._memory.addresses import has_storage
 
-StorageRef = weakref.ref[torch.UntypedStorage]
-
 FLAGGED_DTYPES = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -41,7 +39,7 @@ old versions the second: see NOTE [ Transformer Engine ]. Megatron-LM sets the t
 """
 
 
-class _KeyedRef(StorageRef):
+class _KeyedRef(weakref.ref[torch.UntypedStorage]):
     """Weak reference to a storage, with its key, which outlives the storage."""
 
     __slots__ = ("key",)

@@ -62,7 +62,7 @@ class Verifier:
             if (storage := ref()) is not None:
                 key = storage._cdata
                 del storage
-                messages.append(_message(label, nbytes, _tensors_of(key)))
+                messages.append(_message(label, nbytes, key))
         for message in messages:
             warn_once(logger, self, message)
         return messages
@@ -86,12 +86,8 @@ def check_same(tensor: Tensor, expected: int, came: str) -> None:
         )
 
 
-def _tensors_of(key: int) -> list[Tensor]:
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    return [t for t in tensors if has_storage(t) and t.untyped_storage()._cdata == key]
-
-
-def _message(label: str, nbytes: int, tensors: Sequence[Tensor]) -> str:
+def _message(label: str, nbytes: int, key: int) -> str:
+    tensors = [t for t in gc.get_objects() if has_storage(t) and t.untyped_storage()._cdata == key]
     text = f"group '{label}' offloaded {nbytes} bytes that are still on the device: "
     if not tensors:
         return text + "held outside Python, for instance by an operator that saved them unpacked"
