@@ -97,8 +97,7 @@ EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)
 ALL: tuple[str, ...] = ()
 """Stands for all inputs of a node, none of which it saves."""
 
-EPS_NAME = "eps"
-OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
+OF_THE_OUTPUT = ("shape", "dtype", "index", "eps")
 """Attributes that a node does not save."""
 
 NUMBERS = frozenset(
@@ -132,10 +131,8 @@ class Operator(NamedTuple):
     saves_output: bool = False
 
 
-def _slice(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    index = [slice(None)] * x.dim()
-    index[dim] = slice(start, end, step)
-    return x[tuple(index)]
+def _part(x: Tensor, sizes: Any, dim: int, index: int) -> Tensor:
+    return x.split(sizes, dim)[index]
 
 
 def _layer_norm(
@@ -220,34 +217,20 @@ _NAMED = {
     "Transpose": Operator(torch.transpose, attributes=("dim0", "dim1"), is_view=True),
     "Permute": Operator(torch.permute, attributes=("dims",), is_view=True),
     "Select": Operator(torch.select, attributes=("dim", "index_"), is_view=True),
-    "Slice": Operator(_slice, attributes=("dim", "start", "end", "step"), is_view=True),
-    "Split": Operator(
-        lambda x, size, dim, index: x.split(size, dim)[index],
-        attributes=("split_size", "dim", "index"),
-        is_view=True,
+    "Slice": Operator(
+        torch.ops.aten.slice.Tensor, attributes=("dim", "start", "end", "step"), is_view=True
     ),
-    "SplitWithSizes": Operator(
-        lambda x, sizes, dim, index: x.split(sizes, dim)[index],
-        attributes=("split_sizes", "dim", "index"),
-        is_view=True,
-    ),
+    "Split": Operator(_part, attributes=("split_size", "dim", "index"), is_view=True),
+    "SplitWithSizes": Operator(_part, attributes=("split_sizes", "dim", "index"), is_view=True),
     "Unbind": Operator(torch.select, attributes=("dim", "index"), is_view=True),
 }
 
 
 def _of_node(node: type, operator: Operator) -> Operator:
-    return operator._replace(
-        saves_output=hasattr(node, "_raw_saved_result"),
-        inputs=tuple(
-            [name if name in ("", PARAMETER) else f"_raw_saved_{name}" for name in operator.inputs]
-        ),
-        attributes=tuple(
-            [
-                name if name in OF_THE_OUTPUT else f"_saved_{name.rstrip('_')}"
-                for name in operator.attributes
-            ]
-        ),
-    )
+    inputs = [n if n in ("", PARAMETER) else f"_raw_saved_{n}" for n in operator.inputs]
+    names = [n if n in OF_THE_OUTPUT else f"_saved_{n.rstrip('_')}" for n in operator.attributes]
+    saves_output = hasattr(node, "_raw_saved_result")
+    return Operator(operator.function, tuple(inputs), tuple(names), operator.is_view, saves_output)
 
 
 OPERATORS = {
@@ -316,7 +299,7 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
         if arg is UNKNOWN:
             return UNKNOWN
         args.append(arg)
-    if EPS_NAME in operator.attributes:
+    if "eps" in operator.attributes:
         walk.guesses.append(Guess(args[1]))
         args.append(walk.guesses[-1])
     values = attributes_of(node, index)
@@ -328,12 +311,8 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
 def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
     """Apply these view nodes to ``output``, the last node first; views compute nothing."""
     for node, index in reversed(views):
-        operator = operator_of(node)
-        assert operator is not None
-        values = attributes_of(node, index)
-        output = operator.function(
-            output, *[each.value if type(each) is Number else each for each in values]
-        )
+        values = [v.value if type(v) is Number else v for v in attributes_of(node, index)]
+        output = OPERATORS[type(node)].function(output, *values)
     return output
 
 
@@ -348,8 +327,7 @@ def kind_of(part: Any) -> Any:
 
 def attributes_of(node: Any, index: int) -> list[Any]:
     """Return the attributes of a node's operator, which is cheap."""
-    operator = operator_of(node)
-    assert operator is not None
+    operator: Any = operator_of(node)
     values: list[Any] = []
     for attribute in operator.attributes:
         if attribute == "index":
@@ -358,7 +336,7 @@ def attributes_of(node: Any, index: int) -> list[Any]:
             values.append(torch.Size(_output(node, index).shape))
         elif attribute == "dtype":
             values.append(_output(node, index).dtype)
-        elif attribute != EPS_NAME:
+        elif attribute != "eps":
             value = _signed(getattr(node, attribute))
             values.append(Number(value) if attribute in NUMBERS else value)
     return values

@@ -139,7 +139,8 @@ class Search:
         if term is UNKNOWN:
             walk, is_flat = Walk(self, storage, views), True
             term = self.recipes.proved(_narrowed(root[0], first, walk), walk, members, place)
-        calls = walk.calls_in_all
+        before = [self.below.get(input_key, 0) for input_key, _ in walk.inputs]
+        calls = walk.num_calls + max(before, default=0)
         above = self._above.get(key, 0)
         if term is UNKNOWN or calls + above > MOST_CALLS:
             return None
@@ -178,6 +179,7 @@ class Walk:
 
     Attributes:
         views: As given; None where the recipe gives the storage flat.
+        num_calls: Number of operators that the recipe itself runs.
         kind: All that bits may depend on, besides the bits and sizes of the inputs. Recipes with
             the same kind run the same kernels, so a proof serves both.
         guesses: Values that were guessed.
@@ -191,22 +193,16 @@ class Walk:
     ) -> None:
         self._search, self._storage, self.views = search, storage, views
         self._most_bytes = MOST_LARGER * storage.nbytes()
-        self._num_calls = 0
+        self.num_calls = 0
         self.kind: list[Any] = []
         self.guesses: list[Guess] = []
         self.inputs: list[tuple[int, Saved]] = []
         self.reached: list[Saved] = []
         self.has_gap = False
 
-    @property
-    def calls_in_all(self) -> int:
-        """Number of operators that run at most, including those for the inputs."""
-        below = self._search.below
-        return self._num_calls + max([below.get(key, 0) for key, _ in self.inputs], default=0)
-
     def call(self, node: Any, index: int) -> Any:
-        self._num_calls += 1
-        return UNKNOWN if self._num_calls > MOST_CALLS else call_of(node, index, self)
+        self.num_calls += 1
+        return UNKNOWN if self.num_calls > MOST_CALLS else call_of(node, index, self)
 
     def input(self, node: Any, name: str, edge: Any) -> Any:
         """Return the term of an input that comes to a node by ``edge`` and is saved as ``name``."""
@@ -321,12 +317,11 @@ class Walk:
             self._note(tensor)
             return saved.twin(group)
         batch = saved.batch
-        if batch.mover is not recipes.mover or saved.index in batch.changed:
+        is_large = batch.sizes[saved.index] > self._most_bytes
+        if is_large or batch.mover is not recipes.mover or saved.index in batch.changed:
             return UNKNOWN
         if batch.passage is not None or batch.write is not None:
             return UNKNOWN  # it could come back too late from the disk
-        if batch.sizes[saved.index] > self._most_bytes:
-            return UNKNOWN
         self.kind += batch.specs[saved.index][1], kind_of(_geometry(saved))
         twin = saved.twin(group)
         twin.batch, twin.index = batch, saved.index
@@ -355,17 +350,14 @@ class Walk:
             else:
                 self.kind.append(kind_of(term))
             return term
-        self._num_calls += 1
-        if self._num_calls > MOST_CALLS:
+        self.num_calls += 1
+        if self.num_calls > MOST_CALLS:
             return UNKNOWN
-        args = []
-        for arg in term.args:
-            arg = self._again(arg)
-            if arg is UNKNOWN:
-                return UNKNOWN
-            args.append(arg)
+        args = tuple(map(self._again, term.args))
+        if any([arg is UNKNOWN for arg in args]):
+            return UNKNOWN
         self.kind += term.function, len(args)
-        return term._replace(args=tuple(args))
+        return term._replace(args=args)
 
 
 def _lies(tensor: Tensor) -> Any:
