@@ -5,34 +5,17 @@ from __future__ import annotations
 import torch
 
 from pp_offload._common.checks import brief
-from pp_offload.backends.accelerator import AcceleratorBackend
-from pp_offload.backends.base import (
-    Allocated,
-    Backend,
-    Event,
-    Stream,
-    TimedEvent,
-    captured,
-    those_captured,
-)
-from pp_offload.backends.cpu import CpuBackend, HostTimed, timed_by_host
-
-__all__ = [
-    "AcceleratorBackend",
-    "Allocated",
-    "Backend",
-    "CpuBackend",
-    "Event",
-    "HostTimed",
-    "Stream",
-    "TimedEvent",
-    "backend_or_default",
-    "captured",
-    "check_backend",
-    "default_backend",
-    "those_captured",
-    "timed_by_host",
-]
+from pp_offload.backends.accelerator import AcceleratorBackend as AcceleratorBackend
+from pp_offload.backends.base import Allocated as Allocated
+from pp_offload.backends.base import Backend as Backend
+from pp_offload.backends.base import Event as Event
+from pp_offload.backends.base import Stream as Stream
+from pp_offload.backends.base import TimedEvent as TimedEvent
+from pp_offload.backends.base import captured as captured
+from pp_offload.backends.base import those_captured as those_captured
+from pp_offload.backends.cpu import CpuBackend as CpuBackend
+from pp_offload.backends.cpu import HostTimed as HostTimed
+from pp_offload.backends.cpu import timed_by_host as timed_by_host
 
 
 def check_backend(backend: object) -> None:
