@@ -36,17 +36,11 @@ UNLIMITED = 2**60
 """Without a limit, cgroup v1 writes a number of at least this size."""
 
 CGROUPS = (
-    ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (
-        "memory",
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    ("", "sys/fs/cgroup", "max", "current", "inactive_file"),
+    ("memory", "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
 )
-"""Of v2 and v1: the controller, its folder, files of limit and use, and the key in ``memory.stat``
-of the page cache.
+"""Of v2 and v1: the controller, its folder, files of limit and use behind ``memory.``, and the key
+of the page cache in ``memory.stat``.
 """
 
 
@@ -197,11 +191,11 @@ def cgroups(root: Path) -> Iterator[Cgroup]:
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             members.setdefault(controller, path.strip("/"))
-    for controller, folder, limit_file, used_file, cache in CGROUPS:
+    for controller, folder, *files, cache in CGROUPS:
         base = root / folder
         member = base / members.get(controller, "")
         for directory in (member, *member.parents):
-            limit, used = _number(directory / limit_file), _number(directory / used_file)
+            limit, used = [_number(directory / f"memory.{name}") for name in files]
             if limit is not None and used is not None and limit < UNLIMITED:
                 lines = _lines(directory / "memory.stat")
                 stat = dict(line.split(" ", 1) for line in lines if " " in line)
