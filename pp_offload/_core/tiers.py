@@ -78,10 +78,12 @@ class HostTier:
         pools: All pools of host memory.
         disk: Store behind host memory; None without one.
         reads: Reads by threads, in order.
+        failure: Why nothing goes to the disk until the next step, which sets it to None.
     """
 
     disk: Any = None
     reads: Any = ()
+    failure: Exception | None = None
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
@@ -90,16 +92,8 @@ class HostTier:
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> HostBytes:
-        """Return host memory shaped like the payloads, free again when ``owner`` is garbage.
-
-        Args:
-            owner: Referred to weakly; the batch, or a passage.
-            sizes: Bytes of each payload.
-            specs: Shape and dtype of each payload.
-            force: Go over the budget.
-
-        Raises:
-            MemoryError: There is no room. The message names the budget.
+        """Return host memory shaped like the payloads, free again when ``owner`` is garbage; if
+        forced, over the budget. Raises a MemoryError, which names the budget, if there is no room.
         """
         place = self.pool.take(sizes, owner, force=force)
         if specs != place.specs:  # else shaped already, in the last step
@@ -109,17 +103,12 @@ class HostTier:
             place.specs = specs  # last, for an interrupt
         return place
 
-    def retry(self) -> None:
-        """Allow what failed to be tried again: a step has ended."""
-
 
 class DiskTier(HostTier):
     """A disk, behind host memory that bytes pass through.
 
     Args:
-        pool: Gives host memory that bytes pass through.
-        bound: Bound on bytes that pass through.
-        backend: The device.
+        pool, bound: Host memory that bytes pass through, and the bound on them.
         disk: Store that writes and reads.
         host: Tier of batches that stay in host memory; None if all go to disk.
 
@@ -128,12 +117,7 @@ class DiskTier(HostTier):
     """
 
     def __init__(
-        self,
-        pool: HostPool,
-        bound: Bound,
-        backend: Backend,
-        disk: Any,
-        host: HostTier | None = None,
+        self, pool: HostPool, bound: Bound, backend: Backend, disk: Any, host: HostTier | None
     ) -> None:
         super().__init__(pool)
         if host is not None:
@@ -142,7 +126,6 @@ class DiskTier(HostTier):
         self.writing: deque[weakref.ref[Batch]] = deque()
         self.reads: deque[Read] = deque()
         self._backend, self._bound, self._host = backend, bound, host
-        self._failure: Exception | None = None
 
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
@@ -159,8 +142,8 @@ class DiskTier(HostTier):
                 return self._host.take(owner, sizes, specs)
         self.check_capture("writing to")
         self.poll()
-        if self._failure is not None:
-            raise MemoryError(str(self._failure))
+        if self.failure is not None:
+            raise MemoryError(str(self.failure))
         self._bound.expect(sum(sizes))
         owner.passage = self.passage(sizes, specs, force=force)
         return owner.passage.host
@@ -174,9 +157,8 @@ class DiskTier(HostTier):
         """Queue a read of a batch back to host memory; :meth:`poll` notices its end. Raises as
         :meth:`passage`.
         """
-        passage = self.passage(batch.sizes, batch.specs, force=force)
-        host = passage.host
-        read = Read(weakref.ref(batch), passage)
+        read = Read(weakref.ref(batch), self.passage(batch.sizes, batch.specs, force=force))
+        host = read.passage.host
         self.reads.append(read)  # first: an interrupt must not free what a thread writes to
         try:
             read.event = self.disk.read_into(batch.write, host.views, after=host.waits_for)
@@ -236,7 +218,7 @@ class DiskTier(HostTier):
             self.reads.remove(read)  # last, as an interrupt may come before it
 
     def _note(self, failure: Exception) -> None:
-        self._failure = failure
+        self.failure = failure
         warn_once(
             logger,
             self,
@@ -244,9 +226,6 @@ class DiskTier(HostTier):
             "in this step; from now on without a warning: %s",
             str(failure),
         )
-
-    def retry(self) -> None:
-        self._failure = None
 
     def check_capture(self, act: str) -> None:
         """Raise while a graph is captured: when it runs again, the bytes are elsewhere."""

@@ -182,7 +182,7 @@ class Offloader:
     def _settle(self, mover: Mover) -> None:
         with mover.lock:
             mover.poll()
-            mover.tier.retry()
+            mover.tier.failure = None  # the disk is tried again
             for pool in mover.tier.pools:
                 pool.settle()
 

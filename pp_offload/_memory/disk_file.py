@@ -201,10 +201,9 @@ class DiskFile:
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
-        """Queue a read of all bytes of ``write``.
+        """Queue a read of all bytes of ``write``, which has to live until the read has ended.
 
         Args:
-            write: Result of :meth:`write`. Keep it until the read has ended.
             payloads: Host tensors of as many bytes; undefined until the read has ended well.
             after: Earlier uses of ``payloads``, which the thread waits for first.
 
