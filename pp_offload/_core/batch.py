@@ -13,7 +13,7 @@ of weak references are C functions.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from pp_offload.backends import Event, Stream
 
-Spec = tuple[torch.Size, torch.dtype]
-"""The shape and dtype of a payload."""
+Spec = tuple[torch.Size, torch.dtype]  # shape and dtype of a payload
 
 
 class Reload:
@@ -109,13 +108,7 @@ class Batch:
     offloaded: Event
 
     def __init__(
-        self,
-        mover: Any,
-        label: str,
-        sizes: list[int],
-        specs: list[Spec],
-        uses: list[int],
-        is_gone: Callable[[Back], None],
+        self, mover: Any, label: str, sizes: list[int], specs: list[Spec], uses: list[int]
     ) -> None:
         self.mover, self.label, self.sizes, self.specs = mover, label, sizes, specs
         self.passage = self.write = None
@@ -123,7 +116,7 @@ class Batch:
         self.leaving: Leaving | None = None
         self.changed: frozenset[int] = frozenset()
         self.later: dict[int, dict[int | None, int]] = {}
-        self.back = Back(self, uses, is_gone)
+        self.back = Back(self, uses)
 
     def use_again(self, index: int, num: int, group: int) -> None:
         """Add ``num`` uses of a payload, by saved tensors of the group with this ``id``."""
@@ -160,10 +153,10 @@ class Back(weakref.ref[Batch]):
     __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
     __hash__ = object.__hash__
 
-    def __new__(cls, batch: Batch, uses: list[int], is_gone: Callable[[Back], None]) -> Back:
-        return super().__new__(cls, batch, is_gone)  # type: ignore[arg-type]
+    def __new__(cls, batch: Batch, uses: list[int]) -> Back:
+        return super().__new__(cls, batch, batch.mover.arrived.gone.append)
 
-    def __init__(self, batch: Batch, uses: list[int], is_gone: Callable[[Back], None]) -> None:
+    def __init__(self, batch: Batch, uses: list[int]) -> None:
         num = self.num_away = len(batch.sizes)
         self.device: list[Tensor | None] = [None] * num
         self.reloads: list[Reload | None] = [None] * num
@@ -190,5 +183,4 @@ class Back(weakref.ref[Batch]):
             self.uses_left[index] = self.uses[index]
 
 
-Wanted = tuple[Batch, list[int]]
-"""A batch, and the indices of its payloads to reload."""
+Wanted = tuple[Batch, list[int]]  # a batch, and the indices of its payloads to reload

@@ -114,7 +114,7 @@ class Mover:
             self.poll()
         sources, sizes = payloads.tensors, payloads.sizes
         specs, uses = list(map(_spec, sources)), list(map(len, payloads.members))
-        batch = Batch(self, label, sizes, specs, uses, arrived.gone.append)
+        batch = Batch(self, label, sizes, specs, uses)
         batch.place = place = self.tier.take(batch, sizes, specs)
         live, d2h = self.current_stream(), self.backend.d2h
         sides = () if streams == [live] else [stream for stream in streams if stream != live]
@@ -477,9 +477,8 @@ class Mover:
         self.arrived.give_up(back, live)
         reload = Reload(live, is_there=True)
         for index, source in enumerate(leaving.sources):
-            if back.device[index] is not None or index in batch.changed:
-                continue
-            if back.uses_left[index] > 0:
+            is_missing = back.device[index] is None and back.uses_left[index] > 0
+            if is_missing and index not in batch.changed:
                 back.put(index, source, reload)
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]

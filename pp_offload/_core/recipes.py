@@ -69,8 +69,8 @@ from pp_offload._core.search import Narrow, Search, Walk
 from pp_offload._core.verify import check_same, checksum_of
 from pp_offload.errors import OffloadError
 
-MOST_TRIALS = 30
-"""Trials of tensors that prove nothing, such as zeros; from then on each thirtieth is tried."""
+MOST_TRIALS = 30  # of tensors that prove nothing, such as zeros; then each thirtieth is tried
+ROWS = 1024  # parts of a storage that are added up; words beyond a multiple of it are compared
 
 _TORCH_NODES = frozenset(NODES.values())
 
@@ -147,10 +147,6 @@ class Recipe:
         held: Any = tensor if self._uses_left > 0 else weakref.ref(tensor)
         self.given = held, tensor._version, live
         return tensor
-
-
-ROWS = 1024
-"""Parts of a storage that are added up one by one. Words beyond a multiple of it are compared."""
 
 
 class Sums(NamedTuple):
@@ -306,10 +302,8 @@ class Recipes:
                     if tensor.is_meta:
                         return eps
                     size = torch.finfo(tensor.dtype).eps if eps is None else eps
-                    near_terms = [
-                        _with_eps(term, Eps(size * factor)) for factor in (15 / 16, 17 / 16)
-                    ]
-                    if any([self._gives(near, tensor, walk) for near in near_terms]):
+                    nears = [_with_eps(term, Eps(size * part)) for part in (15 / 16, 17 / 16)]
+                    if any([self._gives(near, tensor, walk) for near in nears]):
                         return UNKNOWN
                     return eps
             except torch.OutOfMemoryError:

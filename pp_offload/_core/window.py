@@ -21,8 +21,7 @@ from pp_offload._core.group import Group
 from pp_offload._core.in_flight import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.mover import Mover
 
-Visit = Any
-"""A group that backward visits: it has ``batch``, ``borrowed``, ``wanted`` and ``uses``."""
+Visit = Any  # what backward visits, which has ``batch``, ``borrowed``, ``wanted`` and ``uses``
 
 
 class Order(Protocol):
