@@ -21,8 +21,7 @@ from pp_offload._common.torch_private import NODES, assert_async, fused_rms_norm
 from pp_offload._core.geometry import Geometry, order_of
 from pp_offload.errors import OffloadError
 
-UNKNOWN: Any = object()
-"""Stands for a term whose input was not saved: the tensor is copied."""
+UNKNOWN: Any = object()  # stands for a term whose input was not saved: the tensor is copied
 
 
 class Call(NamedTuple):
@@ -30,8 +29,7 @@ class Call(NamedTuple):
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
-    dtype: torch.dtype | None = None
-    """Dtype of the result; an operator in place would have given another."""
+    dtype: torch.dtype | None = None  # of the result; an operator in place gives another
 
     def with_leaves(self, leaf: Callable[[Any], Any]) -> Call:
         """Return this call with ``leaf(part)`` in place of each part that is no call."""
@@ -40,20 +38,16 @@ class Call(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """The ``eps`` of a norm, which its node does not save."""
+    """The ``eps`` of a norm, which its node does not save; once tried, it belongs to a weight."""
 
     weight: Any
-    """Weight of the norm, to which an ``eps`` belongs once it has been tried."""
 
 
 class Eps(NamedTuple):
     """The ``eps`` of a norm."""
 
-    value: float | None
-    """None for the function's own."""
-
-    forget: Callable[[], None] | None = None
-    """Forgets the value, if it is wrong by now; None while it is tried."""
+    value: float | None  # None for the function's own
+    forget: Callable[[], None] | None = None  # if it is wrong by now; None while it is tried
 
     def check(self, computed: Tensor, saved: Tensor) -> None:
         """Compare reciprocal deviations, computed again and saved by the forward: a program may
@@ -91,25 +85,16 @@ class Number(NamedTuple):
     value: Any
 
 
-EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)
-"""Values tried for a guess, in this order; None for the function's own."""
-
-ALL: tuple[str, ...] = ()
-"""Stands for all inputs of a node, none of which it saves."""
-
-OF_THE_OUTPUT = ("shape", "dtype", "index", "eps")
-"""Attributes that a node does not save."""
+EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)  # tried for a guess, in this order
+ALL: tuple[str, ...] = ()  # stands for all inputs of a node, none of which it saves
+PARAMETER = "parameter"  # an unsaved input that is a norm's: unchanged within a forward
+OPTIONAL = ("_raw_saved_weight", "_raw_saved_bias")  # inputs that may be None
+OF_THE_OUTPUT = ("shape", "dtype", "index", "eps")  # attributes that a node does not save
 
 NUMBERS = frozenset(
     f"_saved_{name}" for name in "alpha end eps exponent index split_size split_sizes start".split()
 )
 """Attributes that may differ from step to step, such as the sizes of experts."""
-
-PARAMETER = "parameter"
-"""An unsaved input that is a norm's parameter: unchanged within a forward."""
-
-OPTIONAL = ("_raw_saved_weight", "_raw_saved_bias")
-"""Inputs that may be None."""
 
 
 class Operator(NamedTuple):

@@ -30,8 +30,7 @@ FLAGGED_DTYPES = frozenset(
 checks, which would run at every save. Any tensor may be lazily negated.
 """
 
-MAX_STATISTICS = 2**14
-"""Elements that a vector of statistics may have; batch norm has one for each channel."""
+MAX_STATISTICS = 2**14  # elements of a vector of statistics; batch norm has one a channel
 
 MARKS = frozenset({"_TE_do_not_offload", "weight_offloading", "_do_not_offload"})
 """Attributes of a tensor that must stay when autograd saves it. Transformer Engine sets the first,

@@ -16,11 +16,8 @@ from torch import Tensor
 
 from pp_offload._common.torch_private import disable_current_modes
 
-ALIGNMENT = 512
-"""Bytes to which device allocators align; kernels may choose their path by it."""
-
-MAX_PADDING_BYTES = 2**20
-"""Device memory that may be spent to give a gathered view the offset it had."""
+ALIGNMENT = 512  # bytes to which device allocators align; kernels may choose their path by it
+MAX_PADDING_BYTES = 2**20  # device memory that may be spent to give a gathered view its offset
 
 
 @dataclass(frozen=True, slots=True)

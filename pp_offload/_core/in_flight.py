@@ -22,6 +22,10 @@ from pp_offload._core.batch import Back, Leaving, Reload
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import AUTO
 
+IN_FLIGHT_BYTES = 2**29  # default bound on bytes in flight to the host
+SMALL_BYTES = 2**18  # smaller reloads of several groups are queued as one batch
+REFILL_BYTES = 2**22  # a reload of fewer costs the host more time than the link, at 50 GB/s
+
 
 class Bound:
     """A bound on bytes in flight in one direction: ``given``, or first ``least`` with AUTO."""
@@ -185,12 +189,3 @@ class ComputeStreams(list[Stream]):
 
 _OF_BACKENDS: WeakKeyDictionary[Any, ComputeStreams] = WeakKeyDictionary()
 _OF_DEVICES: WeakValueDictionary[torch.device, ComputeStreams] = WeakValueDictionary()
-
-IN_FLIGHT_BYTES = 2**29
-"""Default bound on bytes in flight to the host."""
-
-SMALL_BYTES = 2**18
-"""Smaller reloads of several groups are queued as one batch."""
-
-REFILL_BYTES = 2**22
-"""A reload of fewer bytes costs the host more time than the link, at 50 GB/s."""

@@ -38,8 +38,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload.backends import Backend, Event, Stream, TimedEvent, timed_by_host
 
-Moved = Sequence[tuple[Batch, Sequence[int]]]
-"""Batches, each with the indices of some payloads."""
+Moved = Sequence[tuple[Batch, Sequence[int]]]  # batches, and indices of their payloads
 
 
 class Lap(NamedTuple):
@@ -47,8 +46,7 @@ class Lap(NamedTuple):
 
     begin: TimedEvent
     end: TimedEvent
-    nbytes: int
-    """Bytes of the copies; 0 for a wait."""
+    nbytes: int  # of the copies; 0 for a wait
 
 
 class Observer:

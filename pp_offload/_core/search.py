@@ -41,14 +41,9 @@ MOST_CALLS = 12
 memory is some fifty times as fast as the link.
 """
 
-MOST_LARGER = 4
-"""An input may be this many times as large as the tensor."""
-
-VECTOR_BYTES = 32
-"""Bytes that kernels read at once, at most, from memory that begins at a multiple of them."""
-
-SHARE_COPIED = 1 / 4
-"""Share of a tensor's bytes that a parameter may have, of which its recipe has a copy."""
+MOST_LARGER = 4  # an input may be this many times as large as the tensor
+VECTOR_BYTES = 32  # the most that kernels read at once, from memory at a multiple of them
+SHARE_COPIED = 1 / 4  # of a tensor's bytes: a parameter may have them, which its recipe copies
 
 
 class Narrow(NamedTuple):

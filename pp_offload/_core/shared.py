@@ -35,8 +35,7 @@ from pp_offload._core.group import Group
 from pp_offload._core.payloads import ByStorage, Payloads
 from pp_offload._core.saved import Saved
 
-NUM_OWN_HOLDERS = 2
-"""Holders of a storage here: a saved tensor and a column. Any further one may save it again."""
+NUM_OWN_HOLDERS = 2  # of a storage: a saved tensor and a column; any other may save it again
 
 
 class Copy(NamedTuple):

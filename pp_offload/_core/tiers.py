@@ -43,11 +43,8 @@ from pp_offload.errors import NotWhileCapturingError, TierError
 
 logger = logger_of(__name__)
 
-STAGING_SHARE = 8
-"""1/8 of the host budget is reserved for bytes on the way to the disk."""
-
-STAGING_BYTES = 2**29
-"""Default bound on bytes that pass through host memory."""
+STAGING_SHARE = 8  # 1/8 of the host budget is reserved for bytes on the way to the disk
+STAGING_BYTES = 2**29  # default bound on bytes that pass through host memory
 
 
 class Busy(Exception):
@@ -62,9 +59,7 @@ class Read:
     """A read of a batch back to host memory, by a thread."""
 
     batch: weakref.ref[Batch]
-    passage: Owner
-    """Kept until the read has ended, which may outlive the batch."""
-
+    passage: Owner  # kept until the read has ended, which may outlive the batch
     event: Event | None = None
     """The end of the read. None if an exception came before it was noted; the passage then lives
     as long as the engine, as a thread may write to it.

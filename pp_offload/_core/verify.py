@@ -28,8 +28,7 @@ from pp_offload.errors import VerifyError
 
 logger = logger_of(__name__)
 
-MAX_HOLDERS = 3
-"""Most holders named in one message."""
+MAX_HOLDERS = 3  # named in one message
 
 
 class Verifier:

@@ -20,8 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-SHARE = 0.8
-"""The part of the available memory that the ranks of a host may take together by default."""
+SHARE = 0.8  # of the available memory, which the ranks of a host may take together by default
+UNLIMITED = 2**60  # without a limit, cgroup v1 writes a number of at least this size
 
 LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE",  # torchrun
@@ -31,9 +31,6 @@ LOCAL_RANKS = (
     "WORLD_SIZE",
 )
 """Variables with the number of ranks on a host; the last only as an upper bound."""
-
-UNLIMITED = 2**60
-"""Without a limit, cgroup v1 writes a number of at least this size."""
 
 CGROUPS = (
     ("", "sys/fs/cgroup", "max", "current", "inactive_file"),
@@ -180,8 +177,7 @@ class Cgroup(NamedTuple):
     version: int
     limit_bytes: int
     used_bytes: int
-    cached_bytes: int
-    """Used bytes of the page cache, which is given up on demand."""
+    cached_bytes: int  # of those used: the page cache, which is given up on demand
 
 
 def cgroups(root: Path) -> Iterator[Cgroup]:

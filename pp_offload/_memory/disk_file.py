@@ -36,14 +36,9 @@ from pp_offload.errors import ClosedError, DiskTierError
 
 logger = logger_of(__name__)
 
-ALIGNMENT = 4096
-"""Alignment of each batch in the file, in bytes: a page."""
-
-BLOCK_BYTES = 2**19
-"""Bytes written or read by one system call, then summed while they are in the CPU's cache."""
-
-NUM_THREADS = 4
-"""Enough that the disk has work while blocks are summed."""
+ALIGNMENT = 4096  # bytes, of each batch in the file: a page
+BLOCK_BYTES = 2**19  # of one system call, then summed while they are in the CPU's cache
+NUM_THREADS = 4  # enough that the disk has work while blocks are summed
 
 Step = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; returns the number of bytes done."""
@@ -353,11 +348,7 @@ def unnamed_file(directory: Path) -> int:
 
 
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the kind of file system, such as ``ext4``.
-
-    Raises:
-        OSError: The system does not say.
-    """
+    """Return the kind of file system, such as ``ext4``. Raises an OSError if nothing says it."""
     best, kind = -1, "unknown"
     inside = directory.resolve()
     for line in mounts.read_text().splitlines():

@@ -45,31 +45,18 @@ logger = logger_of(__name__)
 Allocate = Callable[[int], Tensor]
 """Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError."""
 
-ALIGNMENT = 64
-"""Alignment of each payload in its slab, in bytes: a cache line."""
-
-MIN_SLAB_BYTES = 2**21
-"""No slab is smaller, except near the end of the budget."""
-
-MIN_SETTLED_BYTES = 2**16
-"""No settled slab is smaller."""
-
-GROWTH_FRACTION = 32
-"""A new slab has at least this part of the reserved bytes, so that slabs stay few."""
-
-SETTLED_FRACTION = 64
-"""Settled slabs exceed the peak by this part, for the ends of slabs that no payload fits in."""
-
-SETTLED_GRANULES = 128
-"""The smallest settled slab is about this part of the peak."""
+ALIGNMENT = 64  # bytes, of each payload in its slab: a cache line
+MIN_SLAB_BYTES = 2**21  # no slab is smaller, except near the end of the budget
+MIN_SETTLED_BYTES = 2**16  # no settled slab is smaller
+GROWTH_FRACTION = 32  # a new slab has this part of the reserved bytes, so that slabs stay few
+SETTLED_FRACTION = 64  # settled slabs exceed the peak by this part, for ends that nothing fits in
+SETTLED_GRANULES = 128  # the smallest settled slab is about this part of the peak
+WASTE_ALLOWED = 1.03  # reserved / peak bytes, above which settling is worth new allocations
 
 NOTED_S, SLOW_S = 0.1, 1.0
 """A step whose allocations take this long logs the time, as information and as a warning. Ordinary
 memory is faster; a first step that is seconds slower than others looks like slow training.
 """
-
-WASTE_ALLOWED = 1.03
-"""Reserved bytes / peak bytes in use, above which settling is worth new allocations."""
 
 
 class Slab(NamedTuple):
@@ -83,29 +70,16 @@ class Slab(NamedTuple):
 class HostBytes:
     """Host memory of one owner."""
 
-    sizes: tuple[int, ...]
-    """Bytes of each payload."""
-
-    nbytes: int
-    """Sum of ``sizes``."""
-
-    views: list[Tensor]
-    """A flat ``uint8`` tensor for each payload."""
-
+    sizes: tuple[int, ...]  # bytes of each payload
+    nbytes: int  # their sum
+    views: list[Tensor]  # flat ``uint8``, for each payload
     ranges: Ranges
     slabs: list[Slab]  # the budget counts them while an owner outlives the pool
-    waits_for: tuple[Event, ...]
-    """Events of copies of former owners. The stream that first writes waits for them."""
-
-    last_use: Event | None = None
-    """Event of the latest copy to or from these bytes; None before the first copy."""
-
+    waits_for: tuple[Event, ...]  # copies of former owners, for the stream that first writes
+    last_use: Event | None = None  # the latest copy to or from these bytes; None before any
     is_in_graph: bool = False  # then never free: each launch of the graph copies to or from them
-    specs: Any = None
-    """The shapes of :attr:`tensors`."""
-
-    tensors: Sequence[Tensor] = ()
-    """The views in their owner's shapes, kept for the next owner."""
+    specs: Any = None  # shapes of ``tensors``
+    tensors: Sequence[Tensor] = ()  # the views in their owner's shapes, kept for the next owner
 
 
 class PendingUse(NamedTuple):
@@ -237,8 +211,8 @@ class HostPool:
         self._settled_bytes = peak
 
     def trim(self) -> None:
-        """Between phases: return slabs without bytes in use to the system. A slab that a copy still
-        uses stays. Slabs are fitted anew, to the peak from now on.
+        """Between phases: return slabs without bytes in use, and without copies, to the system.
+        Slabs are fitted anew, to the peak from now on.
         """
         self._collect()
         self._drop_slabs()
@@ -298,12 +272,8 @@ class HostPool:
         self, rooms: list[int], *, may_grow: bool = False, force: bool = False
     ) -> list[int] | None:
         """Take a range for each payload, largest first, so that the small ones fill the gaps.
-
-        Returns:
-            Their starts; None, and nothing taken, if they do not all fit.
-
-        Raises:
-            MemoryError: The pool may grow, but cannot. Nothing is taken.
+        Return their starts; None if they do not all fit. Raise a MemoryError if the pool may grow,
+        but cannot. Nothing is taken then.
         """
         missing = sum(rooms)
         starts: dict[int, int] = {}
@@ -458,18 +428,9 @@ class Owner:
 
 
 def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False) -> list[Tensor]:
-    """Return host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
-
-    Args:
-        likes: Tensors on any device.
-        pool: Gives the memory. No copy may use its free memory.
-        force: Take the memory even if it exceeds the budget.
-
-    Returns:
-        Tensors with a storage each. All of the memory is taken as long as one of them lives.
-
-    Raises:
-        MemoryError: The pool has no room.
+    """Return host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data,
+    and have a storage each. All of the memory is taken as long as one of them lives. No copy may
+    use free memory of ``pool``. Raises a MemoryError if it has no room, unless forced.
     """
     owner = Owner()
     owner.host = host = pool.take([like.nbytes for like in likes], owner, force=force)

@@ -26,8 +26,7 @@ from pp_offload._common.torch_private import foreach_copy_
 from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
 
-INLINE_BYTES = 256 * 1024
-"""Batches up to this many bytes are copied by the calling thread."""
+INLINE_BYTES = 256 * 1024  # batches of up to so many are copied by the calling thread
 
 
 class HostTimed:
