@@ -51,11 +51,8 @@ class Eps(NamedTuple):
 
     def check(self, computed: Tensor, saved: Tensor) -> None:
         """Compare reciprocal deviations, computed again and saved by the forward: a program may
-        change ``eps``, and nothing else that the norm saves depends on it alone. A GPU compares
-        them without the host, and asserts.
-
-        Raises:
-            OffloadError: They differ, and the host can tell.
+        change ``eps``, and nothing else that the norm saves depends on it alone. Raises as
+        :func:`require`.
         """
         if self.forget is None or saved.is_meta:
             return

@@ -54,9 +54,8 @@ class Geometry:
         return replace(self, size=size)
 
     def on_storage_of(self, payload: Tensor) -> Tensor:
-        """Return this view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
-
-        Such views share one version counter, as the views that autograd saved did.
+        """Return this view of the storage of ``payload``, which is of this dtype or flat ``uint8``,
+        with its version counter, as the views that autograd saved had one.
         """
         if payload.dtype != self.dtype:
             whole = payload.nbytes - payload.nbytes % self.dtype.itemsize
@@ -78,19 +77,16 @@ class Geometry:
 
 
 def storage_bytes(tensor: Tensor) -> Tensor | None:
-    """Return the storage of ``tensor`` as a flat ``uint8`` view with its version counter; no copy.
-
-    None if the storage is no whole number of elements of this dtype.
+    """Return the storage of ``tensor`` as a flat ``uint8`` view with its version counter; None if
+    it is no whole number of elements of this dtype.
     """
     numel, rest = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
     return None if rest else tensor.as_strided((numel,), (1,), 0).view(torch.uint8)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as a flat ``uint8`` tensor; no copy.
-
-    A contiguous tensor of one element may have any stride, and ``view`` keeps it.
-    """
+    """Return a contiguous tensor as a flat ``uint8`` view."""
+    # With one element it may have any stride, and ``view`` keeps it.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -107,9 +103,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def has_new_strides(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor has the strides of a new one of its shape.
-
-    A dimension of size one may have any stride; a microbatch of one sample has such a dimension.
+    """Whether a contiguous tensor has the strides of a new one of its shape. A dimension of size
+    one, as in a microbatch of one sample, may have any stride.
     """
     if 1 not in tensor.shape:
         return True

@@ -47,9 +47,8 @@ class Bound:
 
 
 def refill_below(window_bytes: int) -> int:
-    """Return the unused bytes at which a window is refilled.
-
-    Early, so that copies never pause, but not after each small tensor.
+    """Return the unused bytes at which a window is refilled: early, so that copies never pause, but
+    not after each small tensor.
     """
     return window_bytes - max(window_bytes // 8, min(window_bytes // 2, REFILL_BYTES))
 
@@ -70,10 +69,6 @@ class InFlight:
         self.then: deque[tuple[Leaving, Callable[[], None]]] = deque()
         self.streams = streams
         self.bound = bound
-
-    def add(self, leaving: Leaving) -> None:
-        self.queue.append(leaving)
-        self.nbytes += leaving.nbytes
 
     def let_go_first(self) -> None:
         """Let go of the oldest sources, whose copy has run, or was waited for."""
@@ -107,9 +102,6 @@ class Arrived:
         self.backs: set[Back] = set()
         self.gone: deque[Back] = deque()
         self.abandoned: deque[tuple[Tensor, Reload]] = deque()
-
-    def is_needed(self) -> bool:
-        return any([back() is not None for back in self.backs])
 
     def put_away(self, back: Back, index: int) -> None:
         """Drop a payload from the device; its memory stays until a copy into it has run."""

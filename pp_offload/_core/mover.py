@@ -105,9 +105,7 @@ class Mover:
 
     def offload(self, label: str, payloads: Payloads, streams: Sequence[Stream]) -> Batch:
         """Queue the copies of a group that was saved on ``streams``. Never waits; the lock is held.
-
-        Raises:
-            Busy, MemoryError: The tier has no room, for now or at all. Nothing was queued.
+        Raises Busy or a MemoryError if the tier has no room, for now or at all: nothing was queued.
         """
         arrived = self.arrived
         if self.in_flight.queue or arrived.gone or arrived.abandoned or self.tier.reads:
@@ -144,7 +142,8 @@ class Mover:
         self.counts.bytes_offloaded += sum(sizes)
         if not event.query():
             batch.leaving = leaving = Leaving(batch, payloads, live)
-            self.in_flight.add(leaving)  # NOTE [ Keep-alive ]
+            self.in_flight.queue.append(leaving)  # NOTE [ Keep-alive ]
+            self.in_flight.nbytes += leaving.nbytes
         return batch
 
     def keep_bounded(self, last_bytes: int) -> None:
@@ -227,10 +226,7 @@ class Mover:
 
     def reload(self, wanted: Sequence[Wanted]) -> None:
         """Queue copies of payloads in host memory to the device, behind one event. Never waits; the
-        lock is held.
-
-        Raises:
-            torch.OutOfMemoryError: The device is full. Nothing was queued.
+        lock is held. Raises a torch.OutOfMemoryError if the device is full: nothing was queued.
         """
         live, device = self._captured(self.current_stream()), self.backend.device
         selected: list[Wanted] = []
@@ -306,10 +302,7 @@ class Mover:
     def deliver(self, batch: Batch, index: int) -> Tensor:
         """Return a payload on the device, ready for the live compute stream. It is copied now if no
         copy is queued, or if it came for another stream: that one could reuse the memory while this
-        one still reads it.
-
-        Raises:
-            SavedTensorModifiedError: The payload was changed in place before it was copied.
+        one still reads it. Raises a SavedTensorModifiedError if it changed before it was copied.
         """
         live, back = self.current_stream(), batch.back
         if self.tier.reads:
@@ -464,9 +457,8 @@ class Mover:
             tell(lap, event)
 
     def take_back(self, batch: Batch) -> bool:
-        """Use sources whose copy to the host has still to run in place of reloads, of payloads with
-        remaining uses. The lock is held. Returns whether there are sources that the live stream may
-        use.
+        """Use sources whose copy to the host has still to run, in place of reloads. The lock is
+        held. Returns whether there are sources that the live stream may use.
         """
         leaving, back, live = batch.leaving, batch.back, self._captured(self.current_stream())
         if leaving is None:

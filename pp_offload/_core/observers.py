@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -95,17 +95,15 @@ class Observers:
 
     def add(self, observer: Observer) -> None:
         """Call the methods that ``observer`` overrides, after the methods of earlier observers."""
-        for event in fields(self):
-            if getattr(type(observer), event.name) is not getattr(Observer, event.name):
-                setattr(
-                    self, event.name, (*getattr(self, event.name), getattr(observer, event.name))
-                )
+        for name in self.__slots__:
+            if getattr(type(observer), name) is not getattr(Observer, name):
+                setattr(self, name, (*getattr(self, name), getattr(observer, name)))
 
     def remove(self, observer: Observer) -> None:
-        for event in fields(self):
-            calls = getattr(self, event.name)
+        for name in self.__slots__:
+            calls = getattr(self, name)
             rest = [call for call in calls if getattr(call, "__self__", None) is not observer]
-            setattr(self, event.name, tuple(rest))
+            setattr(self, name, tuple(rest))
 
 
 class Laps(Observer):

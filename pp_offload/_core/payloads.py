@@ -139,10 +139,8 @@ def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage
     """Add the payloads of one storage that is saved several times, or in part."""
     by_geometry: dict[Geometry, list[Saved]] = {}
     for member in members:
-        assert member.tensor is not None
-        by_geometry.setdefault(Geometry.of(member.tensor), []).append(member)
-    first = members[0].tensor
-    assert first is not None
+        by_geometry.setdefault(Geometry.of(member.here), []).append(member)
+    first = members[0].here
     is_whole = first.nbytes == storage.nbytes() and first.is_contiguous()
     if len(by_geometry) == 1 and is_whole and has_new_strides(first):
         payloads.add(first, members, storage)
@@ -151,9 +149,8 @@ def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage
         for geometry, same in by_geometry.items():
             for member in same:
                 member.restore = geometry.scattered
-            assert same[0].tensor is not None
             payloads.views.append(len(payloads.sizes))
-            payloads.add(geometry.narrowed().on_storage_of(same[0].tensor), same, None)
+            payloads.add(geometry.narrowed().on_storage_of(same[0].here), same, None)
             left_bytes -= payloads.sizes[-1]
         payloads.beside_bytes += max(0, left_bytes)  # views may overlap
     else:

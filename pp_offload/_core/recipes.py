@@ -78,10 +78,9 @@ _TORCH_NODES = frozenset(NODES.values())
 def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
     """Return what made a tensor that an operator saves: the node, if it may run again; the index
     of the output; and the node's identity. None for nodes that are not torch's own, for what they
-    save of themselves, and for a tensor that was changed in place.
-
-    A node that saves its own output must not be held by that output, or neither is freed. So a
-    :class:`Made` replaces such a node, and None a node that does not run again.
+    save of themselves, and for a tensor that was changed in place. A node that saves its own output
+    must not be held by that output, or neither is freed. So a :class:`Made` replaces such a node,
+    and None a node that does not run again.
     """
     node, index = tensor.grad_fn, tensor.output_nr
     if node is None or tensor._version:
@@ -101,19 +100,12 @@ def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
 class Recipe:
     """Computes the bytes of a storage, for all saved tensors that are views of it."""
 
-    __slots__ = "_checksum _label _mover _threads _uses _uses_left copies given sums term".split()
+    __slots__ = "_label _mover _threads _uses _uses_left checksum copies given sums term".split()
 
-    def __init__(
-        self,
-        term: Call,
-        mover: Any,
-        uses: int,
-        label: str,
-        checksum: int | None = None,
-        sums: Sums | None = None,
-    ) -> None:
-        self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
-        self.sums = sums
+    def __init__(self, term: Call, mover: Any, uses: int, label: str) -> None:
+        self.term, self._mover, self._label = term, mover, label
+        self.checksum: int | None = None
+        self.sums: Sums | None = None
         self.copies: Any = None  # of parameters for its group, which die together, as planned
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._uses = self._uses_left = uses
@@ -140,9 +132,9 @@ class Recipe:
             self._uses_left = self._uses
             if self.sums is not None:
                 self.sums.check(tensor, self._label)
-            if self._checksum is not None:
+            if self.checksum is not None:
                 came = f"a tensor of group '{self._label}' was computed again"
-                check_same(_whole(tensor), self._checksum, came)
+                check_same(_whole(tensor), self.checksum, came)
         self._uses_left -= 1
         held: Any = tensor if self._uses_left > 0 else weakref.ref(tensor)
         self.given = held, tensor._version, live
@@ -170,11 +162,7 @@ class Sums(NamedTuple):
         return cls(torch.cat([rows.sum(0), rows.sum(1), rest]), forget)
 
     def check(self, computed: Tensor, label: str) -> None:
-        """Compare the tensor of group ``label``, computed again; on a GPU without the host.
-
-        Raises:
-            OffloadError: They differ, and the host can tell.
-        """
+        """Compare the tensor of group ``label``, computed again. Raises as :func:`require`."""
         is_same = (Sums.of(computed, self.forget).sums == self.sums).all()
         shape = tuple(computed.shape)
         require(is_same, f"a tensor of group '{label}', of shape {shape}, {CHANGED}", self.forget)
@@ -249,11 +237,11 @@ class Recipes:
         search = Search(self, group, saved)
         recipes: list[tuple[Recipe, list[Saved], UntypedStorage]] = []
         for term, members, storage, has_gap in search.take_out():
-            tensor, checksum = members[0].here, None
+            tensor, recipe = members[0].here, Recipe(term, mover, len(members), group.name)
             if mover.verifier is not None:
-                checksum = checksum_of(_whole(tensor))
-            sums = Sums.of(tensor, self._refuse_gaps) if has_gap and not tensor.is_meta else None
-            recipe = Recipe(term, mover, len(members), group.name, checksum, sums)
+                recipe.checksum = checksum_of(_whole(tensor))
+            if has_gap and not tensor.is_meta:
+                recipe.sums = Sums.of(tensor, self._refuse_gaps)
             recipes.append((recipe, members, storage))
         copies: dict[Any, Resident] = {}
         copied = partial(self._copied, copies)

@@ -63,11 +63,8 @@ class Saved:
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
         base = tensor._base
-        self.origin: weakref.ref[Tensor] | None = None
-        if base is not None:
-            self.origin = weakref.ref(base)
-        elif self.version:
-            self.origin = weakref.ref(tensor)
+        origin = tensor if base is None and self.version else base
+        self.origin = None if origin is None else weakref.ref(origin)
         self.group = group
         self.wrapper: Tensor | None = None
         self.restore: Callable[[Tensor], Tensor] | None = None
@@ -90,10 +87,8 @@ class Saved:
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """Return the tensor as it was saved: values, size, stride, offset and dtype.
-
-        Raises:
-            SavedTensorModifiedError: It was changed in place, and autograd would have raised.
+        """Return the tensor as it was saved: values, size, stride, offset and dtype; raise, where
+        autograd would have, if it was changed in place.
         """
         tensor = self.tensor  # read once: a commit on another thread may clear it
         group = self.group
@@ -177,9 +172,8 @@ def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModi
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is made of other tensors, and can be rebuilt from copies of them.
-
-    A jagged nested tensor cannot: its ragged size belongs to one offsets tensor, not to its copy.
+    """Whether ``tensor`` is made of other tensors, and can be rebuilt from copies of them. A jagged
+    one cannot: its ragged size belongs to one offsets tensor, not to its copy.
     """
     kind = type(tensor)
     if kind is Tensor or kind is Parameter:

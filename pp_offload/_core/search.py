@@ -78,14 +78,9 @@ class Search:
         }
         self.reached: list[Saved] = []
         self.below: dict[int, int] = {}
-        self._above: dict[int, int] = {}
-        """By storage, most operators that run after it is needed, in recipes that need it."""
-
-        self._users: dict[int, list[int]] = {}
-        """By storage, those whose recipes need it."""
-
-        self._parts: ByStorage = {}
-        """What replaces storages that repeat numbers; see :class:`Narrow`."""
+        self._above: dict[int, int] = {}  # by storage, most operators that run after it is needed
+        self._users: dict[int, list[int]] = {}  # by storage, those whose recipes need it
+        self._parts: ByStorage = {}  # what replaces storages that repeat numbers: see Narrow
 
     def take_out(self) -> list[Computable]:
         """Find recipes, take their storages out of the saved tensors, and add their inputs."""
@@ -293,10 +288,9 @@ class Walk:
 
     def _earlier(self, saved: Saved) -> Any:
         """Return the term of a tensor that an earlier group saved; its backward comes later.
-
-        Without a plan, the tensor's recipe may be a part of this one. A tensor that stays is not
-        used then: it may be changed in place, and backward come to this group only. A plan
-        would have to know of both groups for each choice.
+        Without a plan, which would have to know of both groups for each choice, its recipe may be a
+        part of this one. A tensor that stays is not used then: it may be changed in place, and
+        backward come to this group only.
         """
         group, recipes = self._search.group, self._search.recipes
         earlier, tensor = saved.group, saved.tensor

@@ -126,11 +126,8 @@ class DiskTier(HostTier):
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> HostBytes:
         """Return host memory as :class:`HostTier` does. If bytes only pass through it, its owner is
-        ``owner.passage``, which is set then.
-
-        Raises:
-            Busy: The work of a thread will make room.
-            MemoryError: There is no room, or the disk has failed.
+        ``owner.passage``, which is set then. Raises Busy if the work of a thread will make room,
+        else a MemoryError if there is none, or the disk has failed.
         """
         if self._host is not None:
             with suppress(MemoryError):
@@ -232,11 +229,8 @@ class DiskTier(HostTier):
 
 
 def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> HostTier:
-    """Make the tier that batches go to.
-
-    Raises:
-        DiskTierError: The file of the disk tier cannot be made.
-        ValueError: A disk tier is named, and the device is virtual.
+    """Make the tier that batches go to. Raises a DiskTierError if its file cannot be made, and a
+    ValueError if a disk is named and the device is virtual.
     """
     first, last = config.tiers[0], config.tiers[-1]
     whole = HostBudget(config.host_budget_bytes)

@@ -129,7 +129,7 @@ class Offloader:
         """Free the engines of former epochs that no living graph needs."""
         for engine in tuple(self._torn):
             with engine.mover.lock:
-                is_needed = engine.mover.arrived.is_needed()
+                is_needed = any([back() is not None for back in engine.mover.arrived.backs])
             if not is_needed:
                 engine.end()
                 self._torn.remove(engine)

@@ -57,10 +57,8 @@ class _Memory:
 
 
 def as_array(tensor: Tensor, owner: object = None) -> NDArray[np.uint8]:
-    """Return the memory of a flat ``uint8`` host tensor; it keeps the tensor, and ``owner``.
-
-    ``Tensor.numpy()`` forbids the storage another size for good, and the user may own it.
-    """
+    """Return the memory of a flat ``uint8`` host tensor; it keeps the tensor, and ``owner``."""
+    # Tensor.numpy() forbids the storage another size for good, and the user may own it.
     return np.asarray(_Memory(tensor, owner)) if tensor.numel() else np.empty(0, np.uint8)
 
 

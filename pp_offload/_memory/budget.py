@@ -120,10 +120,8 @@ class HostBudget:
         return max(0, self.limit_bytes - self.process.nbytes)
 
     def reserve(self, nbytes: int, *, force: bool = False) -> Reserved:
-        """Count ``nbytes`` as used for as long as the result lives.
-
-        Raises:
-            OverBudgetError: Over the limit, and not counted; with ``force``, they are counted.
+        """Count ``nbytes`` as used for as long as the result lives. Raises an OverBudgetError if
+        that is over the limit; if forced, they are counted all the same.
         """
         process = self.process
         with process.lock:
@@ -154,13 +152,8 @@ def ranks_on_this_host() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return bytes that the kernel and the process's cgroups would still give.
-
-    Args:
-        root: Directory of ``proc`` and ``sys``.
-
-    Returns:
-        The physical memory if nothing else can be read, as on a system without ``/proc``.
+    """Return bytes that the kernel and the process's cgroups would still give, by the files below
+    ``root``; the physical memory if nothing else can be read, as on a system without ``/proc``.
     """
     available = [each.limit_bytes - each.used_bytes + each.cached_bytes for each in cgroups(root)]
     for line in _lines(root / "proc/meminfo"):

@@ -158,16 +158,13 @@ class DiskFile:
         self._dead: deque[weakref.ref[Any]] = deque()
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
-        """Queue a write. Whether there was room is unknown until it has ended.
+        """Queue a write. Whether there was room is unknown until it has ended. Raises a ClosedError
+        if the file is closed, and a ForkedError if it belongs to another process.
 
         Args:
             payloads: Flat contiguous ``uint8`` host tensors. Keep the owner of their bytes until
                 the write has ended: the thread keeps the tensors, but a pool may reuse the bytes.
             after: Events that the thread waits for first, such as the copy to the host.
-
-        Raises:
-            ClosedError: The file is closed.
-            ForkedError: The file belongs to another process.
         """
         file = self._open_file()
         views = [as_array(payload).data for payload in payloads]
@@ -197,13 +194,11 @@ class DiskFile:
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
         """Queue a read of all bytes of ``write``, which has to live until the read has ended.
+        Raises as :meth:`write`.
 
         Args:
             payloads: Host tensors of as many bytes; undefined until the read has ended well.
             after: Earlier uses of ``payloads``, which the thread waits for first.
-
-        Raises:
-            ClosedError, ForkedError: As for :meth:`write`.
         """
         file, extent, written = self._open_file(), write.extent, write.event
         views = [as_array(payload).data for payload in payloads]

@@ -335,7 +335,8 @@ class HostPool:
         """Add a slab of at least ``room`` bytes, for all ``missing`` bytes if it can be had."""
         force = force and room > self.budget.left_bytes
         growth = floor_power(self.reserved_bytes // GROWTH_FRACTION)
-        size = max(floor_power(missing), ceil_power(room), self.min_slab_bytes, growth)
+        least = 1 << (room - 1).bit_length()  # the least power of two that has room
+        size = max(floor_power(missing), least, self.min_slab_bytes, growth)
         if force:  # over the budget, no more than is missing
             size = room = missing
         while True:
@@ -401,22 +402,13 @@ def pageable(nbytes: int) -> Tensor:
 def slabs_for(nbytes: int) -> list[int]:
     """Return few powers of two, largest first, that hold ``nbytes`` together, and hardly more."""
     granule = max(MIN_SETTLED_BYTES, floor_power(nbytes // SETTLED_GRANULES))
-    rest_bytes = -(-nbytes // granule) * granule
-    sizes = []
-    while rest_bytes:
-        sizes.append(floor_power(rest_bytes))
-        rest_bytes -= sizes[-1]
-    return sizes
+    whole = -(-nbytes // granule) * granule
+    return [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
 
 
 def floor_power(nbytes: int) -> int:
     """Return the largest power of two that is not above ``nbytes``; 0 for 0."""
     return 1 << nbytes.bit_length() - 1 if nbytes else 0
-
-
-def ceil_power(nbytes: int) -> int:
-    """Return the least power of two that is not below ``nbytes``, which is at least 1."""
-    return 1 << (nbytes - 1).bit_length()
 
 
 class Owner:

@@ -68,10 +68,8 @@ class AcceleratorBackend(Backend):
     """Whether work queued now becomes part of a graph instead of being run."""
 
     def capture_id(self) -> int:
-        """Return the number of the running capture; 0 outside.
-
-        Two captures have the same number if this was not called in between, unless the first was
-        joined.
+        """Return the number of the running capture; 0 outside. Two captures have the same number if
+        this was not called in between, unless the first was joined.
         """
         if self.is_capturing:
             if self._capturing is None:

@@ -217,10 +217,9 @@ class CapturedStream:
 
 
 def captured(backend: Backend, *streams: Stream) -> list[Any]:
-    """Return these streams as parts of the running capture. Each joins it with its first wait.
-
-    A backend with captures has two more methods: ``capture_id()`` is the number of the capture of
-    the current stream, 0 outside; ``captures_on(stream)`` is whether a stream is part of a capture.
+    """Return these streams as parts of the running capture. Each joins it with its first wait. A
+    backend with captures has two more methods: ``capture_id()`` is the number of the capture of the
+    current stream, 0 outside; ``captures_on(stream)`` is whether a stream is part of a capture.
     """
     owner: Any = backend
     capture = owner.capture_id()

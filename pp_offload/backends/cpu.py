@@ -51,11 +51,7 @@ class HostTimed:
             self.piece.result()
 
     def elapsed_time(self, end: HostTimed) -> float:
-        """Return milliseconds from here to ``end``.
-
-        Raises:
-            RuntimeError: One of the two points was never passed.
-        """
+        """Return milliseconds to ``end``; raise a RuntimeError if either was never passed."""
         if self.time_s is None or end.time_s is None:
             raise RuntimeError("an event has no time, for what was before it has not ended well")
         return (end.time_s - self.time_s) * 1e3
@@ -135,9 +131,8 @@ class CopyStream:
 
 
 def timed_by_host(stream: Stream) -> TimedEvent:
-    """Return an event behind all work of ``stream``, timed by the host.
-
-    If a thread of ours serves the stream, the time is when the thread passes the event; else now.
+    """Return an event behind all work of ``stream``, timed by the host: when the thread that serves
+    the stream passes it, or now.
     """
     event = stream.record_event() if isinstance(stream, CopyStream) else FINISHED
     return HostTimed(time_s=time.perf_counter()) if event is FINISHED else event

@@ -281,7 +281,7 @@ PACKAGE = {
         "_core/mover:Mover._copy_back", "self.arrived.unused_bytes += nbytes", "pass", _PAYLOADS
     ),
     "sources are not kept": Fault(
-        "_core/mover:Mover.offload", "self.in_flight.add(leaving)", "pass", _PAYLOADS
+        "_core/mover:Mover.offload", "self.in_flight.queue.append(leaving)", "pass", _PAYLOADS
     ),
     "sources above the bound go without a wait": Fault(
         "_core/mover:Mover._wait_for_oldest", "self._wait(streams.wait, event)", "pass", _ORDER
