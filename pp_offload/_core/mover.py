@@ -50,7 +50,7 @@ from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted
 from pp_offload._core.in_flight import IN_FLIGHT_BYTES, Arrived, Bound, ComputeStreams, InFlight
 from pp_offload._core.observers import Moved, Observers, direction, lap_of, named, time_of
 from pp_offload._core.payloads import Payloads
-from pp_offload._core.tiers import Busy, HostTier
+from pp_offload._core.tiers import HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._memory.host_pool import HostBytes
 from pp_offload.backends import Backend, Event, Stream, captured, those_captured
@@ -282,23 +282,6 @@ class Mover:
             if batch.reading is not None and not batch.back.away():
                 batch.place = batch.passage = batch.reading = None  # the disk has the bytes
 
-    def read(self, batch: Batch, *, force: bool = False) -> Event | None:
-        """Queue a read of bytes that only the disk has, unless one runs; if forced, exceed the
-        budget where no thread's work makes room. The lock is held. Returns the event to wait for:
-        the read, or the work that makes room for it. None without room, unless forced.
-        """
-        self.tier.check_capture("reading from")
-        if batch.reading is None:
-            try:
-                self.tier.read(batch, force=force)
-            except Busy as busy:
-                return busy.event
-            except MemoryError:
-                if force:
-                    raise
-                return None
-        return batch.reading
-
     def deliver(self, batch: Batch, index: int) -> Tensor:
         """Return a payload on the device, ready for the live compute stream. It is copied now if no
         copy is queued, or if it came for another stream: that one could reuse the memory while this
@@ -380,7 +363,7 @@ class Mover:
                         return tensor
                     if batch.place is None:
                         is_ahead = batch.reading is not None
-                        busy = self.read(batch, force=True)
+                        busy = self.tier.read(batch, force=True)
                         is_asked = not is_ahead and busy is batch.reading
                     else:
                         self._reload_now(batch, index, live)

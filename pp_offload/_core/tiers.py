@@ -145,11 +145,22 @@ class DiskTier(HostTier):
         batch.write = self.disk.write(batch.place.views, after=[batch.offloaded])
         self.writing.append(weakref.ref(batch))
 
-    def read(self, batch: Batch, *, force: bool = False) -> None:
-        """Queue a read of a batch back to host memory; :meth:`poll` notices its end. Raises as
-        :meth:`passage`.
+    def read(self, batch: Batch, *, force: bool = False) -> Event | None:
+        """Queue a read of bytes that only the disk has, unless one runs; :meth:`poll` notices its
+        end. If forced, exceed the budget where no thread's work makes room. Returns the event to
+        wait for: the read, or the work that makes room for it. None without room, unless forced.
         """
-        read = Read(weakref.ref(batch), self.passage(batch.sizes, batch.specs, force=force))
+        self.check_capture("reading from")
+        if batch.reading is not None:
+            return batch.reading
+        try:
+            read = Read(weakref.ref(batch), self.passage(batch.sizes, batch.specs, force=force))
+        except Busy as busy:
+            return busy.event
+        except MemoryError:
+            if force:
+                raise
+            return None
         host = read.passage.host
         self.reads.append(read)  # first: an interrupt must not free what a thread writes to
         try:
@@ -158,6 +169,7 @@ class DiskTier(HostTier):
             self.reads.remove(read)
             raise
         batch.reading = read.event  # last: a read that poll() does not see would never end
+        return batch.reading
 
     def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
         """Return host memory that bytes pass through; see NOTE [ On the way ]. If forced, go

@@ -72,7 +72,7 @@ class Window:
             if batch is not None and batch.back.num_away:
                 indices = self.fitting(batch, batch.back.away())
                 if indices and batch.place is None:
-                    mover.read(batch)
+                    mover.tier.read(batch)
                 elif indices and self._reload([(batch, indices)]):
                     mover.counts.on_demand_reloads += len(indices)
             if mover.arrived.unused_bytes <= self.below_bytes:
@@ -131,7 +131,7 @@ class Window:
                     if not self._queue(together):
                         return False
                     together, nbytes = [], 0
-                    mover.read(batch)
+                    mover.tier.read(batch)
                     if batch.reading is None:  # without room in host memory
                         return False
                     room, is_complete = room - size, False
