@@ -123,16 +123,12 @@ class DiskFile:
 
     Args:
         directory: Directory on a file system with room; made if missing. None for the system's
-            directory of temporary files.
+            directory of temporary files. Without a file there, a DiskTierError is raised.
         num_threads: Number of batches written or read at a time.
-
-    Raises:
-        DiskTierError: The file cannot be made there.
 
     Attributes:
         listeners: Called by the thread, for work that was queued after this was set.
-        written_bytes: Bytes queued to be written so far.
-        read_bytes: Bytes queued to be read so far.
+        written_bytes, read_bytes: Bytes queued to be written and read so far.
         peak_bytes: The most bytes in use at once.
     """
 

@@ -98,13 +98,11 @@ class HostPool:
     signal handler would be lost.
 
     Args:
-        allocate: Makes a slab.
         budget: This rank's share of the available memory when not given.
         trim: Empties the cache of an allocator that retains freed memory.
         is_capturing: Whether a graph is being captured. Then no event may be queried.
 
     Attributes:
-        min_slab_bytes: See :data:`MIN_SLAB_BYTES`.
         reserved_bytes: Bytes of all slabs.
         has_asked: Whether other pools gave up idle memory for this pool, which they do once.
         num_allocations: How often ``allocate`` was called.
