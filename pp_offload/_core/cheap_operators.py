@@ -95,21 +95,13 @@ NUMBERS = frozenset(
 
 
 class Operator(NamedTuple):
-    """How to call the operator of a node.
-
-    Attributes:
-        function: Called with the inputs, then with the attributes.
-        inputs: For each input, the name under which the node saves it; empty where it does not.
-        attributes: Names of other saved values; ``shape``, ``dtype`` and ``index`` are those of the
-            output. ``eps``, a :class:`Guess`, comes first of all.
-        is_view: Whether the operator only makes a view, and computes nothing.
-        saves_output: Whether the node saves its output.
-    """
+    """How to call the operator of a node: with the inputs, then with the attributes."""
 
     function: Callable[..., Tensor]
-    inputs: tuple[str, ...] = ("",)
+    inputs: tuple[str, ...] = ("",)  # names under which the node saves them; empty for an unsaved
+    # Names of other saved values, or of the output; ``eps``, a :class:`Guess`, comes first of all.
     attributes: tuple[str, ...] = ()
-    is_view: bool = False
+    is_view: bool = False  # it computes nothing
     saves_output: bool = False
 
 
@@ -259,6 +251,30 @@ class Made:
 
 CHEAP = frozenset([*OPERATORS, Made])
 """Types of nodes, or of their replacements, that may have a recipe."""
+
+_TORCH_NODES = frozenset(NODES.values())
+
+
+def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
+    """Return what made a tensor that an operator saves: the node, if it may run again; the index
+    of the output; and the node's identity. None for nodes that are not torch's own, for what they
+    save of themselves, and for a tensor that was changed in place. A node that saves its own output
+    must not be held by that output, or neither is freed. So a :class:`Made` replaces such a node,
+    and None a node that does not run again.
+    """
+    node, index = tensor.grad_fn, tensor.output_nr
+    if node is None or tensor._version:
+        return None  # a node does not have the value that a changed tensor had before
+    if type(node) not in _TORCH_NODES:
+        node, index = behind((node, index))
+        if type(node) not in _TORCH_NODES:
+            return None
+    operator = OPERATORS.get(type(node))
+    if operator is None:
+        return None, index, identity_of(node)
+    if index and not operator.is_view:
+        return None  # statistics, or a mask, which the node saves
+    return Made(node, tensor) if operator.saves_output else node, index, identity_of(node)
 
 
 def operator_of(node: Any) -> Operator | None:

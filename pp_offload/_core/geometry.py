@@ -7,8 +7,10 @@ on distinct elements: a broadcast is one element, however large its shape.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -106,14 +108,8 @@ def has_new_strides(tensor: Tensor) -> bool:
     """Whether a contiguous tensor has the strides of a new one of its shape. A dimension of size
     one, as in a microbatch of one sample, may have any stride.
     """
-    if 1 not in tensor.shape:
-        return True
-    stride = 1
-    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if given != stride:
-            return False
-        stride *= size
-    return True
+    strides = accumulate(reversed(tensor.shape), operator.mul, initial=1)
+    return 1 not in tensor.shape or all(map(operator.eq, reversed(tensor.stride()), strides))
 
 
 def order_of(size: Sequence[int], stride: Sequence[int]) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch, Wanted
-from pp_offload._core.recipes import maker_of
+from pp_offload._core.cheap_operators import maker_of
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped, is_wrapper
 from pp_offload.backends import Stream
 from pp_offload.errors import GroupStateError

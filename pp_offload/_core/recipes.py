@@ -45,19 +45,15 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pp_offload._common.torch_private import NODES, disable_current_modes, has_modes_of_others
+from pp_offload._common.torch_private import disable_current_modes, has_modes_of_others
 from pp_offload._core.cheap_operators import (
     CHEAP,
     EPS,
-    OPERATORS,
     UNKNOWN,
     Call,
     Eps,
     Guess,
-    Made,
     Number,
-    behind,
-    identity_of,
     require,
     viewed,
 )
@@ -71,30 +67,6 @@ from pp_offload.errors import OffloadError
 
 MOST_TRIALS = 30  # of tensors that prove nothing, such as zeros; then each thirtieth is tried
 ROWS = 1024  # parts of a storage that are added up; words beyond a multiple of it are compared
-
-_TORCH_NODES = frozenset(NODES.values())
-
-
-def maker_of(tensor: Tensor) -> tuple[Any, int, object] | None:
-    """Return what made a tensor that an operator saves: the node, if it may run again; the index
-    of the output; and the node's identity. None for nodes that are not torch's own, for what they
-    save of themselves, and for a tensor that was changed in place. A node that saves its own output
-    must not be held by that output, or neither is freed. So a :class:`Made` replaces such a node,
-    and None a node that does not run again.
-    """
-    node, index = tensor.grad_fn, tensor.output_nr
-    if node is None or tensor._version:
-        return None  # a node does not have the value that a changed tensor had before
-    if type(node) not in _TORCH_NODES:
-        node, index = behind((node, index))
-        if type(node) not in _TORCH_NODES:
-            return None
-    operator = OPERATORS.get(type(node))
-    if operator is None:
-        return None, index, identity_of(node)
-    if index and not operator.is_view:
-        return None  # statistics, or a mask, which the node saves
-    return Made(node, tensor) if operator.saves_output else node, index, identity_of(node)
 
 
 class Recipe:
@@ -182,19 +154,12 @@ RAN_IN_PLACE = (
 
 
 class Chosen(NamedTuple):
-    """What a group computes again, and does not copy.
+    """What a group computes again, and does not copy."""
 
-    Attributes:
-        recipes: Each recipe, the saved tensors it gives, and the storage that they are views of.
-        reached: Inputs that left with other groups.
-        copy_parameters: To be called before the group leaves: see NOTE [ Parameters ].
-        copies: The copies of parameters that it makes.
-    """
-
-    recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]
-    reached: list[Saved]
-    copy_parameters: Callable[[], None]
-    copies: dict[Any, Resident]
+    recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]  # with the storage that it gives
+    reached: list[Saved]  # inputs that left with other groups
+    copy_parameters: Callable[[], None]  # before the group leaves: see NOTE [ Parameters ]
+    copies: dict[Any, Resident]  # those that it makes
 
 
 class Recipes:

@@ -46,7 +46,7 @@ class Saved:
         batch, index: The batch that has the bytes, and the payload's index there. The commit sets
             both before it clears ``tensor``: an unpack on another thread sees all of it or nothing.
         restore: Makes the tensor from its payload; None where it is the payload.
-        maker: What made the tensor, until the group is closed: see :func:`recipes.maker_of`.
+        maker: What made the tensor, until the group is closed: see :func:`maker_of`.
         recipe: Computes the payload, in place of a batch. True where a recipe could, and the tensor
             stays.
     """

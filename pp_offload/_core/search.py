@@ -247,9 +247,8 @@ class Walk:
         if tensor is None or tensor._version != packed.version or packed.wrapper is not None:
             return UNKNOWN
         storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            return UNKNOWN  # its owner emptied it
-        if storage is self._storage or tensor.nbytes > self._most_bytes:
+        is_empty = not storage.nbytes()  # its owner emptied it
+        if is_empty or storage is self._storage or tensor.nbytes > self._most_bytes:
             return UNKNOWN
         self._note(tensor)
         self.inputs.append((storage._cdata, packed.twin(packed.group)))

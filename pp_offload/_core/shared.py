@@ -39,21 +39,14 @@ NUM_OWN_HOLDERS = 2  # of a storage: a saved tensor and a column; any other may 
 
 
 class Copy(NamedTuple):
-    """A storage that left with a payload of a batch.
-
-    Attributes:
-        saved: Weak reference to the first tensor that was saved with it.
-        counters: Aliases without memory, with the version counters of tensors saved at version 0.
-        position: Index of the payload in the batch.
-        microbatch: Number of the one that saved it; None if the group has no place in a step.
-    """
+    """A storage that left with a payload of a batch."""
 
     storage: weakref.ref[UntypedStorage]
-    saved: weakref.ref[Saved]
-    counters: tuple[Tensor, ...]
+    saved: weakref.ref[Saved]  # the first tensor that was saved with it
+    counters: tuple[Tensor, ...]  # version counters of tensors saved at version 0, without memory
     batch: weakref.ref[Batch]
-    position: int
-    microbatch: int | None
+    position: int  # of the payload in the batch
+    microbatch: int | None  # that saved it; None if the group has no place in a step
 
 
 class SharedCopies:
