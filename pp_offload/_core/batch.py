@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
@@ -22,43 +23,34 @@ from torch import Tensor
 
 from pp_offload.backends import Event, Stream
 
+_address = methodcaller("data_ptr")
+
 Spec = tuple[torch.Size, torch.dtype]  # shape and dtype of a payload
 
 
+@dataclass(slots=True, eq=False)
 class Reload:
-    """A reload of payloads, by a copy or taken back, for one compute stream.
+    """A reload of payloads, by a copy or taken back, for one compute stream."""
 
-    Attributes:
-        stream: The compute stream that their memory was allocated on; only this stream may use it.
-        event: Recorded behind the copy; None for payloads taken back, or if queueing raised.
-        is_there: Whether ``stream`` has waited for ``event``, or need not.
-    """
-
-    __slots__ = ("event", "is_there", "stream")
-
-    def __init__(self, stream: Stream, *, is_there: bool = False) -> None:
-        self.stream = stream
-        self.event: Event | None = None
-        self.is_there = is_there
+    stream: Stream  # on which their memory was allocated; only this one may use it
+    event: Event | None = None  # behind the copy; None if taken back, or if queueing raised
+    is_there: bool = False  # whether ``stream`` has waited for ``event``, or need not
 
 
 class Leaving:
-    """The sources of a copy to the host, kept until it has run.
-
-    Attributes:
-        batch: Weak reference: autograd frees its host memory, with an event for the next owner.
-        watched: Tensors that share memory with the sources, so that a change of one changes a
-            source; each with its version when it was saved, and its payload's index.
-        addresses: Address of each source; an owner may empty a storage and refill it elsewhere.
-    """
+    """The sources of a copy to the host, kept until it has run."""
 
     __slots__ = "addresses batch nbytes offloaded sources stream watched".split()
 
     def __init__(self, batch: Batch, payloads: Any, stream: Stream) -> None:
-        self.batch, self.offloaded, self.stream = weakref.ref(batch), batch.offloaded, stream
+        self.batch = weakref.ref(batch)  # which autograd frees, with an event for the next owner
+        self.offloaded, self.stream = batch.offloaded, stream
         self.sources: Sequence[Tensor] = payloads.tensors
         self.nbytes = sum(payloads.sizes)
+        # An owner may empty a storage and refill it elsewhere.
         self.addresses = list(map(_address, self.sources))
+        # Tensors that share memory with the sources, so that a change of one changes a source; each
+        # with its version when it was saved, and its payload's index.
         self.watched: list[tuple[Tensor, int, int]] = [
             (member.tensor, member.version, index)
             for index, members in enumerate(payloads.members)
@@ -76,46 +68,34 @@ class Leaving:
         return frozenset(changed)
 
 
-_address = methodcaller("data_ptr")
-
-
 class Batch:
-    """The payloads of one group off the device.
-
-    Attributes:
-        place: Host memory with the bytes; None once only the disk has them.
-        passage: Owner of ``place``, if the bytes only pass through it to the disk.
-        write: The write to the disk, which owns the bytes there; None without one.
-        reading: End of the read back to host memory; None before it is queued, after it failed,
-            and once the payloads are on the device.
-        offloaded: Event behind the copy to the host.
-        leaving: Sources of that copy; None once it has run.
-        changed: Payloads that were changed in place before their copy had run.
-        back: State of the payloads on the device.
-        later: Remaining uses of each payload that several groups use, by user: ``id`` of a group
-            that backward has not reached; None for its own group; ``id`` of the SplitBackward for
-            the second part of a backward. Decides what stays; no tensor depends on it.
-    """
+    """The payloads of one group off the device."""
 
     __slots__ = (
         "__weakref__ back changed label later leaving mover offloaded passage place reading sizes "
         "specs write".split()
     )
 
-    place: Any
-    passage: Any
-    write: Any
-    offloaded: Event
+    place: Any  # host memory with the bytes; None once only the disk has them
+    passage: Any  # owner of ``place``, if the bytes only pass through it to the disk
+    write: Any  # the write to the disk, which owns the bytes there; None without one
+    # End of the read back to host memory; None before it is queued, after it failed, and once the
+    # payloads are on the device.
+    reading: Event | None
+    offloaded: Event  # behind the copy to the host
+    leaving: Leaving | None  # sources of that copy; None once it has run
+    changed: frozenset[int]  # payloads that were changed in place before their copy had run
+    # Remaining uses of each payload that several groups use, by user: ``id`` of a group that
+    # backward has not reached; None for its own group; ``id`` of the SplitBackward for the second
+    # part of a backward. Decides what stays; no tensor depends on it.
+    later: dict[int, dict[int | None, int]]
 
     def __init__(
         self, mover: Any, label: str, sizes: list[int], specs: list[Spec], uses: list[int]
     ) -> None:
         self.mover, self.label, self.sizes, self.specs = mover, label, sizes, specs
-        self.passage = self.write = None
-        self.reading: Event | None = None
-        self.leaving: Leaving | None = None
-        self.changed: frozenset[int] = frozenset()
-        self.later: dict[int, dict[int | None, int]] = {}
+        self.passage = self.write = self.reading = self.leaving = None
+        self.changed, self.later = frozenset(), {}
         self.back = Back(self, uses)
 
     def use_again(self, index: int, num: int, group: int) -> None:
@@ -132,23 +112,23 @@ class Batch:
 class Back(weakref.ref[Batch]):
     """The payloads of a batch on the device, by index. It outlives the batch: memory that a copy
     still writes is kept until the copy has run.
-
-    Attributes:
-        device: Device memory of each payload; None before its reload, and when it is used up.
-        reloads: The Reload that brought each payload.
-        versions: Version of the memory when it was last given out; -1 before.
-        given: Weak reference to the tensor that autograd got when a payload left ``device``.
-        uses: Uses of each payload in all; counted anew if it comes back after the last.
-        uses_left: Remaining uses of each payload; 0 when it is used up.
-        num_away: Number of payloads with remaining uses, in any part of backward, that are neither
-            on the device nor on the way.
-        part: Payloads that the first part of a split backward has still to use; all others are for
-            the second part. None if backward is not split, or its first part is over.
-        sizes: Bytes of each payload.
-        checksums: Checksum of each payload when it left, with ``verify``.
     """
 
     __slots__ = "checksums device given num_away part reloads sizes uses uses_left versions".split()
+
+    device: list[Tensor | None]  # memory; None before the reload, and when it is used up
+    reloads: list[Reload | None]  # the Reload that brought each payload
+    given: list[weakref.ref[Tensor] | None]  # what autograd got when a payload left ``device``
+    versions: list[int]  # version of the memory when it was last given out; -1 before
+    uses: list[int]  # in all; counted anew if a payload comes back after the last
+    uses_left: list[int]  # 0 when a payload is used up
+    # Number of payloads with remaining uses, in any part of backward, that are neither on the
+    # device nor on the way.
+    num_away: int
+    # Payloads that the first part of a split backward has still to use; all others are for the
+    # second part. None if backward is not split, or its first part is over.
+    part: frozenset[int] | None
+    checksums: Sequence[int]  # of each payload when it left, with ``verify``
 
     __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
     __hash__ = object.__hash__
@@ -158,13 +138,9 @@ class Back(weakref.ref[Batch]):
 
     def __init__(self, batch: Batch, uses: list[int]) -> None:
         num = self.num_away = len(batch.sizes)
-        self.device: list[Tensor | None] = [None] * num
-        self.reloads: list[Reload | None] = [None] * num
-        self.given: list[weakref.ref[Tensor] | None] = [None] * num
+        self.device, self.reloads, self.given = [None] * num, [None] * num, [None] * num
         self.versions, self.uses, self.uses_left = [-1] * num, uses, uses.copy()
-        self.part: frozenset[int] | None = None
-        self.sizes = batch.sizes
-        self.checksums: Sequence[int] = ()
+        self.part, self.sizes, self.checksums = None, batch.sizes, ()
 
     def away(self) -> list[int]:
         """Return payloads that this part of backward will use and that are neither on the device

@@ -54,21 +54,14 @@ def refill_below(window_bytes: int) -> int:
 
 
 class InFlight:
-    """Sources of copies to the host, in the order in which the copies run.
-
-    Attributes:
-        queue: Sources of each copy, the oldest first.
-        nbytes: Bytes of the queued sources, which ``bound`` limits.
-        then: Actions to run when certain sources were let go, in order.
-        streams: The compute streams of the device.
-    """
+    """Sources of copies to the host, in the order in which the copies run."""
 
     def __init__(self, streams: ComputeStreams, bound: Bound) -> None:
-        self.queue: deque[Leaving] = deque()
-        self.nbytes = 0
+        self.queue: deque[Leaving] = deque()  # sources of each copy, the oldest first
+        self.nbytes = 0  # of the queued sources, which ``bound`` limits
+        # Actions to run when certain sources were let go, in order.
         self.then: deque[tuple[Leaving, Callable[[], None]]] = deque()
-        self.streams = streams
-        self.bound = bound
+        self.streams, self.bound = streams, bound
 
     def let_go_first(self) -> None:
         """Let go of the oldest sources, whose copy has run, or was waited for."""
@@ -87,20 +80,14 @@ class InFlight:
 
 
 class Arrived:
-    """Payloads on the device again that are not used up.
-
-    Attributes:
-        unused_bytes: Device bytes reloaded that autograd has not asked for yet.
-        backs: The Back of each living batch, whether or not any payload is on the device.
-        gone: The Back of each batch that was freed since :meth:`let_go`.
-        abandoned: Unwanted memory, kept until the copy into it has run; kept as long as the engine
-            if an exception left that copy without an event.
-    """
+    """Payloads on the device again that are not used up."""
 
     def __init__(self) -> None:
-        self.unused_bytes = 0
-        self.backs: set[Back] = set()
-        self.gone: deque[Back] = deque()
+        self.unused_bytes = 0  # reloaded, which autograd has not asked for yet
+        self.backs: set[Back] = set()  # of each living batch, wherever its payloads are
+        self.gone: deque[Back] = deque()  # of each batch that was freed since let_go()
+        # Unwanted memory, kept until the copy into it has run; kept as long as the engine if an
+        # exception left that copy without an event.
         self.abandoned: deque[tuple[Tensor, Reload]] = deque()
 
     def put_away(self, back: Back, index: int) -> None:

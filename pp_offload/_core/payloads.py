@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,35 +24,24 @@ from pp_offload._core.geometry import Geometry, has_new_strides, storage_bytes
 from pp_offload._core.saved import Saved, is_pending
 
 
+@dataclass(slots=True, eq=False)
 class Payloads:
-    """The payloads of a group, by column.
+    """The payloads of a group, by column."""
 
-    Attributes:
-        tensors: Whole storages, and views to be gathered, that are copied.
-        members: Saved tensors in each payload.
-        sizes: Bytes of each payload.
-        storages: Storage of each payload that fills one; None for a view, or if some bytes of the
-            storage belong to no saved tensor.
-        views: Indices of views to gather.
-        gathered: Each view that gather() copied, and its copy, by the first saved tensor.
-        beside_bytes: Bytes that the group holds beside payloads if it stays: the rest of storages
-            of gathered views, and storages that could be computed again.
-        parts: Indices of payloads that are parts of saved tensors, for recipes.
-        chosen: Recipes in place of copies; None without any.
-    """
-
-    __slots__ = "beside_bytes chosen gathered members parts sizes storages tensors views".split()
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.members: list[list[Saved]] = []
-        self.sizes: list[int] = []
-        self.storages: list[UntypedStorage | None] = []
-        self.views: list[int] = []
-        self.gathered: dict[Saved, tuple[Tensor, Tensor]] = {}
-        self.parts: list[int] = []
-        self.beside_bytes = 0
-        self.chosen: Any = None
+    tensors: list[Tensor] = field(default_factory=list)  # whole storages, and views to be gathered
+    members: list[list[Saved]] = field(default_factory=list)  # saved tensors in each payload
+    sizes: list[int] = field(default_factory=list)  # bytes of each payload
+    # The storage that a payload fills; None for a view, or if some bytes of the storage belong to
+    # no saved tensor.
+    storages: list[UntypedStorage | None] = field(default_factory=list)
+    views: list[int] = field(default_factory=list)  # indices of views to gather
+    # Each view that gather() copied, and its copy, by the first saved tensor.
+    gathered: dict[Saved, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    parts: list[int] = field(default_factory=list)  # indices of parts of saved tensors, for recipes
+    # Bytes that the group holds beside payloads if it stays: the rest of storages of gathered
+    # views, and storages that could be computed again.
+    beside_bytes: int = 0
+    chosen: Any = None  # recipes in place of copies; None without any
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
         self.tensors.append(tensor)
