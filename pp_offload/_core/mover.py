@@ -74,31 +74,23 @@ class Counts:
 
 
 class Mover:
-    """Queues copies of activations and makes streams wait for them.
+    """Queues copies of activations and makes streams wait for them."""
 
-    Attributes:
-        lock: See NOTE [ One lock ].
-        window: The Window: decides what stays for further uses, and reloads ahead.
-        verifier: Compares reloaded with offloaded bytes; None without ``verify``.
-        in_graphs: Host memory of captured copies.
-    """
-
-    window: Any = None
+    window: Any = None  # decides what stays for further uses, and reloads ahead
     verifier: Verifier | None = None
 
     def __init__(
         self, backend: Backend, tier: HostTier, max_in_flight_bytes: int | str, observers: Observers
     ) -> None:
-        self.backend = backend
+        self.backend, self.observers = backend, observers
         self.tier: Any = tier
-        self.observers = observers
         self.current_stream = backend.current_stream
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # NOTE [ One lock ]
         bound = Bound(max_in_flight_bytes, IN_FLIGHT_BYTES)
         self.in_flight = InFlight(ComputeStreams.of(backend), bound)
         self.arrived = Arrived()
         self.counts = Counts()
-        self.in_graphs: set[HostBytes] = set()
+        self.in_graphs: set[HostBytes] = set()  # host memory of captured copies
         _MOVERS.add(self)
 
     # Off the device
@@ -126,7 +118,6 @@ class Mover:
         verifier = None if self.backend.is_capturing else self.verifier
         if payloads.views or (sides and verifier):  # the verifier reads on the live stream, too
             self._gather(payloads, live, sides)
-            sources = payloads.tensors
         if verifier is not None:
             verifier.leaves(batch, payloads)
         d2h.wait_event(live.record_event())  # the sources are computed

@@ -67,22 +67,14 @@ class Read:
 
 
 class HostTier:
-    """Host memory under the budget of the process. The caller holds the mover's lock.
+    """Host memory under the budget of the process. The caller holds the mover's lock."""
 
-    Attributes:
-        pools: All pools of host memory.
-        disk: Store behind host memory; None without one.
-        reads: Reads by threads, in order.
-        failure: Why nothing goes to the disk until the next step, which sets it to None.
-    """
-
-    disk: Any = None
-    reads: Any = ()
-    failure: Exception | None = None
+    disk: Any = None  # store behind host memory
+    reads: Any = ()  # by threads, in order
+    failure: Exception | None = None  # why nothing goes to the disk until the next step clears it
 
     def __init__(self, pool: HostPool) -> None:
-        self.pool = pool
-        self.pools = [pool]
+        self.pool, self.pools = pool, [pool]
 
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
@@ -106,9 +98,6 @@ class DiskTier(HostTier):
         pool, bound: Host memory that bytes pass through, and the bound on them.
         disk: Store that writes and reads.
         host: Tier of batches that stay in host memory; None if all go to disk.
-
-    Attributes:
-        writing: Batches that threads write, in order.
     """
 
     def __init__(
@@ -118,7 +107,7 @@ class DiskTier(HostTier):
         if host is not None:
             self.pools.insert(0, host.pool)
         self.disk = disk
-        self.writing: deque[weakref.ref[Batch]] = deque()
+        self.writing: deque[weakref.ref[Batch]] = deque()  # which threads write, in order
         self.reads: deque[Read] = deque()
         self._backend, self._bound, self._host = backend, bound, host
 

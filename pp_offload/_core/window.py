@@ -37,20 +37,14 @@ class Order(Protocol):
 
 
 class Window:
-    """Reloads payloads ahead of their use.
-
-    Attributes:
-        bound: The bound on unused bytes.
-        below_bytes: With fewer bytes unused, the mover calls :meth:`fill`.
-    """
+    """Reloads payloads ahead of their use."""
 
     def __init__(self, mover: Mover, order: Order, window_bytes: int | str) -> None:
-        self.bound = Bound(window_bytes, SMALL_BYTES)
-        self._mover = mover
-        self._order = order
+        self.bound = Bound(window_bytes, SMALL_BYTES)  # on unused bytes
+        self._mover, self._order = mover, order
         self._current: Group | None = None
         self._largest = 0
-        self.below_bytes = 0
+        self.below_bytes = 0  # with fewer bytes unused, the mover calls fill()
         mover.window = self
 
     def reach(self, group: Group) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -29,17 +30,12 @@ from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
 INLINE_BYTES = 256 * 1024  # batches of up to so many are copied by the calling thread
 
 
+@dataclass(eq=False)
 class HostTimed:
-    """A point that the calling thread has passed, or a point in the queue of a worker thread.
+    """A point that the calling thread has passed, or a point in the queue of a worker thread."""
 
-    Args:
-        piece: Work of the thread, which passes the point when this is done. None: already passed.
-        time_s: When the point was passed, by ``time.perf_counter``; None before, behind failed
-            work, and where no time was asked for.
-    """
-
-    def __init__(self, piece: Piece | None = None, time_s: float | None = None) -> None:
-        self.piece, self.time_s = piece, time_s
+    piece: Piece | None = None  # work of the thread, which then passes the point; None: passed
+    time_s: float | None = None  # by perf_counter; None before, behind failed work, or unasked
 
     def query(self) -> bool:
         """Whether this point was passed, and no work failed before it."""
