@@ -81,8 +81,8 @@ class Recipe:
         self.copies: Any = None  # of parameters for its group, which die together, as planned
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._uses = self._uses_left = uses
+        # Last tensor (weak reference after the last use), its version then, and its stream.
         self.given: tuple[Any, int, Any] | None = None
-        """Last tensor (weak reference after the last use), its version then, and its stream."""
 
     def give(self) -> Tensor:
         """Return the tensor for the current compute stream. It is computed once for all uses, and
@@ -163,20 +163,15 @@ class Chosen(NamedTuple):
 
 
 class Recipes:
-    """Finds recipes.
-
-    Attributes:
-        is_planned: Whether a plan may choose which groups stay.
-        refuses_gaps: Whether recipes no longer pass tensors whose version nobody compares, as one
-            was changed in place.
-    """
+    """Finds recipes."""
 
     def __init__(self, mover: Any, eligibility: Eligibility) -> None:
         self.mover, self.eligibility = mover, eligibility
-        self.is_planned, self.refuses_gaps = True, False
+        self.is_planned = True  # whether a plan may choose which groups stay
+        # Whether recipes no longer pass tensors whose version nobody compares: one was changed.
+        self.refuses_gaps = False
+        # By kind: the eps of a norm, None without one, _REFUSED, or how many proved nothing.
         self._proofs: dict[Any, Any] = {}
-        """By kind: the eps of a norm, None without one, _REFUSED, or how many proved nothing."""
-
         self._of_weights: Any = WeakIdKeyDictionary()
 
     def go_on_as(self, old: Recipes) -> None:

@@ -63,21 +63,16 @@ class Computable(NamedTuple):
 
 
 class Search:
-    """Search for all recipes of one group.
-
-    Attributes:
-        by_maker: Saved tensors of the group by output and identity of the node that made each.
-        below: By storage, how many operators run for it, including those for its recipe's inputs.
-        reached: Inputs that left with other groups.
-    """
+    """Search for all recipes of one group."""
 
     def __init__(self, recipes: Any, group: Any, saved: ByStorage) -> None:
         self.recipes, self.group, self._saved = recipes, group, saved
+        # Saved tensors of the group by output and identity of the node that made each.
         self.by_maker = {
             each.maker[1:]: each for _, members in saved.values() for each in members if each.maker
         }
-        self.reached: list[Saved] = []
-        self.below: dict[int, int] = {}
+        self.reached: list[Saved] = []  # inputs that left with other groups
+        self.below: dict[int, int] = {}  # by storage, operators that run for it and its inputs
         self._above: dict[int, int] = {}  # by storage, most operators that run after it is needed
         self._users: dict[int, list[int]] = {}  # by storage, those whose recipes need it
         self._parts: ByStorage = {}  # what replaces storages that repeat numbers: see Narrow
@@ -165,30 +160,24 @@ class Search:
 
 
 class Walk:
-    """A walk from a saved tensor along the graph to other saved tensors.
+    """A walk from a saved tensor along the graph to other saved tensors."""
 
-    Attributes:
-        views: As given; None where the recipe gives the storage flat.
-        num_calls: Number of operators that the recipe itself runs.
-        kind: All that bits may depend on, besides the bits and sizes of the inputs. Recipes with
-            the same kind run the same kernels, so a proof serves both.
-        guesses: Values that were guessed.
-        inputs: Keys of storages, with a twin of each saved tensor of the group that is needed.
-        reached: Twins of needed saved tensors that left with other groups.
-        has_gap: Whether a tensor on the way was not saved, which may have been changed in place.
-    """
+    views: list[tuple[Any, int]] | None  # None where the recipe gives the storage flat
 
     def __init__(
-        self, search: Search, storage: UntypedStorage, views: list[tuple[Any, int]] | None
+        self, search: Search, storage: UntypedStorage, views: list[tuple[Any, int]]
     ) -> None:
         self._search, self._storage, self.views = search, storage, views
         self._most_bytes = MOST_LARGER * storage.nbytes()
-        self.num_calls = 0
+        self.num_calls = 0  # operators that the recipe itself runs
+        # All that bits may depend on, besides the bits and sizes of the inputs. Recipes with the
+        # same kind run the same kernels, so a proof serves both.
         self.kind: list[Any] = []
         self.guesses: list[Guess] = []
+        # Keys of storages, with a twin of each saved tensor of the group that is needed.
         self.inputs: list[tuple[int, Saved]] = []
-        self.reached: list[Saved] = []
-        self.has_gap = False
+        self.reached: list[Saved] = []  # twins of needed saved tensors that left with other groups
+        self.has_gap = False  # whether a tensor on the way was not saved, which may have changed
 
     def call(self, node: Any, index: int) -> Any:
         self.num_calls += 1
