@@ -125,11 +125,6 @@ class DiskFile:
         directory: Directory on a file system with room; made if missing. None for the system's
             directory of temporary files. Without a file there, a DiskTierError is raised.
         num_threads: Number of batches written or read at a time.
-
-    Attributes:
-        listeners: Called by the thread, for work that was queued after this was set.
-        written_bytes, read_bytes: Bytes queued to be written and read so far.
-        peak_bytes: The most bytes in use at once.
     """
 
     # Tests replace these two by a file system that fails.
@@ -140,7 +135,8 @@ class DiskFile:
         self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
     ) -> None:
         self.directory = Path(directory or tempfile.gettempdir())
-        self.listeners: tuple[Listener, ...] = ()
+        self.listeners: tuple[Listener, ...] = ()  # of work that is queued from then on
+        # Bytes queued to be written and read so far, and the most that were in use at once.
         self.written_bytes = self.read_bytes = self.peak_bytes = 0
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
         # The threads close the file: a destructor loses what a signal handler raises.

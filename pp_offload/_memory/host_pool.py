@@ -101,11 +101,6 @@ class HostPool:
         budget: This rank's share of the available memory when not given.
         trim: Empties the cache of an allocator that retains freed memory.
         is_capturing: Whether a graph is being captured. Then no event may be queried.
-
-    Attributes:
-        reserved_bytes: Bytes of all slabs.
-        has_asked: Whether other pools gave up idle memory for this pool, which they do once.
-        num_allocations: How often ``allocate`` was called.
     """
 
     min_slab_bytes = MIN_SLAB_BYTES
@@ -118,9 +113,10 @@ class HostPool:
         trim: Callable[[], None] = lambda: None,
         is_capturing: Callable[[], bool] = bool,
     ) -> None:
-        self.reserved_bytes = self.num_allocations = 0
+        self.reserved_bytes = self.num_allocations = 0  # of all slabs, and calls of ``allocate``
         self._allocate, self._trim, self._is_capturing = allocate, trim, is_capturing
-        self.has_asked, self.budget = False, budget or HostBudget()
+        self.budget = budget or HostBudget()
+        self.has_asked = False  # for idle memory of other pools, which they give up once
         self._slabs: dict[int, Slab] = {}  # by address, rising
         self._end = 0
         self._free = Ranges()
