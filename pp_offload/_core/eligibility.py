@@ -50,13 +50,10 @@ class StorageSet:
 
     Any thread may add and look up. Entries of freed storages are removed later, for autograd may
     free a marked tensor, and Python code that runs there would swallow exceptions.
-
-    Attributes:
-        refs: Weak references by key. A missing key proves absence; for others, call :meth:`has`.
     """
 
     def __init__(self) -> None:
-        self.refs: dict[int, _KeyedRef] = {}
+        self.refs: dict[int, _KeyedRef] = {}  # a missing key proves absence; for others, ask has()
         self._gone: deque[_KeyedRef] = deque()
         self._lock = threading.Lock()  # an address may be added anew while its old entry is removed
 
@@ -119,22 +116,14 @@ def is_marked(tensor: Tensor) -> bool:
 
 
 class Eligibility:
-    """Decides which saved tensors may leave the device.
-
-    Args:
-        device: The device; tensors on other devices stay there.
-        residents: Storages of parameters, buffers and marked tensors. They and their views stay.
-
-    Attributes:
-        elsewhere: Device of the last tensor that stays for being on another device; None without.
-        largest_small: Shape of the largest tensor that is too small to leave, by name of the group;
-            None if not recorded.
-    """
+    """Decides which saved tensors may leave the device; tensors on others stay there."""
 
     def __init__(self, device: torch.device, residents: StorageSet) -> None:
         self.device = device
-        self.residents = residents
-        self.elsewhere: torch.device | None = None
+        self.residents = residents  # parameters, buffers and marked tensors: they and views stay
+        self.elsewhere: torch.device | None = None  # of the last tensor on another device
+        # Shape of the largest tensor that is too small to leave, by name of the group; None if not
+        # recorded.
         self.largest_small: dict[str, torch.Size] | None = None
 
     def note_small(self, name: str, tensor: Tensor) -> None:

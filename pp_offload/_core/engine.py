@@ -40,17 +40,9 @@ _ADVICE = "or call pp_offload.release_host_memory(): there is host memory that n
 
 
 class Engine:
-    """Offloads groups.
+    """Offloads groups."""
 
-    Attributes:
-        reach: To be called when backward is about to use a group for the first time.
-        follow: To be called with each stream that computes a forward: it may allocate sources.
-        is_enabled: Whether groups are offloaded now.
-        is_torn: Whether an exception passed through the engine's own code, and its bookkeeping may
-            be wrong. The next step begins with another engine.
-        idle_others: Returns users of the host budget with idle memory, to be asked for it once.
-    """
-
+    # Returns users of the host budget with idle memory, to be asked for it once.
     idle_others: Callable[[], Sequence[Any]] = tuple
 
     def __init__(
@@ -71,11 +63,14 @@ class Engine:
         self.recipes: Recipes | None = None
         if config.rematerialize == "cheap":
             self.recipes = Recipes(self.mover, self.eligibility)
-        self.reach = self.window.reach
+        self.reach = self.window.reach  # for a group that backward is about to use first
         self.current_stream = backend.current_stream
+        # For each stream that computes a forward: it may allocate sources.
         self.follow = self.mover.in_flight.streams.follow
         self.follow(backend.current_stream())  # inputs may be made on it, outside forwards
         self.is_enabled = True
+        # Whether an exception passed through the engine's own code, and its bookkeeping may be
+        # wrong. The next step begins with another engine.
         self.is_torn = False
 
     def payloads(self, group: Group) -> Payloads:

@@ -37,19 +37,16 @@ class GroupState(enum.Enum):
 
 
 class Counts:
-    """Numbers of payloads and bytes that a group may send, and that it sent.
+    """Numbers of payloads and bytes that a group may send, and that it sent."""
 
-    Attributes:
-        num_tensors: Number of recipes, and of payloads that may leave, whatever the plan.
-        nbytes: Bytes of the payloads that may leave.
-        copied_bytes: Bytes that the group copied itself, without those another group had copied.
-        narrowed_bytes: Bytes within ``nbytes`` of sources that are copied in place of tensors
-            made of them without a loss: by a cast, or by repetition.
-        recipe_bytes: Bytes of the storages that recipes compute.
-        again_bytes: ``recipe_bytes`` if backward computes them again, else 0.
-    """
-
-    num_tensors = nbytes = copied_bytes = narrowed_bytes = recipe_bytes = again_bytes = 0
+    num_tensors = 0  # recipes, and payloads that may leave, whatever the plan
+    nbytes = 0  # of the payloads that may leave
+    copied_bytes = 0  # that the group copied itself, without those another group had copied
+    # Within ``nbytes``, of sources that are copied in place of tensors made of them without a loss:
+    # by a cast, or by repetition.
+    narrowed_bytes = 0
+    recipe_bytes = 0  # of the storages that recipes compute
+    again_bytes = 0  # the same if backward computes them again
 
 
 class Group:
@@ -59,34 +56,25 @@ class Group:
         name: The user's name for the group, such as ``mlp_norm``.
         engine: The Engine that offloads the group, even if the next step has another engine.
         min_numel: Elements; smaller tensors stay on the device.
-
-    Attributes:
-        key: Place of the group in the step; None without one.
-        is_used: Whether backward has asked for one of its tensors.
-        has_failed: Whether an exception came out of its forward, as its context saw.
-        saved_refs: Weak references to what autograd saved, in order.
-        streams: Compute streams on which tensors were saved.
-        batch: Weak reference to the group's own batch; before it has left, to nothing.
-        borrowed: Payloads of other groups' batches that hold tensors of this group, too.
-        counts: Sizes, set by the commit.
     """
 
     # Defaults of the class: most groups keep them, and groups are made during a forward.
-    borrowed: Sequence[tuple[weakref.ref[Batch], int]] = ()
-    key: GroupKey | None = None
-    has_failed = False
+    borrowed: Sequence[tuple[weakref.ref[Batch], int]] = ()  # payloads of other groups' batches
+    key: GroupKey | None = None  # place of the group in the step, if it has one
+    has_failed = False  # whether an exception came out of its forward, as its context saw
 
     # Megatron's users give a name alone.
     def __init__(self, name: str, *, engine: Any = None, min_numel: int = 0) -> None:
         self.name = name
         self.state = GroupState.OPEN
-        self.is_used = False
-        self.saved_refs: list[weakref.ref[Saved]] = []
-        self.streams: list[Stream] = []
-        self.counts = Counts()
+        self.is_used = False  # whether backward has asked for one of its tensors
+        self.saved_refs: list[weakref.ref[Saved]] = []  # what autograd saved, in order
+        self.streams: list[Stream] = []  # on which tensors were saved
+        self.counts = Counts()  # set by the commit
         self.engine = engine
         self._min_numel = min_numel
-        self.batch: Callable[[], Batch | None] = type(None)  # which gives None
+        # A weak reference to its own batch, once that has left. Until then, gives None as well.
+        self.batch: Callable[[], Batch | None] = type(None)
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Packed:

@@ -107,16 +107,11 @@ class Observers:
 
 
 class Laps(Observer):
-    """Laps of copies to the host, of copies to the device, and of waits of compute for these.
-
-    Attributes:
-        end: Last event that :meth:`now` returned.
-        is_cut: Whether a part ran in a capture, and has no times.
-    """
+    """Laps of copies to the host, of copies to the device, and of waits of compute for these."""
 
     def __init__(self, begin: TimedEvent) -> None:
-        self.begin = self.end = begin
-        self.is_cut = False
+        self.begin = self.end = begin  # the end is the last event that now() returned
+        self.is_cut = False  # whether a part ran in a capture, and has no times
         self.offloads: list[Lap] = []
         self.reloads: list[Lap] = []
         self.waits: list[Lap] = []

@@ -35,41 +35,32 @@ from pp_offload.errors import SavedTensorModifiedError
 
 
 class Saved:
-    """A saved tensor that may leave the device.
-
-    Attributes:
-        tensor: Alias of the saved tensor while it is on the device; None once its batch has left.
-        version: Version of the tensor when it was saved.
-        origin: The tensor, or the base it is a view of: tensors that count changes together have
-            the same. None for a tensor that is no view and was never changed, which needs none.
-        wrapper: For a tensor inside a wrapper, an object that counts the wrapper's changes.
-        batch, index: The batch that has the bytes, and the payload's index there. The commit sets
-            both before it clears ``tensor``: an unpack on another thread sees all of it or nothing.
-        restore: Makes the tensor from its payload; None where it is the payload.
-        maker: What made the tensor, until the group is closed: see :func:`maker_of`.
-        recipe: Computes the payload, in place of a batch. True where a recipe could, and the tensor
-            stays.
-    """
+    """A saved tensor that may leave the device."""
 
     __slots__ = (
         "__weakref__ batch group index maker origin recipe restore tensor version wrapper".split()
     )
 
+    # The batch that has the bytes, and the payload's index there. The commit sets both before it
+    # clears ``tensor``: an unpack on another thread sees all of it or nothing.
     batch: Batch
     index: int
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
-        # An alias, for the output of an operator would keep its own graph alive from here.
+        # An alias, for the output of an operator would keep its own graph alive from here; None
+        # once the batch has left.
         self.tensor: Tensor | None = tensor.detach()
-        self.version = tensor._version
+        self.version, self.group = tensor._version, group
+        # The tensor, or the base it is a view of: tensors that count changes together have the
+        # same. None for a tensor that is no view and was never changed, which needs none.
         base = tensor._base
         origin = tensor if base is None and self.version else base
         self.origin = None if origin is None else weakref.ref(origin)
-        self.group = group
-        self.wrapper: Tensor | None = None
+        self.wrapper: Tensor | None = None  # of a tensor inside a wrapper: what counts its changes
+        # Makes the tensor from its payload; None where it is the payload.
         self.restore: Callable[[Tensor], Tensor] | None = None
-        self.maker: Any = None
-        self.recipe: Any = None
+        self.maker: Any = None  # see maker_of(); None once the group is closed
+        self.recipe: Any = None  # in place of a batch; True where a recipe could be, and it stays
 
     @property
     def here(self) -> Tensor:
