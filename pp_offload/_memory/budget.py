@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -45,13 +46,11 @@ class OverBudgetError(MemoryError):
     """The bytes would be over the budget, whatever the system has."""
 
 
+@dataclass(eq=False)
 class Reserved:
     """Bytes counted as used for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    nbytes: int
 
 
 class _Process:

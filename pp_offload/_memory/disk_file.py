@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,11 @@ Listener = Callable[[str, int, float, float], None]
 """
 
 
+@dataclass(eq=False)
 class DiskEvent:
     """End of one write or read: a piece of work whose result is its failure, or None."""
 
-    __slots__ = ("piece",)
-
-    def __init__(self, piece: Any) -> None:
-        self.piece = piece
+    piece: Any
 
     def query(self) -> bool:
         return self.piece.done()
@@ -72,25 +71,21 @@ class DiskEvent:
             raise DiskTierError(str(failure))  # a new error: a traceback keeps graphs alive
 
 
+@dataclass(eq=False)
 class Extent:
     """A range of the file, free when neither a :class:`DiskWrite` nor a thread refers to it."""
 
-    __slots__ = ("__weakref__", "checksum", "failure", "nbytes", "start")
-
-    def __init__(self, start: int, nbytes: int) -> None:
-        self.start, self.nbytes = start, nbytes
-        self.checksum: int | None = None  # None until the write has ended
-        self.failure: DiskTierError | None = None
+    start: int
+    nbytes: int
+    checksum: int | None = None  # None until the write has ended
+    failure: DiskTierError | None = None
 
 
+@dataclass(eq=False)
 class DiskWrite(DiskEvent):
     """Bytes on disk, or on their way there, for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "extent")
-
-    def __init__(self, piece: Any, extent: Extent) -> None:
-        super().__init__(piece)
-        self.extent = extent
+    extent: Extent
 
     @property
     def failure(self) -> DiskTierError | None:
@@ -103,16 +98,14 @@ class DiskWrite(DiskEvent):
         return DiskEvent(self.piece)
 
 
+@dataclass(eq=False)
 class OpenFile:
     """A descriptor, closed when neither a :class:`DiskFile` nor a thread refers to it.
 
     If it was closed earlier, a thread might write to another file that gets the same number.
     """
 
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    fd: int
 
     def __del__(self) -> None:
         os.close(self.fd)
