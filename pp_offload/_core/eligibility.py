@@ -172,9 +172,8 @@ class Eligibility:
         if tensor.device != self.device:
             self.elsewhere = tensor.device
             return False
-        if tensor.is_neg() or tensor._is_zerotensor():
-            return False
-        if tensor.dtype in FLAGGED_DTYPES and (tensor.is_quantized or tensor.is_conj()):
+        is_flagged = tensor.dtype in FLAGGED_DTYPES and (tensor.is_quantized or tensor.is_conj())
+        if is_flagged or tensor.is_neg() or tensor._is_zerotensor():
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):

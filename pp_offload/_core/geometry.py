@@ -50,10 +50,8 @@ class Geometry:
 
     def narrowed(self) -> Geometry:
         """Return this geometry with each broadcast dimension narrowed to one element."""
-        size = torch.Size(
-            1 if s == 0 and n > 1 else n for n, s in zip(self.size, self.stride, strict=True)
-        )
-        return replace(self, size=size)
+        dims = zip(self.size, self.stride, strict=True)
+        return replace(self, size=torch.Size([n if s else min(n, 1) for n, s in dims]))
 
     def on_storage_of(self, payload: Tensor) -> Tensor:
         """Return this view of the storage of ``payload``, which is of this dtype or flat ``uint8``,

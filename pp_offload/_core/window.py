@@ -29,11 +29,9 @@ class Order(Protocol):
 
     def after(self, group: Group) -> Iterator[Visit]:
         """Return the groups that backward visits after ``group``, the next first."""
-        ...
 
     def begin(self, group: Group) -> None:
         """Note that backward has reached ``group``."""
-        ...
 
 
 class Window:
