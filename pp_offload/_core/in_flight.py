@@ -143,10 +143,9 @@ class Arrived:
 
 
 class ComputeStreams(list[Stream]):
-    """Compute streams of a device on which sources may have been allocated.
-
-    All engines of a device share one list: one engine may copy what a forward computed on a
-    stream that another engine saw. The list is short: PyTorch reuses the streams of a pool.
+    """Compute streams of a device on which sources may have been allocated. All engines of a device
+    share one list: one engine may copy what a forward computed on a stream that another engine saw.
+    The list is short: PyTorch reuses the streams of a pool.
     """
 
     def follow(self, stream: Stream) -> None:

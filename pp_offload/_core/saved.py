@@ -166,10 +166,8 @@ def is_wrapper(tensor: Tensor) -> bool:
     """Whether ``tensor`` is made of other tensors, and can be rebuilt from copies of them. A jagged
     one cannot: its ragged size belongs to one offsets tensor, not to its copy.
     """
-    kind = type(tensor)
-    if kind is Tensor or kind is Parameter:
-        return False
-    return tensor.layout is torch.strided and is_traceable_wrapper_subclass(tensor)
+    is_plain = type(tensor) in (Tensor, Parameter) or tensor.layout is not torch.strided
+    return not is_plain and is_traceable_wrapper_subclass(tensor)
 
 
 def is_pending(tensor: Tensor) -> bool:

@@ -60,10 +60,9 @@ class Read:
 
     batch: weakref.ref[Batch]
     passage: Owner  # kept until the read has ended, which may outlive the batch
+    # The end of the read. None if an exception came before it was noted; the passage then lives as
+    # long as the engine, as a thread may write to it.
     event: Event | None = None
-    """The end of the read. None if an exception came before it was noted; the passage then lives
-    as long as the engine, as a thread may write to it.
-    """
 
 
 class HostTier:

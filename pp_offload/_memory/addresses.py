@@ -96,10 +96,9 @@ def checksum(data: NDArray) -> int:
 
 
 class Ranges:
-    """Ranges in the order of their addresses. Neighbours are always merged.
-
-    First fit packs payloads that leave and return in turns as in a ring: on the shapes of models
-    it wastes less than best fit, which leaves splinters.
+    """Ranges in the order of their addresses. Neighbours are always merged. First fit packs what
+    leaves and returns in turns as in a ring: on the shapes of models it wastes less than best fit,
+    which leaves splinters.
     """
 
     def __init__(self) -> None:

@@ -54,9 +54,8 @@ class Reserved:
 
 
 class _Process:
-    """Sum of what all budgets of this process reserved.
-
-    The sum is taken when asked for, so no Python code runs where a reservation ends.
+    """Sum of what all budgets of this process reserved. The sum is taken when asked for, so no
+    Python code runs where a reservation ends.
     """
 
     def __init__(self) -> None:

@@ -60,11 +60,8 @@ class DiskEvent:
         return self.piece.done()
 
     def synchronize(self) -> None:
-        """Block until the work has ended.
-
-        Raises:
-            DiskTierError: A read failed. A write never raises: see :attr:`DiskWrite.failure`.
-            ForkedError: The work was queued before this process was forked.
+        """Block until the work has ended. Raises a DiskTierError if a read failed, not a write: see
+        :attr:`DiskWrite.failure`; and a ForkedError for work from before a fork of this process.
         """
         failure = self.piece.result()
         if failure is not None:
@@ -100,9 +97,8 @@ class DiskWrite(DiskEvent):
 
 @dataclass(eq=False)
 class OpenFile:
-    """A descriptor, closed when neither a :class:`DiskFile` nor a thread refers to it.
-
-    If it was closed earlier, a thread might write to another file that gets the same number.
+    """A descriptor, closed when neither a :class:`DiskFile` nor a thread refers to it: earlier, a
+    thread might write to another file that gets the same number.
     """
 
     fd: int

@@ -70,9 +70,8 @@ COMPUTE = ComputeStream()
 
 
 class CopyStream:
-    """A queue served by one daemon thread, started when first needed.
-
-    A forked process begins with an empty one: copies under way do not follow.
+    """A queue served by one daemon thread, started when first needed. A forked process begins with
+    an empty one: copies under way do not follow.
     """
 
     def __init__(self, name: str) -> None:
