@@ -183,12 +183,6 @@ class CapturedEvent(torch.Event):
     inner: Event
     owner: Any
 
-    @classmethod
-    def of(cls, inner: Event, capture: int, owner: Any) -> CapturedEvent:
-        event = cls(device="cpu")  # never recorded, so the device does not matter
-        event.capture, event.inner, event.owner = capture, inner, owner
-        return event
-
     def query(self) -> bool:
         """False in its own capture, where nothing runs; else True: only a launch would reach it."""
         return self.capture != self.owner.capture_id()
@@ -213,7 +207,10 @@ class CapturedStream:
             self.inner.wait_event(event.inner)
 
     def record_event(self) -> CapturedEvent:
-        return CapturedEvent.of(self.inner.record_event(), self.capture, self.owner)
+        event = CapturedEvent(device="cpu")  # never recorded, so the device does not matter
+        event.inner, event.capture = self.inner.record_event(), self.capture
+        event.owner = self.owner
+        return event
 
 
 def captured(backend: Backend, *streams: Stream) -> list[Any]:
