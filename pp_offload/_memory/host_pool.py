@@ -242,24 +242,21 @@ class HostPool:
         """Return memory from the free ranges, then from idle memory, then from a new slab."""
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT for size in sizes]
         starts = self._place(rooms)
-        if starts is None and self._idle:
-            self._break_up()
-            starts = self._place(rooms)
         if starts is None:
+            if self._idle:
+                self._break_up()
             starts = self._place(rooms, may_grow=True, force=force)
         assert starts is not None
-        addresses = list(self._slabs)
+        addresses, ranges = list(self._slabs), Ranges()
         views, slabs = [], []
         with outside_inference_mode():  # or the views could not be written outside it
-            for start, size in zip(starts, sizes, strict=True):
+            for start, size, room in zip(starts, sizes, rooms, strict=True):
                 address = addresses[bisect_right(addresses, start) - 1]
                 slab = self._slabs[address]
                 views.append(slab.data.narrow(0, start - address, size))
                 slabs.append(slab)
+                ranges.add(start, room)
         sizes = self._sizes.setdefault(sizes, sizes)  # or each free would touch cold memory
-        ranges = Ranges()
-        for start, room in zip(starts, rooms, strict=True):
-            ranges.add(start, room)
         return HostBytes(sizes, sum(sizes), views, ranges, slabs, self._claim(ranges))
 
     def _place(
