@@ -177,11 +177,8 @@ class Group:
 class ChunkKey(NamedTuple):
     """A chunk of a step, named alike in every step."""
 
-    vp_stage: int
-    """Virtual pipeline stage."""
-
-    microbatch: int
-    """Number of the microbatch in the step, from 0."""
+    vp_stage: int  # virtual pipeline stage
+    microbatch: int  # number in the step, from 0
 
 
 class WeightPassKey(NamedTuple):
@@ -201,8 +198,7 @@ class GroupKey(NamedTuple):
     """A group of a step, named alike in every step."""
 
     chunk: ChunkKey
-    position: int
-    """Position of the group in the chunk's forward, from 0."""
+    position: int  # in the chunk's forward, from 0
 
     @property
     def place(self) -> Place:

@@ -119,8 +119,7 @@ class Sums(NamedTuple):
     """
 
     sums: Tensor
-    forget: Callable[[], None]
-    """Refuses such recipes from now on."""
+    forget: Callable[[], None]  # refuses such recipes from now on
 
     @classmethod
     def of(cls, tensor: Tensor, forget: Callable[[], None]) -> Sums:
