@@ -162,12 +162,11 @@ class GPUTensorPool:
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Make a tensor; host memory is counted for as long as a tensor is on it."""
         nbytes = self._calculate_memory_size(shape, dtype)
-        if self._budget is None or not nbytes:
-            with outside_inference_mode():
-                return torch.empty(shape, dtype=dtype, device=self.device)
-        reserved = self._budget.reserve(nbytes)
-        allocate = default_backend().allocate_host if self.pin_memory else pageable
         with outside_inference_mode():  # or nobody could write it outside
+            if self._budget is None or not nbytes:
+                return torch.empty(shape, dtype=dtype, device=self.device)
+            reserved = self._budget.reserve(nbytes)
+            allocate = default_backend().allocate_host if self.pin_memory else pageable
             return owned_by(reserved, allocate(nbytes)).view(dtype).view(shape)
 
 
