@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,47 +67,45 @@ class TrainerMixin:
             )
 
 
+@dataclass(slots=True, eq=False)
 class OfModel:
-    """Offload of a trainer's current model, made from the model, options and trainer's arguments.
-    The user has ``wanted`` options, True, False or one of the ``words`` of other trainers; None
-    leaves the choice to the trainer's arguments, where it has the same ``name``.
+    """Offload of a trainer's current model. The user has ``wanted`` options, True, False or one of
+    ``words``; None leaves the choice to the trainer's arguments, where it has the same ``name``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        wanted: object,
-        make: Callable[[Module, dict[str, Any], Any], Any],
-        words: Mapping[str, Mapping[str, Any] | bool] | None = None,
-    ) -> None:
-        self._name, self._wanted, self._make, self._words = name, wanted, make, words or {}
-        self._has_warned = False
-        self.model: Module | None = None
-        self.made: Any = None
-        if wanted is not None:
+    name: str
+    wanted: object
+    make: Callable[[Module, dict[str, Any], Any], Any]  # from model, options, arguments
+    words: Mapping[str, Mapping[str, Any] | bool] = field(default_factory=dict)  # of others
+    has_warned: bool = False
+    model: Module | None = None
+    made: Any = None
+
+    def __post_init__(self) -> None:
+        if self.wanted is not None:
             self.prepare(None, None)  # reports an error in the options now
 
     def prepare(self, args: Any, model: Module | None) -> Any:
         """Return the offload of a model; make it for a new model."""
-        name, chosen = self._name, self._wanted
+        name, chosen = self.name, self.wanted
         if chosen is None:
             name, chosen = f"{name} of the trainer's arguments", getattr(args, name, True)
-            if chosen is False and not self._has_warned:
-                self._has_warned = True
+            if chosen is False and not self.has_warned:
+                self.has_warned = True
                 warnings.warn(
                     f"nothing is offloaded, for {name} is False; give the trainer "
-                    f"{self._name}=True, or False to do without",
+                    f"{self.name}=True, or False to do without",
                     stacklevel=3,
                 )
         if isinstance(chosen, str):
-            chosen = self._words.get(chosen, chosen)
+            chosen = self.words.get(chosen, chosen)
         if not isinstance(chosen, bool | Mapping):
-            words = "".join(f", {word!r}" for word in self._words)
+            words = "".join(f", {word!r}" for word in self.words)
             raise ValueError(
                 f"{name} is {brief(chosen)}, expected True, False{words} or a mapping of options"
             )
         if chosen is not False and model is not None and model is not self.model:
-            self.made = self._make(model, {} if chosen is True else dict(chosen), args)
+            self.made = self.make(model, {} if chosen is True else dict(chosen), args)
             self.model = model
         return self.made
 
