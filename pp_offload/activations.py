@@ -222,11 +222,8 @@ def _meet(module: Module, _: object) -> None:
 
 
 class _OfThread(threading.local):
-    excluded: int | None = None
-    """Id of the outermost excluded module whose forward runs."""
-
-    noted: Tensor | None = None
-    """Tensor given to a checkpoint, until the checkpoint saves it."""
+    excluded: int | None = None  # id of the outermost excluded module whose forward runs
+    noted: Tensor | None = None  # given to a checkpoint, until the checkpoint saves it
 
 
 _here = _OfThread()

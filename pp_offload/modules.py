@@ -155,8 +155,7 @@ class _Place(NamedTuple):
     group: str
     name: str
     model: Module
-    where: str
-    """Text for errors that names the model."""
+    where: str  # text for errors that names the model
 
     @property
     def module(self) -> Module:

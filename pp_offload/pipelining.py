@@ -260,14 +260,9 @@ def _stages(schedule: Any) -> list[Any]:
 class BackwardOrder(NamedTuple):
     """Order of backward on this rank; empty if the schedule has no list of actions."""
 
-    keys: list[ChunkKey | WeightPassKey]
-    """Backwards in order."""
-
-    split: SplitBackward | None
-    """Observer of the backwards that come in two parts; None if all come in one."""
-
-    late: frozenset[ChunkKey]
-    """Chunks whose first part does nothing, as a first stage has no inputs to differentiate."""
+    keys: list[ChunkKey | WeightPassKey]  # backwards in order
+    split: SplitBackward | None  # observer of those that come in two parts; None if none does
+    late: frozenset[ChunkKey]  # first part does nothing: a first stage differentiates no inputs
 
     def begin_step(self, manager: Manager, rank: int) -> None:
         """Begin a step of a rank, whose groups are needed in this order."""
@@ -314,9 +309,7 @@ def backward_order(
 class Action(NamedTuple):
     """An action of a schedule."""
 
-    kind: str
-    """Name of one of PyTorch's computation types, such as ``FULL_BACKWARD``."""
-
+    kind: str  # name of one of PyTorch's computation types, such as ``FULL_BACKWARD``
     stage_index: int
     microbatch: int
 

@@ -52,8 +52,7 @@ class PipelineOffloadManager(Manager):
     """
 
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
-    INHERITED: ClassVar[PipelineOffloadManager | None] = None
-    """Manager of the parent, in a forked process: see :func:`_after_fork`."""
+    INHERITED: ClassVar[PipelineOffloadManager | None] = None  # in a fork: see :func:`_after_fork`
 
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None

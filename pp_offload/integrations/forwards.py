@@ -53,12 +53,10 @@ class Figures:
 class ForwardOffload(NamedTuple):
     """Offload of the training forwards of a model."""
 
+    # Returns a context for the forward of a microbatch; a new step begins a step.
     forward: Callable[[int], AbstractContextManager[object]]
-    """Returns a context for the forward of a microbatch; a new step begins a step."""
-
     statistics: Callable[[], OffloadStatistics]
-    close: Callable[[], None]
-    """Removes groups; all activations leave only while the context is entered."""
+    close: Callable[[], None]  # removes groups; where all leave, only the context offloads
 
 
 def offload_of(
