@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pp_offload._common.checks import check_count
-from pp_offload._megatron import interface as introduced
-from pp_offload._megatron import manager as introduced_manager
+from pp_offload._megatron import interface as base
+from pp_offload._megatron import manager as base_manager
 from pp_offload._megatron.chunk import MainChunkOffloadHandler
 from pp_offload.config import AUTO, OffloadConfig
 
-the_manager = introduced_manager.PipelineOffloadManager.get_instance
+the_manager = base_manager.PipelineOffloadManager.get_instance
 """Function that returns the manager of the process, made at the first call."""
 
 
-class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
+class PipelineOffloadManager(base_manager.PipelineOffloadManager):
     """The manager of the process under main's names, some of which have other parameters.
 
     An object has no state: attributes are those of the manager of the process.
@@ -137,8 +137,8 @@ class PipelineOffloadManager(introduced_manager.PipelineOffloadManager):
 
 _FACE = PipelineOffloadManager()
 
-fine_grained_offloading_group_offload = introduced.fine_grained_offloading_group_commit
-_BackwardRecord = introduced.FineGrainedOffloadingBackwardRecordFunction
+fine_grained_offloading_group_offload = base.fine_grained_offloading_group_commit
+_BackwardRecord = base.FineGrainedOffloadingBackwardRecordFunction
 
 
 class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
@@ -152,7 +152,7 @@ class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
         return _BackwardRecord.forward(ctx, tensor, _FACE.cuda_graph_event)
 
 
-class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationOffloadingInterface):
+class FineGrainedActivationOffloadingInterface(base.FineGrainedActivationOffloadingInterface):
     """A group as a context, closed by :meth:`group_offload`.
 
     Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
@@ -176,11 +176,9 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
     )
     mark_not_offload = staticmethod(_FACE.mark_not_offload)
     reset = staticmethod(_FACE.reset)
-    flush_delayed_groups = staticmethod(
-        introduced.fine_grained_offloading_group_flush_delayed_groups
-    )
-    disable_offload = staticmethod(introduced.fine_grained_offloading_disable_offload)
-    enable_offload = staticmethod(introduced.fine_grained_offloading_enable_offload)
+    flush_delayed_groups = staticmethod(base.fine_grained_offloading_group_flush_delayed_groups)
+    disable_offload = staticmethod(base.fine_grained_offloading_disable_offload)
+    enable_offload = staticmethod(base.fine_grained_offloading_enable_offload)
 
     # CUDA graphs
 
@@ -196,7 +194,7 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
     def forward_record(event: Any = None) -> None:
         """At the end of a captured forward: record the event, and join the copies to the host."""
         event = _FACE.cuda_graph_event if event is None else event
-        introduced.fine_grained_offloading_forward_record(event)
+        base.fine_grained_offloading_forward_record(event)
 
     @staticmethod
     def backward_record(tensor: Tensor) -> Tensor:
