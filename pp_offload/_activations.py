@@ -66,10 +66,8 @@ class _Forward(threading.local):
 
 
 class ActivationStash:
-    """Stash that gathers saved tensors, and offloads them together.
-
-    As many as ``max_tensors`` leave without a :meth:`send`. With ``has_limit``, groups stay while
-    ``config.device_limit_bytes`` has room for them.
+    """Stash that gathers saved tensors, and offloads them together; ``max_tensors`` leave without a
+    :meth:`send`. With ``has_limit``, groups stay while ``config.device_limit_bytes`` has room.
     """
 
     def __init__(
@@ -83,9 +81,7 @@ class ActivationStash:
         has_limit: bool = False,
         backend: Backend | None = None,
     ) -> None:
-        self.name = name
-        self.min_offload_size = min_offload_size
-        self.max_tensors = max_tensors
+        self.name, self.min_offload_size, self.max_tensors = name, min_offload_size, max_tensors
         self.backend, config = backend_or_default(backend), config_or_default(config)
         self._limit = config.device_limit_bytes if has_limit else None
         allocate = None if use_pin_memory else pageable

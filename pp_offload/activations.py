@@ -186,13 +186,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return self.stash.statistics()
 
     def _keep_memory_of(self, module: Module) -> None:
-        """Keep on the device the parameters that FSDP gathers, and buffers: both change without a
-        trace, even during a copy. A compiled module hides the modules inside, so all of its buffers
-        are kept at once.
-        """
+        """Keep what FSDP gathers, and buffers: they change without a trace, even during a copy."""
         if is_sharded(module):
             self.stash.keep_gathered(module)
-        is_compiled = "_orig_mod" in module._modules
+        is_compiled = "_orig_mod" in module._modules  # hides the modules inside
         for buffer in module.buffers() if is_compiled else module._buffers.values():
             if buffer is not None:
                 self.stash.residents.add(buffer)

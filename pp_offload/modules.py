@@ -188,27 +188,23 @@ def _keep_gathered(module: Module, args: object) -> None:
 
 
 class _Group:
-    """Group of a module and its copies, until their handle is removed. A pickled model has no
-    handle, so its groups are over. See NOTE [ Module forward ].
-    """
+    """Group of a module and its copies until their handle is removed: NOTE [ Module forward ]."""
 
     def __init__(self, name: str, is_over: bool = False) -> None:
-        self.name = name
-        self.is_over = is_over
+        self.name, self.is_over = name, is_over
 
     def __deepcopy__(self, memo: object) -> _Group:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Group, (self.name, True)
+        return _Group, (self.name, True)  # over: a pickled model has no handle
 
 
 class _Forward:
     """Forward of a module that is a group. ``own`` is the module's; None for that of its class."""
 
     def __init__(self, group: _Group, module: Module, own: Callable[..., Any] | None) -> None:
-        self.group = group
-        self.own = own
+        self.group, self.own = group, own
         self._module = module  # in a copy or an unpickled module, that module
 
     @property
@@ -289,9 +285,7 @@ def no_match(model: Module, missing: Iterable[str]) -> str:
 
 
 def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
-    """Return the names of the modules that match a pattern. One that omits the names of wrappers
-    matches the wrapper, not the module inside.
-    """
+    """Return names of modules that match; a pattern without a wrapper's name means the wrapper."""
     wanted = [pattern.split(".") for pattern in listed(patterns)]
     names = [name for name, _ in model.named_modules() if name]
     return [name for name in names if any(_fit(name.split("."), parts) for parts in wanted)]

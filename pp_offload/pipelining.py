@@ -76,9 +76,8 @@ def attach(
 
 def detach(schedule: Any) -> None:
     """Detach a schedule whose handle is lost; does nothing if it is not attached."""
-    attached: AttachedSchedule | None = getattr(schedule, _ATTACHED, None)
-    if attached is not None:
-        attached.detach()
+    if hasattr(schedule, _ATTACHED):
+        getattr(schedule, _ATTACHED).detach()
 
 
 class AttachedSchedule(AbstractContextManager["AttachedSchedule"]):
@@ -88,11 +87,10 @@ class AttachedSchedule(AbstractContextManager["AttachedSchedule"]):
         self, schedule: Any, groups: Patterns | None, config: OffloadConfig | None
     ) -> None:
         self.manager = PipelineOffloadManager.get_instance()
-        self._schedule = schedule
-        self._stages = stages = _stages(schedule)
-        self._rank = int(stages[0].group_rank)
+        self._schedule, self._stages = schedule, _stages(schedule)
+        self._rank = int(self._stages[0].group_rank)
         self._modules: OffloadModulesHandle | None = None
-        for stage in stages:
+        for stage in self._stages:
             if _ATTACHED in vars(stage):
                 raise OffloadError(
                     f"stage {stage.stage_index} is attached through another schedule; detach() "
@@ -286,9 +284,7 @@ class BackwardOrder(NamedTuple):
 def backward_order(
     actions: Iterable[Action], stages: Sequence[int], late: Collection[int], config: OffloadConfig
 ) -> BackwardOrder:
-    """Read the order of backward on a rank, whose ``stages`` are by virtual stage. In those that
-    are ``late`` the first part of a backward in two does nothing.
-    """
+    """Read the order of backward on a rank, whose ``stages`` are by virtual stage."""
     keys: list[ChunkKey | WeightPassKey] = []
     late_keys = []
     for kind, stage, microbatch in actions:

@@ -44,8 +44,7 @@ class OffloadTensorGroup(Group):
 
     def push_tensor(self, tag: object, tensor: Tensor) -> None:
         """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
-        if self._tensors is None:
-            self._tensors = {}
+        self._tensors = self._tensors or {}
         self._tensors[tag] = tensor
 
     def pop_tensor(self, tag: object) -> Tensor:
@@ -262,12 +261,9 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         if max_inflight_offloads is not None:
             expected = "offloads of a name; None for no limit"
             check_count("max_inflight_offloads", max_inflight_offloads, unit=expected)
+        smallest = min_offloaded_tensor_size
         super().__init__(
-            min_offloaded_tensor_size,
-            cpu_tensor_pool,
-            offloader=offloader,
-            vp_stage=vp_stage,
-            microbatch=microbatch,
+            smallest, cpu_tensor_pool, offloader=offloader, vp_stage=vp_stage, microbatch=microbatch
         )
         self.offload_groups = self.groups  # main's name
         self.max_inflight_offloads = max_inflight_offloads

@@ -150,9 +150,7 @@ class FineGrainedActivationOffloadingInterface:
     """
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
-        self.offload = offload
-        self.tensor = tensor
-        self.name = name
+        self.offload, self.tensor, self.name = offload, tensor, name
         self._hooks: HookScope | None = None  # a compiler traces __exit__
         self._group: Group | None = None
 

@@ -57,8 +57,7 @@ class ActivationOffload:
         self.figures = Figures(self.statistics).since_last
         self.close = self._offload.close
         self._entered: list[ExitStack] = []
-        self._step = 0
-        self._was_last = True
+        self._step, self._was_last = 0, True
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {moved_text(self.statistics())}>"

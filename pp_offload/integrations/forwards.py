@@ -62,9 +62,7 @@ class ForwardOffload(NamedTuple):
 def offload_of(
     model: Module, groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
 ) -> ForwardOffload:
-    """Make the offload of a model that is ready to train: wrapped, sharded, on its device. Without
-    groups all activations leave: see :func:`pp_offload.get_lora_act_offloading_ctx_manager`.
-    """
+    """Make the offload of a model that is ready to train: wrapped, sharded, on its device."""
     check_kind("model", model, Module, "an nn.Module")
     check_choice(groups, config, options)
     if groups is not None:
