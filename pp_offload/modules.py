@@ -165,13 +165,12 @@ class _Place(NamedTuple):
         return f"'{self.name}'{self.where}"
 
 
-def check_patterns(groups: object) -> None:
+def check_patterns(groups: Patterns) -> None:
     """Check that ``groups`` is a mapping that is not empty, before there is a model."""
     expected = 'group names and patterns of module names, such as {"mlp": "layers.*.mlp"}'
     check_kind("groups", groups, Mapping, f"a mapping of {expected}")
     if not groups:
         raise ValueError(f"groups is empty, expected {expected}; else leave it out")
-    assert isinstance(groups, Mapping)
     for group, patterns in groups.items():
         if not all(listed(patterns)) or not listed(patterns):
             raise ValueError(

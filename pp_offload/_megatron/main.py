@@ -91,10 +91,9 @@ class PipelineOffloadManager(base_manager.PipelineOffloadManager):
             ConfigError: An option has an impossible value, or the manager has a plan already.
             ValueError: ``vp_stage`` is outside ``vp_size``, or ``pp_rank`` is no rank.
         """
-        manager = the_manager()
         if pp_rank is not None:
             check_count("pp_rank", pp_rank)
-            manager.step.pipeline_rank = pp_rank  # begin_chunk may take the plan of this rank
+            self.step.pipeline_rank = pp_rank  # begin_chunk may take the plan of this rank
         self.step.options = _options(
             self.config, delta_offload_bytes_across_pp_ranks, activation_offload_fraction
         )
@@ -103,7 +102,7 @@ class PipelineOffloadManager(base_manager.PipelineOffloadManager):
             cpu_tensor_pool=None,
             max_inflight_offloads=max_inflight_offloads,
         )
-        manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
+        the_manager().begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
 
     def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Close the last step and begin the next. Takes part in no collective.

@@ -215,8 +215,7 @@ class _ChosenOutputs(selective.KeptOutputs):
     ignore_compile_internals = classmethod(lambda cls: True)
 
     def __init__(self, policy: Callable[..., Any], stash: ActivationStash) -> None:
-        counts = selective.CheckpointCounts()
-        super().__init__({}, (), stash, counts, preserve_rng_state=True)
+        super().__init__({}, (), stash, selective.CheckpointCounts(), preserve_rng_state=True)
         self._policy = policy
         self._calls = defaultdict(list)
 
