@@ -315,8 +315,7 @@ class exact_exit:  # noqa: N801  a decorator
     """Makes an ``__exit__`` behind which a :class:`HookScope` is left, even if it is cut off."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
+        self._function, self.__doc__ = function, function.__doc__
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         if owner is None:

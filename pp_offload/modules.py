@@ -49,19 +49,17 @@ class OffloadModulesHandle(AbstractContextManager["OffloadModulesHandle"]):
     """Handle of :func:`offload_modules`, which removes its groups; ``manager`` is their manager."""
 
     def __init__(self, hooks: ExitStack, modules: dict[str, list[str]], running: list[str]) -> None:
-        self._hooks, self._running = hooks, running
-        self._is_removed = False
+        self._hooks, self._is_removed = hooks, False
         self.modules = modules
         self.manager = PipelineOffloadManager.get_instance()
         self.manager.idle_groups.expect(running)
+        hooks.callback(self.manager.idle_groups.forget, running)
 
     def remove(self) -> None:
         """Take the groups off the model and its copies. A second call does nothing.
 
         An open group is committed when its module's forward ends.
         """
-        if not self._is_removed:
-            self.manager.idle_groups.forget(self._running)
         self._is_removed = True
         self._hooks.close()
         self.manager.release_idle_memory()
