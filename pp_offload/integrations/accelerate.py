@@ -52,10 +52,8 @@ class ActivationOffload:
         **options: Any,
     ) -> None:
         self._accelerator = accelerator
-        self._offload = offload_of(model, groups, config, options)
-        self.statistics = self._offload.statistics
+        self._forward, self.statistics, self.close = offload_of(model, groups, config, options)
         self.figures = Figures(self.statistics).since_last
-        self.close = self._offload.close
         self._entered: list[ExitStack] = []
         self._step, self._was_last = 0, True
 
@@ -68,7 +66,7 @@ class ActivationOffload:
         if torch.is_grad_enabled():
             self._step += self._was_last
             self._was_last = self._accelerator.sync_gradients
-            stack.enter_context(self._offload.forward(self._step))
+            stack.enter_context(self._forward(self._step))
         self._entered.append(stack)
         return self
 
