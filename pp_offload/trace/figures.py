@@ -23,32 +23,27 @@ Interval = tuple[float, float]
 
 
 class Kind(enum.Enum):
-    """Kind of a span, as legends and tables show it; known by its track, name or last word."""
+    """Kind of a span, as legends and tables show it."""
 
-    OPERATORS = "other compute", tl.OPERATORS
-    FORWARD = "forward", "(forward)"
-    BACKWARD = "backward", "(backward)"
-    OFFLOAD = "offload (d2h)", tl.D2H
-    RELOAD = "reload (h2d)", tl.H2D
-    WRITE = "write to disk", "write"
-    READ = "read from disk", "read"
-    WAITS_FOR_RELOAD = "waits for a reload", "(reload)"
-    WAITS_FOR_OFFLOAD = "waits for an offload", "(offload)"
-    WAITS_FOR_DISK = "waits for a disk", tl.WAITS_FOR_UNKNOWN
-    WAITS_FOR_RANK = "waits for other ranks", tl.WAITS_FOR_OTHERS
-
-    key: str
-
-    def __new__(cls, text: str, key: str) -> Kind:
-        kind = object.__new__(cls)
-        kind._value_, kind.key = text, key
-        return kind
+    OPERATORS = "other compute"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OFFLOAD = "offload (d2h)"
+    RELOAD = "reload (h2d)"
+    WRITE = "write to disk"
+    READ = "read from disk"
+    WAITS_FOR_RELOAD = "waits for a reload"
+    WAITS_FOR_OFFLOAD = "waits for an offload"
+    WAITS_FOR_DISK = "waits for a disk"
+    WAITS_FOR_RANK = "waits for other ranks"
 
 
 WAITS_FOR_COPIES = (Kind.WAITS_FOR_RELOAD, Kind.WAITS_FOR_OFFLOAD, Kind.WAITS_FOR_DISK)
 WAITS = (*WAITS_FOR_COPIES, Kind.WAITS_FOR_RANK)
 COPIES = (Kind.OFFLOAD, Kind.RELOAD, Kind.WRITE, Kind.READ)
-_KINDS = {kind.key: kind for kind in Kind}
+_KEYS = [tl.OPERATORS, "(forward)", "(backward)", tl.D2H, tl.H2D, "write", "read", "(reload)"]
+_KEYS += ["(offload)", tl.WAITS_FOR_UNKNOWN, tl.WAITS_FOR_OTHERS]
+_KINDS = dict(zip(_KEYS, Kind, strict=True))  # by track, name or last word of a span
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
