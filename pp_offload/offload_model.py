@@ -129,8 +129,7 @@ class OffloadModel(CacheFigures, nn.Module):
         try:
             values = _split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
-                later = (each.places for each in slices[index + 1 :] if each.places.parameters())
-                slice_ = OnDevice(run, layers.places, (places.slice() for places in later))
+                slice_ = OnDevice(run, layers.places, (each.places for each in slices[index + 1 :]))
                 try:
                     outputs = [self._compute(slice_, layers, arguments) for arguments in values]
                 finally:

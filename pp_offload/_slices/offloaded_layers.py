@@ -168,8 +168,7 @@ class OffloadedLayers(CacheFigures):
             else:
                 following = self._order.arrive(layer.number, num)
             layers = [self._layers[number] for number in following if number in self._layers]
-            slices = (each.places.slice() for each in layers if each.places.parameters())
-            arrived = OnDevice(run, layer.places, slices)
+            arrived = OnDevice(run, layer.places, (each.places for each in layers))
             try:
                 return arrived.compute(call, list(layer.exchanges(arrived)), saves=saves)
             finally:

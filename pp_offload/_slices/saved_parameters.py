@@ -6,7 +6,7 @@ device between forward and backward, and backward loads each slice once, in reve
 of its use. Other saved tensors go to the hooks that were entered before, if any.
 
     run = SlicedRun(cache)
-    slice_ = OnDevice(run, places, [following])
+    slice_ = OnDevice(run, places, following)  # places of the slices to prefetch
     y = slice_.compute(partial(layer, x))
     slice_.release()
 
@@ -63,14 +63,14 @@ class SlicedRun:
 class OnDevice:
     """The slice that a forward reached, with its parameters on the device until :meth:`release`."""
 
-    def __init__(self, run: SlicedRun, places: Places, following: Iterable[Slice]) -> None:
-        """Load the slice, and prefetch those that follow."""
+    def __init__(self, run: SlicedRun, places: Places, following: Iterable[Places]) -> None:
+        """Load the slice, and prefetch those that follow and have parameters."""
         self._run = run
         self._index = len(run.slices)
         self._slice = places.slice()
         run.slices.append(self._slice)
         loaded = run.cache.use(self._slice, run)
-        run.cache.prefetch(following)
+        run.cache.prefetch(each.slice() for each in following if each.parameters())
         self._gradients = Gradients(run.cache.copies, self._slice.label)
         self._stamps = [stamp(parameter) for parameter in self._slice.parameters]
         self._tensors: list[Tensor] | None = self._joined(loaded)
