@@ -38,8 +38,7 @@ class Loaded:
 
     slice: Slice
     pending: PendingCopy
-    stamps: list[tuple[int, int]]
-    """Version and address of each parameter when it was read."""
+    stamps: list[tuple[int, int]]  # version and address of each parameter when it was read
 
 
 class SliceCache:
@@ -89,9 +88,8 @@ class SliceCache:
 
     def use(self, slice_: Slice, user: object, index: int | None = None) -> list[Tensor]:
         """Return a slice's tensors on the device, with their data, and discard the slice in use.
-
-        The tensors stay as long as ``user``: a forward, or the current backward. With an
-        ``index``, only this parameter is used.
+        They stay as long as ``user``: a forward, or the current backward. With an ``index``, only
+        this parameter is used.
         """
         if not slice_.parameters:
             return []

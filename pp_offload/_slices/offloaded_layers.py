@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -82,11 +83,10 @@ class LayerOrder:
         return self._last[max(0, self._place_back - num) : self._place_back][::-1]
 
 
-CHECKPOINT = "_gradient_checkpointing_func"
-"""Source: transformers ``GradientCheckpointingLayer``."""
+CHECKPOINT = "_gradient_checkpointing_func"  # source: transformers ``GradientCheckpointingLayer``
 
 
-class OffloadedLayers(CacheFigures):
+class OffloadedLayers(CacheFigures, AbstractContextManager["OffloadedLayers"]):
     """Layers whose parameters wait on the host, until :meth:`close`.
 
     Made by :func:`pp_offload.offload_layers`.
@@ -125,9 +125,6 @@ class OffloadedLayers(CacheFigures):
             layer.close()
         self._layers.clear()
         self._cache.clear()
-
-    def __enter__(self) -> OffloadedLayers:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -205,9 +202,8 @@ class StreamedForward:
     def _with_parameters(
         self, function: Callable[..., Any], saves: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the result of ``function``, with the layer's parameters on the device.
-
-        They are saved as references if ``saves``: see NOTE [ Computed again ].
+        """Return the result of ``function``, with the layer's parameters on the device, which are
+        saved as references if ``saves``: see NOTE [ Computed again ].
         """
         call = partial(function, *args, **kwargs)
         if self._is_closed or not self.places.parameters():
@@ -233,7 +229,6 @@ class StreamedForward:
 
     def apply_elsewhere(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Stand in for ``Module._apply``, so that ``to`` does not move what waits on the host.
-
         Raise an OffloadError if ``fn`` changes the dtype, or the memory format.
         """
         parameters = self.places.parameters()
@@ -273,7 +268,6 @@ def install(
     cache: SliceCache,
 ) -> OffloadedLayers:
     """Move waiting parameters to the host and all else to the device; give each layer its forward.
-
     Layers run in the forwards of the modules ``around``; ``waiting`` has the ids of parameters.
     Those of another handle's layers stay on the host.
     """

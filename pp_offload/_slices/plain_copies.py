@@ -41,18 +41,14 @@ logger = logger_of(__name__)
 class PendingCopy:
     """Copies in flight that were queued together; see NOTE [ Both ends ]."""
 
-    tensors: list[Tensor]
-    """They hold no data until :meth:`PlainCopies.synchronize` has returned."""
+    tensors: list[Tensor]  # they hold no data until PlainCopies.synchronize() has returned
     sources: Sequence[Tensor]
     copy_stream: Stream
-    stream: Stream
-    """The compute stream that asked for them; device tensors are allocated on it."""
+    stream: Stream  # compute stream that asked for them; device tensors are allocated on it
     label: str
     checksums: tuple[int, ...]
-    in_flight_bytes: int = 0
-    """Bytes of sources on the device that the copies still need."""
-    event: Event | None = None
-    """Event after the copies; None while they are queued, or if an interrupt came then."""
+    in_flight_bytes: int = 0  # of sources on the device that the copies still need
+    event: Event | None = None  # after the copies; None while these are queued, or if interrupted
 
     def end(self) -> Event:
         if self.event is None:
@@ -79,11 +75,9 @@ class PlainCopies:
         return self._queue(sources, label, to_host=False)
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying strided device tensors to host memory, freed with the last result.
-
-        Where the host budget has no room, the copies use ordinary memory, with one warning:
-        gradients must go somewhere. Each result is a storage of its own. Compute waits for earlier
-        copies until few enough bytes are in flight.
+        """Start copying strided device tensors to host memory, freed with the last result; each
+        result is a storage of its own. Compute waits for earlier copies until few enough bytes are
+        in flight.
         """
         dense = [as_dense(source.detach()) for source in sources]
         copy = self._queue(dense, label, to_host=True)
@@ -130,7 +124,9 @@ class PlainCopies:
             return host_tensors(likes, self._pool, force=True)
 
     def _gradient_memory(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Allocate host memory for gradients; copies that use it keep it, too."""
+        """Allocate host memory for gradients, which copies that use it keep, too. Where the budget
+        has no room, it is ordinary memory, with one warning: gradients must go somewhere.
+        """
         try:
             return host_tensors(likes, self._pool)
         except MemoryError as refused:
@@ -144,9 +140,8 @@ class PlainCopies:
             return [torch.empty_like(like, device="cpu") for like in likes]
 
     def synchronize(self, pending: PendingCopy) -> None:
-        """Block the host until the copies have run, so that the tensors hold their data.
-
-        With ``verify``, raise a VerifyError if a target differs from its source.
+        """Block the host until the copies have run, so that the tensors hold their data. With
+        ``verify``, raise a VerifyError if a target differs from its source.
         """
         pending.end().synchronize()
         self.poll()

@@ -56,8 +56,7 @@ class SlicedRun:
 
     cache: SliceCache
     slices: list[Slice] = field(default_factory=list)
-    needed: set[int] = field(default_factory=set)
-    """Indices of slices that a backward will ask for."""
+    needed: set[int] = field(default_factory=set)  # indices of slices for which backward will ask
 
 
 class OnDevice:
@@ -79,7 +78,6 @@ class OnDevice:
         self, call: Callable[[], Any], more: Sequence[Exchange] = (), *, saves: bool = True
     ) -> Any:
         """Return the output of ``call``, which computes with the slice and with ``more`` exchanges.
-
         Parameters are saved as references if ``saves``; otherwise the hooks stay unchanged. A
         checkpoint may call this again in backward, when the slice is loaded again.
         """
@@ -99,7 +97,6 @@ class OnDevice:
 
     def reload(self, only: int | None = None) -> list[Tensor]:
         """Return the parameters, of which backward uses ``only`` this, and prefetch slices before.
-
         Raise an OffloadError if a used one was changed in place or exchanged since the forward.
         """
         run, slice_ = self._run, self._slice
@@ -120,10 +117,9 @@ class OnDevice:
         return tensors
 
     def _joined(self, loaded: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the memory of ``loaded``, for layers to compute with.
-
-        Their gradients reach the parameters that require grad, and a parameter's attributes, such
-        as ``weight.main_grad``, are on the tensor, too, and its version, which a layer may compare.
+        """Return tensors on the memory of ``loaded``, for layers to compute with. Gradients reach
+        the parameters that require grad, and a parameter's attributes, such as
+        ``weight.main_grad``, are on the tensor, too, and its version, which a layer may compare.
         """
         parameters, gradients = self._slice.parameters, self._gradients
         set_versions(tuple(loaded), tuple([parameter._version for parameter in parameters]))
@@ -194,29 +190,30 @@ class Chained(NamedTuple):
         return self.hook(self.packed)
 
 
+@dataclass(eq=False)
 class Gradients:
     """Copies of a slice's gradients to the host, until :meth:`settle` waits for them."""
 
-    def __init__(self, copies: PlainCopies, label: str) -> None:
-        self._copies, self._label = copies, label
-        self._under_way: deque[PendingCopy] = deque()
+    copies: PlainCopies
+    label: str
+    under_way: deque[PendingCopy] = field(default_factory=deque)
 
     def send(self, gradient: Tensor) -> Tensor:
         """Queue the copy of a gradient to the host; it holds no data before :meth:`settle`."""
         if torch.is_grad_enabled():
             raise OffloadError(
-                f"a backward with create_graph=True came to parameters of {self._label}, which "
+                f"a backward with create_graph=True came to parameters of {self.label}, which "
                 "wait on the host; expected no gradients of their gradients; ask for gradients of "
                 "inputs alone with torch.autograd.grad(loss, inputs, create_graph=True), or keep "
                 "these parameters on the device"
             )
         if gradient.layout is not torch.strided:
             raise OffloadError(
-                f"a gradient of {self._label}, of shape {tuple(gradient.shape)}, has the layout "
+                f"a gradient of {self.label}, of shape {tuple(gradient.shape)}, has the layout "
                 f"{gradient.layout}; expected a dense one; make the layer with sparse=False"
             )
-        pending = self._copies.copy_to_host([gradient], self._label)
-        self._under_way.append(pending)
+        pending = self.copies.copy_to_host([gradient], self.label)
+        self.under_way.append(pending)
         # Autograd then looks for NaN as soon as it has a gradient. (The second is True by default.)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             self.settle()
@@ -224,8 +221,8 @@ class Gradients:
 
     def settle(self) -> None:
         """Block the host until all queued copies have run."""
-        while self._under_way:
-            self._copies.synchronize(self._under_way.popleft())
+        while self.under_way:
+            self.copies.synchronize(self.under_way.popleft())
 
 
 class Settle(torch.autograd.Function):

@@ -42,11 +42,9 @@ class Slice:
     """The parameters of some layers in a forward."""
 
     label: str
-    parameters: tuple[Parameter, ...]
-    """On the host, each once."""
-
+    parameters: tuple[Parameter, ...]  # on the host, each once
+    # For each place, a module's parameters, a name in them, and an index of a tensor.
     places: tuple[tuple[dict[str, Any], str, int], ...]
-    """For each place, a module's parameters, a name in them, and an index of a tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +62,6 @@ class Slice:
         pack: Callable[[Tensor], Any] | None = None,
     ) -> Any:
         """Return the result of ``call`` while ``tensors[i]`` replaces parameter ``i`` everywhere.
-
         The values of ``more`` are exchanged as well, and ``pack``, if given, saves tensors. Raise
         an OffloadError if the layers changed a parameter, or put another in its place.
         """
@@ -110,9 +107,8 @@ class Places:
         return list({id(p): p for p in standing if p is not None}.values())
 
     def slice(self) -> Slice:
-        """Return a slice of the parameters with which the layer computes now.
-
-        Raise a KeyError if one was renamed, as by pruning, an OffloadError if it is elsewhere.
+        """Return a slice of the parameters with which the layer computes now. Raise a KeyError if
+        one was renamed, as by pruning, an OffloadError if it is elsewhere.
         """
         parameters = self.parameters()
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -151,14 +147,9 @@ class SliceLayers(Sequential):
 
 
 def partition(layers: Sequence[Mapping[int, int]], num_slices: int) -> list[range]:
-    """Cut layers into consecutive slices of at least one layer, and return their indices.
-
-    Slice k of n ends with the layer behind which there are nearest to k/n of all bytes, where a
-    shared parameter counts once.
-
-    Args:
-        layers: Bytes of the parameters of each layer, by identity.
-        num_slices: At most the number of layers.
+    """Cut layers into consecutive slices of at least one layer, and return their indices. Slice k
+    of n ends with the layer behind which there are nearest to k/n of all bytes. ``layers`` has the
+    bytes of their parameters by identity: a shared parameter counts once.
     """
     seen: dict[int, int] = {}
     ends = []

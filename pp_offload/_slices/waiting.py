@@ -150,10 +150,9 @@ def waiting_parameters(
     model: Module, layers: Mapping[str, Module], *, frozen_only: bool
 ) -> dict[str, Parameter]:
     """Return parameters of layers that wait on the host, by name; a ValueError if there are none.
-
-    A parameter used outside of the layers too, such as a tied embedding, stays on the device:
-    there it would be used without its layer. A parameter of several layers waits on the host;
-    each layer loads it for itself, and its gradients are summed on the host.
+    One used outside of the layers too, such as a tied embedding, stays on the device: there it
+    would be used without its layer. One of several layers waits on the host; each layer loads it
+    for itself, and its gradients are summed on the host.
     """
     inside = {module for layer in layers.values() for module in layer.modules()}
     others = [module for module in model.modules() if module not in inside]
@@ -183,10 +182,9 @@ def place(
     copies: PlainCopies,
     others: Iterable[Parameter] = (),
 ) -> None:
-    """Move parameters to host memory from which the device can copy beside compute.
-
-    The parameters of a slice share an allocation. What else the model has moves to the device,
-    but for the ``others``, which wait on the host already.
+    """Move parameters to host memory from which the device can copy beside compute, a slice in an
+    allocation. All else of the model moves to the device, but for the ``others``, which wait on the
+    host already.
     """
     if not copies.backend.is_host and ScaleCopies.get is _get_at_once:
         ScaleCopies.get = _get
@@ -215,9 +213,8 @@ def place(
 
 
 def move(parameter: Parameter, target: Tensor) -> None:
-    """Move a parameter, and its gradient, to the memory of ``target``, on any device.
-
-    Raise a ValueError if PyTorch refuses, because something else refers to the parameter.
+    """Move a parameter, and its gradient, to the memory of ``target``, on any device. Raise a
+    ValueError if PyTorch refuses, because something else refers to the parameter.
     """
     gradient, parameter.grad = parameter.grad, None
     try:
@@ -258,7 +255,6 @@ def _get(copies: Any, device: torch.device) -> Tensor:
 
 def _scales_to_host(optimizer: Any, args: object, kwargs: object) -> None:
     """Copy what a GradScaler gives to a fused optimizer, if some of its parameters are on the host.
-
     With gradients on two devices PyTorch adds their flags, and fused kernels compare with 1.
     """
     infinite, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
