@@ -59,30 +59,28 @@ class ActivationCheckpointingVariants(enum.Enum):
 class FullACParams:
     """How a layer is checkpointed. The options from ``use_reentrant`` on are PyTorch's.
 
+    Args:
+        offload_inputs: Offload the tensors that a checkpoint keeps of a layer's arguments to the
+            tiers.
+        min_offload_size: In bytes. Smaller tensors stay on the device.
+        config: Tiers, and limits on them. Options about groups have no effect.
+        use_reentrant: Use PyTorch's older checkpoints, which run backward inside backward.
+        preserve_rng_state: Draw the same random numbers again, for dropout. Modalities does not.
+        determinism_check: Compare shapes, dtypes and devices of recomputed tensors; ``"none"``
+            compares nothing.
+        early_stop: Stop recomputing when backward has all it needs.
+
     Raises:
         ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
     """
 
     offload_inputs: bool = False
-    """Offload the tensors that a checkpoint keeps of a layer's arguments to the tiers."""
-
     min_offload_size: int = 1024
-    """In bytes. Smaller tensors stay on the device."""
-
     config: OffloadConfig = field(default_factory=OffloadConfig)
-    """Tiers, and limits on them. Options about groups have no effect."""
-
     use_reentrant: bool = False
-    """Use PyTorch's older checkpoints, which run backward inside backward."""
-
     preserve_rng_state: bool = True
-    """Draw the same random numbers again, for dropout. Modalities does not."""
-
     determinism_check: str = "default"
-    """Compare shapes, dtypes and devices of recomputed tensors; ``"none"`` compares nothing."""
-
     early_stop: bool = True
-    """Stop recomputing when backward has all it needs."""
 
     def __post_init__(self) -> None:
         flags = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
@@ -113,10 +111,13 @@ class FullACParams:
 @takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class SelectiveLayerACParams(FullACParams):
-    """Which layers are checkpointed, and how."""
+    """Which layers are checkpointed, and how.
+
+    Args:
+        ac_freq: Checkpoint every ``ac_freq``-th layer: the last of each ``ac_freq`` in order.
+    """
 
     ac_freq: int
-    """Checkpoint every ``ac_freq``-th layer: the last of each ``ac_freq`` layers in order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,19 +131,18 @@ class SelectiveOpACParams(FullACParams):
 
     Operators are named as in :data:`USUAL_OPS`, or like those: ``ops.aten.addmm.default`` is a
     linear layer with a bias.
+
+    Args:
+        save_ops_keys: Operators whose outputs stay on the device.
+        offload_ops_keys: Operators whose outputs go to the tiers.
+        recompute_every: For some of these operators, n: every n-th call in a layer is recomputed
+            nevertheless. Modalities recomputes every second matrix product, that is ``aten.mm``: a
+            linear layer without a bias.
     """
 
     save_ops_keys: Sequence[str] = ()
-    """Operators whose outputs stay on the device."""
-
     offload_ops_keys: Sequence[str] = ()
-    """Operators whose outputs go to the tiers."""
-
     recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
-    """For some of the operators above, n: every n-th call in a layer is recomputed nevertheless.
-    Modalities recomputes every second matrix product, that is ``aten.mm``: a linear layer
-    without a bias.
-    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,37 +53,33 @@ from pp_offload._common.torch_private import (
 from pp_offload._core.saved import Packed, Resident, plain_tensors
 from pp_offload._memory.addresses import has_storage
 
-CAST = torch.ops.aten._to_copy.default
-"""Operator with which autocast casts."""
+CAST = torch.ops.aten._to_copy.default  # with which autocast casts
 
 
 @dataclass
 class CheckpointCounts:
-    """Counts of checkpoints since they were applied to the model."""
+    """Counts of checkpoints since they were applied to the model.
+
+    Attributes:
+        forward_calls: Checkpointed functions that a forward with gradients ran.
+        recomputed_calls: Checkpointed functions that backward ran again.
+        recomputed_ops: Operators that selective checkpoints ran again.
+        saved_outputs: Outputs of chosen operators that stayed on the device until backward.
+        saved_bytes: Bytes of the saved outputs, as far as they are dense.
+        offloaded_outputs: Outputs of chosen operators that went to the tiers.
+        offloaded_bytes: Bytes of the offloaded outputs; shared bytes are counted each time.
+        written_outputs: Outputs of chosen operators that were recomputed because another operator
+            wrote into them.
+    """
 
     forward_calls: int = 0
-    """Checkpointed functions that a forward with gradients ran."""
-
     recomputed_calls: int = 0
-    """Checkpointed functions that backward ran again."""
-
     recomputed_ops: int = 0
-    """Operators that selective checkpoints ran again."""
-
     saved_outputs: int = 0
-    """Outputs of chosen operators that stayed on the device until backward."""
-
     saved_bytes: int = 0
-    """Bytes of the saved outputs, as far as they are dense."""
-
     offloaded_outputs: int = 0
-    """Outputs of chosen operators that went to the tiers."""
-
     offloaded_bytes: int = 0
-    """Bytes of the offloaded outputs; shared bytes are counted each time."""
-
     written_outputs: int = 0
-    """Outputs of chosen operators that were recomputed because another operator wrote into them."""
 
     def add(self, call: KeptCall, num: int = 1) -> None:
         """Count the outputs of a kept call; ``num=-1`` takes them back: they are recomputed."""
@@ -103,8 +99,8 @@ class KeptCall:
 
     outputs: Any
     output_bytes: list[int]
+    # Sets the random state after a call that may have drawn. See NOTE [ Numbers not drawn ].
     set_generators: Callable[[], None] | None
-    """Sets the random state after a call that may have drawn. See NOTE [ Numbers not drawn ]."""
 
 
 Calls = list[KeptCall | None]
