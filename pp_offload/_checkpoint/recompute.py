@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from pp_offload._activations import ActivationStash
 from pp_offload._checkpoint.module_state import ModuleState
 from pp_offload._checkpoint.options import FullACParams
-from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs
+from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, Recomputation
 from pp_offload._common.torch_private import (
     is_transformed,
     never_compiled,
@@ -100,9 +100,8 @@ class Recompute:
 
     @never_compiled
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` under a checkpoint; call it plainly without grad or while recorded.
-
-        A compiled model runs this uncompiled; a layer inside has to be compiled on its own.
+        """Call ``function`` under a checkpoint; call it plainly without grad or while recorded. A
+        compiled model runs this uncompiled; a layer inside has to be compiled on its own.
         """
         if not self._warns_of_groups:
             function = partial(expected, function)
@@ -122,9 +121,8 @@ class Recompute:
         return outputs
 
     def _checkpoint(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Hand a call to PyTorch's checkpoint, which runs it now, and again in backward.
-
-        The first run gets the very objects of the call, and may fill a list in them; later runs get
+        """Hand a call to PyTorch's checkpoint, which runs it now, and again in backward. The first
+        run gets the very objects of the call, and may fill a list in them; later runs get
         containers like those, with the tensors that the checkpoint saved.
         """
         leaves, tree = tree_flatten((args, kwargs))
@@ -151,7 +149,7 @@ class Recompute:
             rest = iter(tensors)
             filled = [next(rest) if leaf is _TENSOR else leaf for leaf in others]
             args, kwargs = tree_unflatten(filled, tree)
-            with before.restored(), outputs.again() if outputs else nullcontext():
+            with before.restored(), Recomputation(outputs) if outputs else nullcontext():
                 return function(*args, **kwargs)
 
         options: dict[str, Any] = {"preserve_rng_state": self.params.preserve_rng_state}

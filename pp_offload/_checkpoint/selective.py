@@ -6,7 +6,7 @@ around the recomputation answers the same calls with these outputs, and runs all
     outputs = KeptOutputs(kept, offloaded, stash, counts, preserve_rng_state=True)
     with outputs:
         y = function(x)
-    with outputs.again():  # in backward, any number of times
+    with Recomputation(outputs):  # in backward, any number of times
         function(x)
 
 NOTE [ Numbers not drawn ]
@@ -108,10 +108,9 @@ Calls = list[KeptCall | None]
 
 
 class KeptOutputs(TorchDispatchMode):
-    """Kept outputs of a checkpointed forward, which runs inside this mode.
-
-    Compiled code inside runs uncompiled: operators keep the names of the code, and a compiler would
-    replace them. For an operator with a number n in ``kept``, every n-th call is recomputed.
+    """Kept outputs of a checkpointed forward, which runs in this mode. Compiled code inside runs
+    uncompiled: operators keep the names of the code, and a compiler would replace them. For an
+    operator with a number n in ``kept``, every n-th call is recomputed.
     """
 
     supports_higher_order_operators = True
@@ -134,9 +133,6 @@ class KeptOutputs(TorchDispatchMode):
         ops = kept.keys() - ({CAST} if self._has_cached else ())
         self._calls: dict[Any, Calls] = {op: [] for op in ops}
         self._calls_in = WeakKeyDictionary[UntypedStorage, list[tuple[Calls, int]]]()
-
-    def again(self) -> TorchDispatchMode:
-        return Recomputation(self._calls, self._counts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -193,9 +189,9 @@ class Recomputation(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, calls: Mapping[Any, Calls], counts: CheckpointCounts) -> None:
+    def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
-        self._calls, self._counts = calls, counts
+        self._calls, self._counts = outputs._calls, outputs._counts
 
     def __enter__(self) -> Any:
         self._num_asked = Counter[Any]()  # anew for each backward

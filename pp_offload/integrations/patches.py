@@ -205,7 +205,7 @@ def contexts_of(policy: Any, *options: Any) -> tuple[Any, Any]:
     if _active is None or not callable(policy) or records_operators():
         return _contexts_of_torch(policy, *options)
     chosen = _ChosenOutputs(policy, _active._stash)
-    return chosen, _ChosenAgain(chosen._calls, chosen._counts)
+    return chosen, _ChosenAgain(chosen)
 
 
 class _ChosenOutputs(selective.KeptOutputs):
