@@ -12,6 +12,7 @@ Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dic
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -206,7 +207,7 @@ def _begin(recompute: Recompute, module: Module, inputs: Any) -> None:
 # Named layers, as a whole
 
 
-class RecomputedLayers:
+class RecomputedLayers(AbstractContextManager["RecomputedLayers"]):
     """Undoes :func:`recompute_layers`; ``recompute.counts`` say what was done so far."""
 
     def __init__(self, model: Module, names: Collection[str], recompute: Recompute) -> None:
@@ -221,9 +222,6 @@ class RecomputedLayers:
     def remove(self) -> None:
         while self._layers:
             self._model.set_submodule(*self._layers.popitem())
-
-    def __enter__(self) -> RecomputedLayers:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()

@@ -49,11 +49,8 @@ SMALL_BYTES = 2**16
 PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.Size}
 """Kinds of attributes to compare. See NOTE [ Other attributes ]."""
 
-Buffers = dict[str, Tensor | None]
-"""Buffers of a module, by name."""
-
-Copies = dict[int, Any]
-"""Memo of :func:`copy.deepcopy`: copies share memory where their originals do."""
+Buffers = dict[str, Tensor | None]  # of a module, by name
+Copies = dict[int, Any]  # memo of copy.deepcopy(): copies share memory where their originals do
 
 
 class ModuleState:
@@ -71,7 +68,6 @@ class ModuleState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the modules' state of the first run inside, and the current state afterwards.
-
         Raise an OffloadError if a large buffer was changed, or an exchanged parameter is gone.
         """
         copies: Copies = {}
