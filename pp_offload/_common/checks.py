@@ -21,8 +21,7 @@ from torch import Tensor
 
 from pp_offload.errors import OptionError
 
-MAX_BRIEF = 100
-"""Most characters of a value in a message."""
+MAX_BRIEF = 100  # characters of a value in a message
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -30,9 +29,8 @@ _Cls = TypeVar("_Cls", bound=type)
 
 
 def brief(value: object) -> str:
-    """Format a value for a message: its text if it is plain and short, else its class.
-
-    The text of a tensor would take a copy from its device, and that of a model fills the screen.
+    """Format a value for a message: its text if it is plain and short, else its class. The text of
+    a tensor would take a copy from its device, and that of a model fills the screen.
     """
     if isinstance(value, type):
         return f"the class {value.__qualname__}"

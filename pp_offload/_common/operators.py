@@ -23,27 +23,23 @@ _DEPEND_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class Operator:
-    """Facts of an operator, from the schema of its overload.
-
-    An operator that ``is_view`` may also turn its argument into a view. One that ``is_allocation``
-    does not write the memory. One that ``only_writes`` a tensor in place does not read it, as a
-    copy. One that ``takes_rows`` reads only the rows that another tensor selects. Of one that
-    ``may_depend_on_data`` the result, or its size, may depend on tensors' values.
-    """
+    """Facts of an operator, from the schema of its overload."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.label = str(func)
         aliases = [value.alias_info for value in schema.returns]
         name = schema.name.split("::")[-1]
-        self.is_view = (
+        self.is_view = (  # or turns its argument into a view
             torch.Tag.inplace_view in func.tags
             or name == "_unsafe_view"  # whose schema says otherwise
             or any(alias is not None and not alias.is_write for alias in aliases)
         )
-        self.is_allocation = name.startswith(_ALLOCATES)
+        self.is_allocation = name.startswith(_ALLOCATES)  # and does not write the memory
+        # Writes a tensor in place that it does not read, as a copy.
         self.only_writes = name in _ONLY_WRITE or any(arg.is_out for arg in schema.arguments)
-        self.takes_rows = name in _TAKE_ROWS
+        self.takes_rows = name in _TAKE_ROWS  # reads only rows that another tensor selects
+        # The result, or its size, may depend on tensors' values.
         self.may_depend_on_data = not _DEPEND_ON_DATA.isdisjoint(func.tags)
         self._parameters: list[tuple[int, str, str]] = []
         for index, argument in enumerate(schema.arguments):

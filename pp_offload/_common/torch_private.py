@@ -43,8 +43,8 @@ try:
     disable_current_modes = _python_dispatch._disable_current_modes
     is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
+    # Copies of a tensor of a ``GradScaler`` on the devices of gradients.
     ScaleCopies: Any = _grad_scaler._MultiDeviceReplicator
-    """Copies of a tensor of a ``GradScaler`` on the devices of gradients."""
 
     ActivationWrapper = _wrappers.ActivationWrapper
     CheckpointWrapper = _wrappers.CheckpointWrapper
@@ -64,15 +64,14 @@ try:
     has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
     neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
+    # Forward pre-hooks of all modules, in order.
     forward_pre_hooks: dict[int, Callable[..., Any]]
     forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
-    """Forward pre-hooks of all modules, in order."""
 
     # Functions behind ``torch.accelerator``, without its Python: each saved tensor needs these.
+    # ``torch.accelerator.memory_stats`` takes seven times as long as the nested statistics.
     accelerator_device: Callable[[], int] = torch._C._accelerator_getDeviceIndex
     accelerator_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
-    """Nested statistics; ``torch.accelerator.memory_stats`` takes seven times as long."""
-
     accelerator_stream: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
     set_accelerator_device: Callable[[int], None] = torch._C._accelerator_setDeviceIndex
     set_accelerator_stream: Callable[[Any], None] = torch._C._accelerator_setStream
@@ -83,28 +82,22 @@ try:
     top_hooks: Callable[[bool], tuple[Callable[..., Any], Any] | None]
     top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-    sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-    """One more than the number of the newest autograd node of this thread."""
-
+    # Types of the autograd nodes of torch's own operators, by name.
     NODES: dict[str, type] = {
         name: kind for name, kind in vars(torch._C._functions).items() if isinstance(kind, type)
     }
-    """Types of the autograd nodes of torch's own operators, by name."""
-
+    # One more than the number of the newest autograd node of this thread.
+    sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+    # Number of the backward that runs on this thread; -1 outside a backward.
     graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-    """Number of the backward that runs on this thread; -1 outside a backward."""
-
+    # Calls a function when the running backward has ended.
     queue_callback = Variable._execution_engine.queue_callback
-    """Calls a function when the running backward has ended."""
-
+    # Number of tensors and Python objects that hold a storage, by its ``_cdata``.
     use_count: Callable[[int], int] = torch._C._storage_Use_Count
-    """Number of tensors and Python objects that hold a storage, by its ``_cdata``."""
-
+    # True while a transform of ``torch.func`` is active, so operators stand for others.
     is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-    """True while a transform of ``torch.func`` is active, so operators stand for others."""
-
+    # True while ``torch.autocast`` is active on this thread for any device.
     is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-    """True while ``torch.autocast`` is active on this thread for any device."""
 
     _compiler = torch._C._dynamo.eval_frame  # in C++: its Python takes seconds to import
     _set_strategy = _compiler.set_code_exec_strategy
@@ -161,10 +154,9 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def end_checkpoints(failure: BaseException | None) -> None:
-    """End the checkpoints whose forward raised ``failure``, innermost first.
-
-    Torch 2.13 ends them itself. An older checkpoint leaves its hooks on the stack until the
-    traceback is freed; its generator then pops the top, which may hold another's hooks.
+    """End the checkpoints whose forward raised ``failure``, innermost first. Torch 2.13 ends them
+    itself. An older checkpoint leaves its hooks on the stack until the traceback is freed; its
+    generator then pops the top, which may hold another's hooks.
     """
     trace = None if failure is None else failure.__traceback__
     frames = [frame for frame, _ in walk_tb(trace) if frame.f_code is _CHECKPOINT]
