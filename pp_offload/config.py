@@ -28,20 +28,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-CHAINS = ("host",), ("disk",), ("host", "disk")
-"""Values of ``tiers``."""
-
+CHAINS = ("host",), ("disk",), ("host", "disk")  # values of ``tiers``
+# Values of the options that take a word.
 CHOICES = {"split_backward": ("reload", "keep"), "rematerialize": ("cheap", "none")}
-"""Values of the options that take a word."""
-
-AUTO = "auto"
-"""Value of an option that the engine chooses."""
-
+AUTO = "auto"  # value of an option that the engine chooses
+# Options that decide which groups stay, unless a plan or a limit does.
 WHAT_STAYS = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
-"""Options that decide which groups stay, unless a plan or a limit does."""
-
-ENV_PREFIX = "PP_OFFLOAD_"
-"""Prefix of the variables that :meth:`OffloadConfig.from_env` reads."""
+ENV_PREFIX = "PP_OFFLOAD_"  # of the variables that OffloadConfig.from_env() reads
 
 
 @takes_options_by_name

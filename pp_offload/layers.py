@@ -24,8 +24,7 @@ from pp_offload.backends import Backend, backend_or_default, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.modules import matching
 
-CHECKPOINTED = "_checkpoint_wrapped_module"
-"""Attribute under which a checkpoint wrapper holds its layer."""
+CHECKPOINTED = "_checkpoint_wrapped_module"  # attribute of a checkpoint wrapper: its layer
 
 
 def offload_layers(
@@ -89,14 +88,10 @@ def offload_layers(
 
 
 def lists_of_layers(model: Module) -> list[str]:
-    """Return the names of the lists that most likely hold the layers of a model.
-
-    These are the outermost :class:`torch.nn.ModuleList` of at least two layers, all of one class
-    and with parameters: ``model.layers``, ``transformer.h``, or the blocks of an encoder and of a
-    decoder.
-
-    Raises:
-        ValueError: No such list exists.
+    """Return the names of the lists that most likely hold the layers of a model: the outermost
+    :class:`torch.nn.ModuleList` of at least two layers, all of one class and with parameters, such
+    as ``model.layers``, ``transformer.h``, or the blocks of an encoder and of a decoder. Raise a
+    ValueError if there is none.
     """
     names: list[str] = []
     for name, module in model.named_modules():

@@ -43,11 +43,10 @@ from pp_offload._common.torch_private import is_traceable_wrapper_subclass
 from pp_offload._memory.addresses import has_storage
 from pp_offload.errors import OffloadError
 
+# Largest buffer that is always copied. See NOTE [ Changed without a trace ].
 SMALL_BYTES = 2**16
-"""Largest buffer that is always copied. See NOTE [ Changed without a trace ]."""
-
+# Kinds of attributes to compare. See NOTE [ Other attributes ].
 PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.Size}
-"""Kinds of attributes to compare. See NOTE [ Other attributes ]."""
 
 Buffers = dict[str, Tensor | None]  # of a module, by name
 Copies = dict[int, Any]  # memo of copy.deepcopy(): copies share memory where their originals do

@@ -174,8 +174,7 @@ class Recompute:
         )
 
 
-_TENSOR = object()
-"""Placeholder for a tensor among arguments."""
+_TENSOR = object()  # placeholder for a tensor among arguments
 
 
 def _run_reentrant(

@@ -38,13 +38,9 @@ from pp_offload._common.processes import HERE, check
 from pp_offload.errors import ClosedError
 
 _here = threading.local()
-
+# A lock for each thread that serves, held inside torch. See NOTE [ Threads inside torch ].
 _doors: list[threading.RLock] = []  # type: ignore[valid-type]
-"""A lock for each thread that serves, held inside torch. See NOTE [ Threads inside torch ]."""
-
-_closed: list[None] = []
-"""Not empty when the process ends."""
-
+_closed: list[None] = []  # not empty when the process ends
 _nothing = nullcontext()
 
 
