@@ -129,11 +129,9 @@ class OffloadModel(CacheFigures, nn.Module):
         try:
             values = _split(inputs, self._num_microbatches)
             for index, layers in enumerate(slices):
-                slice_ = OnDevice(run, layers.places, (each.places for each in slices[index + 1 :]))
-                try:
+                later = (each.places for each in slices[index + 1 :])
+                with OnDevice(run, layers.places, later, self._recompute is not None) as slice_:
                     outputs = [self._compute(slice_, layers, arguments) for arguments in values]
-                finally:
-                    slice_.release(is_needed=self._recompute is not None)
                 # If slices are modules, a tuple's elements are arguments of the next slice.
                 values = [
                     output if self._is_list and isinstance(output, tuple) else (output,)

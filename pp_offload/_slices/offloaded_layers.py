@@ -165,11 +165,8 @@ class OffloadedLayers(CacheFigures, AbstractContextManager["OffloadedLayers"]):
             else:
                 following = self._order.arrive(layer.number, num)
             layers = [self._layers[number] for number in following if number in self._layers]
-            arrived = OnDevice(run, layer.places, (each.places for each in layers))
-            try:
+            with OnDevice(run, layer.places, (each.places for each in layers)) as arrived:
                 return arrived.compute(call, list(layer.exchanges(arrived)), saves=saves)
-            finally:
-                arrived.release()
         except BaseException:
             if not is_in_backward():  # in backward, a checkpoint stops early by raising
                 self._opener = self._run = None

@@ -6,9 +6,8 @@ device between forward and backward, and backward loads each slice once, in reve
 of its use. Other saved tensors go to the hooks that were entered before, if any.
 
     run = SlicedRun(cache)
-    slice_ = OnDevice(run, places, following)  # places of the slices to prefetch
-    y = slice_.compute(partial(layer, x))
-    slice_.release()
+    with OnDevice(run, places, following) as slice_:  # places of the slices to prefetch
+        y = slice_.compute(partial(layer, x))
 
 Parameters reach the device, and their gradients the host, through two autograd nodes each:
 
@@ -33,6 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,15 +59,21 @@ class SlicedRun:
     needed: set[int] = field(default_factory=set)  # indices of slices for which backward will ask
 
 
-class OnDevice:
-    """The slice that a forward reached, with its parameters on the device until :meth:`release`."""
+class OnDevice(AbstractContextManager["OnDevice"]):
+    """The slice that a forward reached, with its parameters on the device inside the context."""
 
-    def __init__(self, run: SlicedRun, places: Places, following: Iterable[Places]) -> None:
-        """Load the slice, and prefetch those that follow and have parameters."""
+    def __init__(
+        self, run: SlicedRun, places: Places, following: Iterable[Places], is_needed: bool = False
+    ) -> None:
+        """Load the slice, and prefetch those that follow and have parameters. With ``is_needed``,
+        note that backward will need the slice.
+        """
         self._run = run
         self._index = len(run.slices)
         self._slice = places.slice()
         run.slices.append(self._slice)
+        if is_needed and self._slice.parameters:
+            run.needed.add(self._index)
         loaded = run.cache.use(self._slice, run)
         run.cache.prefetch(each.slice() for each in following if each.parameters())
         self._gradients = Gradients(run.cache.copies, self._slice.label)
@@ -89,11 +95,8 @@ class OnDevice:
     def _compute_again(self, call: Callable[[], Any]) -> Any:
         return self._slice.compute(self._joined(self.reload()), call)
 
-    def release(self, *, is_needed: bool = False) -> None:
-        """Drop the device tensors. With ``is_needed``, note that backward will need the slice."""
+    def __exit__(self, *error: object) -> None:
         self._tensors = None
-        if is_needed and self._slice.parameters:
-            self._run.needed.add(self._index)
 
     def reload(self, only: int | None = None) -> list[Tensor]:
         """Return the parameters, of which backward uses ``only`` this, and prefetch slices before.
