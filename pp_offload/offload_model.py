@@ -95,9 +95,8 @@ class OffloadModel(CacheFigures, nn.Module):
         sizes = [{id(p): p.nbytes for p in layer.parameters()} for layer in _layers_of(self)]
         self._slices = partition(sizes, len(layers) if self._is_list else num_slices)
         self._cache = SliceCache(PlainCopies(backend, config))
-        self._recompute: Recompute | None = None
-        if checkpoint_activation:
-            self._recompute = Recompute(FullACParams(offload_inputs=True, config=config), backend)
+        params = FullACParams(offload_inputs=True, config=config)
+        self._recompute = Recompute(params, backend) if checkpoint_activation else None
         slices = [layers.places.parameters() for layers in self._slice_layers()]
         place(self, slices, self._cache.copies)
 

@@ -24,10 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Releases of torch with every name below; ``docs/versions.md`` lists the tests run there.
 SEEN = ("2.10.0", "2.11.0", "2.13.0", "2.14.1")
-"""Releases of torch in which every name below was looked up; ``docs/versions.md`` lists the tests
-run there.
-"""
 
 try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass

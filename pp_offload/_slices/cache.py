@@ -158,9 +158,8 @@ class CacheFigures:
     _cache: SliceCache
 
     def statistics(self) -> OffloadStatistics:
-        """Return the bytes moved: parameters count as reloaded, gradients as offloaded.
-
-        Checkpoints of an ``OffloadModel`` are not included.
+        """Return the bytes moved: parameters count as reloaded, gradients as offloaded. Checkpoints
+        of an ``OffloadModel`` are not included.
         """
         return self._cache.copies.statistics()
 

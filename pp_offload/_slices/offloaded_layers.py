@@ -114,10 +114,8 @@ class OffloadedLayers(CacheFigures, AbstractContextManager["OffloadedLayers"]):
         return OffloadedLayers(self.names, self._order.usual, self._cache)
 
     def close(self) -> None:
-        """Give the layers their own forward back. May be called twice.
-
-        Parameters stay on the host: ``model.to(device)`` moves them to the device for good. Live
-        graphs can still run backward.
+        """Give the layers their own forward back. May be called twice. Parameters stay on the host:
+        ``model.to(device)`` moves them for good. Live graphs can still run backward.
         """
         while self._hooks:
             self._hooks.pop().remove()

@@ -75,9 +75,8 @@ class PlainCopies:
         return self._queue(sources, label, to_host=False)
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying strided device tensors to host memory, freed with the last result; each
-        result is a storage of its own. Compute waits for earlier copies until few enough bytes are
-        in flight.
+        """Start copying strided device tensors to host memory, freed with the last result, each a
+        storage of its own. Compute waits for earlier copies until few enough bytes are in flight.
         """
         dense = [as_dense(source.detach()) for source in sources]
         copy = self._queue(dense, label, to_host=True)
@@ -140,9 +139,7 @@ class PlainCopies:
             return [torch.empty_like(like, device="cpu") for like in likes]
 
     def synchronize(self, pending: PendingCopy) -> None:
-        """Block the host until the copies have run, so that the tensors hold their data. With
-        ``verify``, raise a VerifyError if a target differs from its source.
-        """
+        """Block the host until copies have run; ``verify`` raises a VerifyError if bytes differ."""
         pending.end().synchronize()
         self.poll()
         for tensor, expected in zip(pending.tensors, pending.checksums, strict=False):

@@ -107,14 +107,12 @@ class Places:
         return list({id(p): p for p in standing if p is not None}.values())
 
     def slice(self) -> Slice:
-        """Return a slice of the parameters with which the layer computes now. Raise a KeyError if
-        one was renamed, as by pruning, an OffloadError if it is elsewhere.
-        """
+        """Return a slice of the parameters that stand there now; an OffloadError if one cannot."""
         parameters = self.parameters()
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
         places = []
         for module, name in self._places:
-            parameter = module._parameters[name]
+            parameter = module._parameters[name]  # a KeyError if it was renamed, as by pruning
             if parameter is None:
                 continue
             if parameter.device != HOST or not has_storage(parameter):

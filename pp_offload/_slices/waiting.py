@@ -183,8 +183,7 @@ def place(
     others: Iterable[Parameter] = (),
 ) -> None:
     """Move parameters to host memory from which the device can copy beside compute, a slice in an
-    allocation. All else of the model moves to the device, but for the ``others``, which wait on the
-    host already.
+    allocation, and all else to the device, but for the ``others``, which wait already.
     """
     if not copies.backend.is_host and ScaleCopies.get is _get_at_once:
         ScaleCopies.get = _get
@@ -213,9 +212,7 @@ def place(
 
 
 def move(parameter: Parameter, target: Tensor) -> None:
-    """Move a parameter, and its gradient, to the memory of ``target``, on any device. Raise a
-    ValueError if PyTorch refuses, because something else refers to the parameter.
-    """
+    """Move a parameter and its gradient to ``target``'s memory; a ValueError if PyTorch refuses."""
     gradient, parameter.grad = parameter.grad, None
     try:
         # .data exchanges memory between PyTorch's own devices, but not with a plug-in's device.
