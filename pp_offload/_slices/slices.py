@@ -17,9 +17,10 @@ NOTE [ Interrupts ]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import starmap
+from itertools import accumulate, pairwise, starmap
+from operator import or_
 from typing import Any
 
 import torch
@@ -144,22 +145,16 @@ class SliceLayers(Sequential):
         return value
 
 
-def partition(layers: Sequence[Mapping[int, int]], num_slices: int) -> list[range]:
+def partition(layers: Sequence[dict[int, int]], num_slices: int) -> list[range]:
     """Cut layers into consecutive slices of at least one layer, and return their indices. Slice k
     of n ends with the layer behind which there are nearest to k/n of all bytes. ``layers`` has the
     bytes of their parameters by identity: a shared parameter counts once.
     """
-    seen: dict[int, int] = {}
-    ends = []
-    for layer in layers:
-        seen |= layer
-        ends.append(sum(seen.values()))
-    slices, begin = [], 0
+    sums = [sum(so_far.values()) for so_far in accumulate(layers, or_)]
+    ends = [0]
     for number in range(1, num_slices):
-        share = ends[-1] * number / num_slices
+        share = sums[-1] * number / num_slices
         last = len(layers) - num_slices + number
-        later_first = range(last, begin, -1)  # a layer that adds no bytes joins the slice before
-        end = min(later_first, key=lambda end: abs(ends[end - 1] - share))
-        slices.append(range(begin, end))
-        begin = end
-    return [*slices, range(begin, len(layers))]
+        later_first = range(last, ends[-1], -1)  # a layer that adds no bytes joins the slice before
+        ends.append(min(later_first, key=lambda end: abs(sums[end - 1] - share)))
+    return list(starmap(range, pairwise([*ends, len(layers)])))
