@@ -59,10 +59,9 @@ class ModuleState:
         parts = dict.fromkeys(part for module in modules for part in module.modules())
         copies: Copies = {}
         self._parts = [_PartState(part, copies) for part in parts]
+        # Whether an operator inside draws noise after it has saved the noise's memory. A second run
+        # that stops once all is saved would stop too early (pytorch/pytorch#193671).
         self.draws_after_saving = any(isinstance(part, RReLU) for part in parts)
-        """Whether an operator inside draws noise after it has saved the noise's memory. A second
-        run that stops once all is saved would stop too early (pytorch/pytorch#193671).
-        """
 
     @contextmanager
     def restored(self) -> Iterator[None]:

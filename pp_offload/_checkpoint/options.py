@@ -193,8 +193,7 @@ class ActivationCheckpointedModelConfig:
     SelectiveOpACParams = SelectiveOpACParams
 
 
-KINDS = (FullACParams, SelectiveLayerACParams, SelectiveOpACParams)
-"""Parameters of the variants, in their order."""
+KINDS = (FullACParams, SelectiveLayerACParams, SelectiveOpACParams)  # of the variants, in order
 
 
 def params_for(variant: object, given: Any) -> FullACParams:

@@ -103,8 +103,7 @@ class KeptCall:
     set_generators: Callable[[], None] | None
 
 
-Calls = list[KeptCall | None]
-"""Calls of an operator in the forward; None for a call that is recomputed."""
+Calls = list[KeptCall | None]  # of an operator in the forward; None for one that is recomputed
 
 
 class KeptOutputs(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pp_offload.errors import OptionError
 
-MAX_BRIEF = 100  # characters of a value in a message
+MAX_BRIEF = 100  # most characters of a value in a message
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _Cls = TypeVar("_Cls", bound=type)
 

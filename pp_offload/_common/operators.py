@@ -35,7 +35,7 @@ class Operator:
             or name == "_unsafe_view"  # whose schema says otherwise
             or any(alias is not None and not alias.is_write for alias in aliases)
         )
-        self.is_allocation = name.startswith(_ALLOCATES)  # and does not write the memory
+        self.is_allocation = name.startswith(_ALLOCATES)  # of memory that it does not write
         # Writes a tensor in place that it does not read, as a copy.
         self.only_writes = name in _ONLY_WRITE or any(arg.is_out for arg in schema.arguments)
         self.takes_rows = name in _TAKE_ROWS  # reads only rows that another tensor selects

@@ -195,9 +195,8 @@ def place(
         if copies.backend.is_host or not new:
             host = [parameter.detach().to(HOST) for parameter in new]
         else:
-            host = copies.host_tensors(new)
-            for copy, parameter in zip(host, new, strict=True):
-                copy.copy_(parameter.detach())
+            memory = zip(copies.host_tensors(new), new, strict=True)
+            host = [copy.copy_(parameter.detach()) for copy, parameter in memory]
         for parameter, copy in zip(new, host, strict=True):
             move(parameter, copy)
     on_host.update(map(id, others))
