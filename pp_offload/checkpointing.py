@@ -211,9 +211,7 @@ class RecomputedLayers(AbstractContextManager["RecomputedLayers"]):
     """Undoes :func:`recompute_layers`; ``recompute.counts`` say what was done so far."""
 
     def __init__(self, model: Module, names: Collection[str], recompute: Recompute) -> None:
-        self.recompute = recompute
-        self.names = tuple(names)
-        self._model = model
+        self.recompute, self.names, self._model = recompute, tuple(names), model
         # Parts before what is around them, whose wrapper would take them from their place.
         self._layers = {name: model.get_submodule(name) for name in sorted(names, reverse=True)}
         for name, layer in self._layers.items():

@@ -90,8 +90,7 @@ class _PartState:
     """State of a module, without its parts, at the first run."""
 
     def __init__(self, module: Module, copies: Copies) -> None:
-        self.module = module
-        self.is_training = module.training
+        self.module, self.is_training = module, module.training
         self._attributes = _attributes(module)
         self._versions = {
             name: _version(buffer)

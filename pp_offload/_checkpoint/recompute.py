@@ -55,8 +55,7 @@ class Recompute:
     ) -> None:
         if backend is not None:
             check_backend(backend)
-        self.params = params
-        self.counts = CheckpointCounts()
+        self.params, self.counts = params, CheckpointCounts()
         self.stash: ActivationStash | None = None
         self._warns_of_groups = warns_of_groups
         self._kept, self._offloaded = params.kept_ops(), params.offloaded_ops()

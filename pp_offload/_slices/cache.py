@@ -45,14 +45,11 @@ class SliceCache:
     """Loads slices to the device, at most ``num_resident`` at a time. See NOTE [ Host writes ]."""
 
     def __init__(self, copies: PlainCopies, num_resident: int = 2) -> None:
-        self.copies = copies
-        self.peak_bytes = 0
-        self.num_ahead = num_resident - 1
+        self.copies, self.num_ahead, self.peak_bytes = copies, num_resident - 1, 0
         # The slice in use and prefetched slices, by the forward or backward that frees them.
         self._by_user: weakref.WeakKeyDictionary[Any, list[Loaded]] = weakref.WeakKeyDictionary()
         self._backward_end: Callable[[], EndOfBackward | None] = lambda: None
-        self._lock = threading.RLock()
-        self._owner = threading.current_thread()
+        self._lock, self._owner = threading.RLock(), threading.current_thread()
 
     def locked(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return the result of ``call``; raise an OffloadError while another thread runs one."""

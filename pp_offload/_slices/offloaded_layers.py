@@ -52,8 +52,7 @@ class LayerOrder:
     """Layers by number; layers not in the last forward come in the ``usual`` order."""
 
     def __init__(self, usual: Sequence[int]) -> None:
-        self.usual = list(usual)
-        self._last = self.usual
+        self.usual = self._last = list(usual)
         self._seen: list[int] = []
         self._place = self._place_back = 0
 
@@ -97,8 +96,7 @@ class OffloadedLayers(CacheFigures, AbstractContextManager["OffloadedLayers"]):
 
     def __init__(self, names: Sequence[str], usual: Sequence[int], cache: SliceCache) -> None:
         self.names = list(names)
-        self._cache = cache
-        self._order = LayerOrder(usual)
+        self._cache, self._order = cache, LayerOrder(usual)
         self._layers: dict[int, StreamedForward] = {}
         self._hooks: list[RemovableHandle] = []
         self._run: SlicedRun | None = None

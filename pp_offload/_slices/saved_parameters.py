@@ -68,9 +68,7 @@ class OnDevice(AbstractContextManager["OnDevice"]):
         """Load the slice, and prefetch those that follow and have parameters. With ``is_needed``,
         note that backward will need the slice.
         """
-        self._run = run
-        self._index = len(run.slices)
-        self._slice = places.slice()
+        self._run, self._index, self._slice = run, len(run.slices), places.slice()
         run.slices.append(self._slice)
         if is_needed and self._slice.parameters:
             run.needed.add(self._index)
