@@ -27,16 +27,10 @@ from pp_offload.errors import OffloadError
 
 logger = logger_of(__name__)
 
-WARN_S = 10
-"""Seconds after which a rank that waits for other ranks in vain logs a warning."""
-
-PATIENCE_S = 300
-"""Seconds after which a waiting rank gives up, as stores do. Another rank may be saving."""
-
+WARN_S = 10  # after which a rank that waits for other ranks in vain logs a warning
+PATIENCE_S = 300  # after which a waiting rank gives up, as stores do; another rank may be saving
 GIVEN_UP = 10**9
-
-_num_calls: Counter[str] = Counter()
-"""Number of tables so far, by the ranks that take part."""
+_num_calls: Counter[str] = Counter()  # of tables so far, by the ranks that take part
 
 _mib = partial(size_cell, unit="MiB")
 

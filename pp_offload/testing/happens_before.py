@@ -56,8 +56,7 @@ class Extent(NamedTuple):
         return self.start <= other.start and other.stop <= self.stop
 
 
-WHOLE = Extent(0, 2**63)
-"""Extent of a whole storage, however it grows."""
+WHOLE = Extent(0, 2**63)  # of a whole storage, however it grows
 
 
 def extent_of(tensor: Tensor) -> Extent:
@@ -74,19 +73,12 @@ def extent_of(tensor: Tensor) -> Extent:
 class Access(NamedTuple):
     """Use of some bytes by a stream."""
 
-    kind: str
-    """``read``, ``write`` or ``free``."""
-
+    kind: str  # ``read``, ``write`` or ``free``
     stream: str
-    tick: int
-    """The stream's own time."""
-
+    tick: int  # the stream's own time
     extent: Extent
-    label: str
-    """The group of a copy, or the operator of a computation."""
-
-    is_copy: bool
-    """Whether a copy stream runs it."""
+    label: str  # the group of a copy, or the operator of a computation
+    is_copy: bool  # whether a copy stream runs it
 
     def conflicts(self, other: Access) -> bool:
         """Whether the two accesses must be ordered."""
@@ -129,21 +121,14 @@ class StreamClock:
 
 @dataclass
 class StorageHistory:
-    """Accesses to a storage that can still race with later accesses, oldest first.
+    """Accesses to a storage that can still race with later accesses, oldest first."""
 
-    Attributes:
-        owner: The compute stream that was current when the storage was first seen.
-        is_host: Whether it is host memory. The host frees host memory without knowing what streams
-            waited for; ``owner`` frees device memory.
-        nbytes: Size of the storage when it was first seen.
-        reference: Weak reference, kept for its callback.
-    """
-
-    owner: StreamClock
+    owner: StreamClock  # the compute stream that was current when the storage was first seen
+    # The host frees host memory without knowing what streams waited for; ``owner`` frees the rest.
     is_host: bool
     accesses: list[Access] = field(default_factory=list)
-    nbytes: int = 0
-    reference: weakref.ref[UntypedStorage] | None = None
+    nbytes: int = 0  # size when first seen
+    reference: weakref.ref[UntypedStorage] | None = None  # kept for its callback
 
     def first_race(self, access: Access, past: VectorClock) -> Access | None:
         """Return an earlier access that conflicts with ``access`` and is not in ``past``."""
