@@ -37,30 +37,17 @@ from pp_offload.config import AUTO, OffloadConfig
 
 logger = logger_of(__name__)
 
-NUM_TIMED = 2
-"""Number of timed steps. The first one includes work that a device does once."""
-
-CAUTION = 0.95
-"""Measured rates of copies are reduced by this factor."""
-
-GROWN = 1.1
-"""A step with 1.1 times the bytes of the timed one is timed anew."""
-
+NUM_TIMED = 2  # timed steps; the first one includes work that a device does once
+CAUTION = 0.95  # factor by which measured rates of copies are reduced
+GROWN = 1.1  # a step with 1.1 times the bytes of the timed one is timed anew
+# Least cap: small models have the memory, and with forwards in a row they need it.
 LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
-"""Least cap: small models have the memory, and with forwards in a row they need it."""
-
-SHARE_OF_UNUSED = 0.8
-"""Part of the device's unused memory that bounds may grow into: an allocator leaves gaps."""
+SHARE_OF_UNUSED = 0.8  # of the device, that bounds may grow into: an allocator leaves gaps
 
 
 class AutoBounds:
     """Measures steps, and chooses the bounds of copies that are ``"auto"``. They grow into what
     ``unused_bytes`` returns; None for no limit.
-
-    Attributes:
-        hidden_bytes: Bytes that a step copies while it computes, in any schedule: to the host in a
-            third of its time, as forwards take, and back in the rest.
-        first, last: Times of the first and of the last timed step.
     """
 
     def __init__(
@@ -74,12 +61,14 @@ class AutoBounds:
         self._ended: StepTimes | None = None  # its copies are over, and bounds chosen from them
         self._begun_s: float | None = None  # by the host's clock, if the device has no timed events
         self._sent = self._sent_when_timed = 0
+        # Bytes that a step copies while it computes, in any schedule: to the host in a third of its
+        # time, as forwards take, and back in the rest.
         self.hidden_bytes = 0
-        self.first = self.last = StepTime()
+        self.first = self.last = StepTime()  # of the first and of the last timed step
         self._is_new = False
 
     def take_settled(self) -> bool:
-        """Return, once, whether :attr:`last` is new and no further step will be timed."""
+        """Return, once, whether ``last`` is new and no further step will be timed."""
         is_settled = self._is_new and not self._num_left and self._ended is None
         self._is_new &= not is_settled
         return is_settled
@@ -195,8 +184,7 @@ class Mark:
     group: GroupKey
     at: TimedEvent
     nbytes: int
-    freed: int = 0
-    """Bytes that are used for the last time."""
+    freed: int = 0  # bytes that are used for the last time
 
 
 class StepTimes(Laps):

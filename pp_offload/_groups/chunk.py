@@ -35,18 +35,9 @@ from pp_offload.errors import GroupStateError
 class Chunk:
     """Offloads the groups of one chunk. Tensors with fewer elements than
     ``min_offloaded_tensor_size`` stay; ``microbatch`` is counted when None.
-
-    Attributes:
-        groups: Groups in forward order.
-        open_groups: Groups started and not committed, first started first, including groups that
-            :meth:`leaves_out`, whose state is closed already.
-        key: Place of the chunk in the step, if any; set when its first group starts.
-        thread: Thread that runs the forward.
-        is_left: Whether that thread has begun another chunk.
     """
 
     group_type: ClassVar[type[Group]] = Group
-    """Class of the chunk's groups."""
 
     def __init__(
         self,
@@ -58,13 +49,13 @@ class Chunk:
     ) -> None:
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.offloader = offloader
-        self.vp_stage = vp_stage
-        self.microbatch = microbatch
-        self.key: ChunkKey | None = None
-        self.groups: list[Group] = []
+        self.vp_stage, self.microbatch = vp_stage, microbatch
+        self.key: ChunkKey | None = None  # in the step, if any; set when the first group starts
+        self.groups: list[Group] = []  # in forward order
+        # Started and not committed, first started first, and what leaves_out() closed already.
         self.open_groups: list[Group] = []
-        self.thread = threading.current_thread()
-        self.is_left = False
+        self.thread = threading.current_thread()  # runs the forward
+        self.is_left = False  # whether that thread has begun another chunk
         # A later forward may save tensors that this stream computes now.
         offloader.engine.follow(offloader.engine.current_stream())
 

@@ -18,8 +18,7 @@ from pp_offload._hooks import was_warned_of
 
 logger = logger_of(__name__)
 
-NUM_STEPS = 3
-"""Number of steps that are checked after a name is expected."""
+NUM_STEPS = 3  # that are checked after a name is expected
 
 _NEVER_RAN = (
     "never ran: a step had forwards, but none went through the modules its patterns match; look "

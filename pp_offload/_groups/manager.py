@@ -40,27 +40,18 @@ from pp_offload.errors import GroupStateError, OffloadError
 
 logger = logger_of(__name__)
 
-MANY_CHUNKS = 1024
-"""Microbatches without a reset after which finished ones are forgotten."""
+MANY_CHUNKS = 1024  # microbatches without a reset after which finished ones are forgotten
 
 
 class Forward(threading.local):
     """Forward of a thread. No other thread joins its groups or ends the forward."""
 
-    def __init__(self) -> None:
-        self.chunk: Chunk | None = None
-        self.is_evaluating = False
-        """Whether a group ran without grad."""
+    chunk: Chunk | None = None
+    is_evaluating = False  # whether a group ran without grad
 
 
 class Manager:
-    """Coordinates the chunks of one process.
-
-    Attributes:
-        on_begin: Functions that are called when a step begins.
-        num_attached: Number of schedules and loops that begin chunks. If 0, a group without a chunk
-            raises.
-    """
+    """Coordinates the chunks of one process."""
 
     make_chunk = staticmethod(Chunk)
     offloader_type: ClassVar[type[Offloader]] = Offloader
@@ -68,9 +59,10 @@ class Manager:
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
+        # Schedules and loops that begin chunks; with none, a group without a chunk raises.
         self.num_attached = 0
         self.idle_groups = IdleGroups()
-        self.on_begin: tuple[Callable[[], None], ...] = ()
+        self.on_begin: tuple[Callable[[], None], ...] = ()  # called when a step begins
         self._profiler_names = ProfilerNames()
         config, step = config_or_default(config), StepRecord()
         self._follow(self.offloader_type(backend_or_default(backend), config, step))

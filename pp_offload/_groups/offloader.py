@@ -53,8 +53,7 @@ logger = logger_of(__name__)
 
 _EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
 
-Commit = Callable[[Sequence[Tensor] | None], object]
-"""Commits a group, and then releases these tensors."""
+Commit = Callable[[Sequence[Tensor] | None], object]  # of a group; then releases these tensors
 
 
 class NoStep:
@@ -71,11 +70,6 @@ class NoStep:
 class Offloader:
     """State that chunks share. ``step`` is the StepRecord with the order in which backward visits
     groups, None for a lone chunk.
-
-    Attributes:
-        engine: Engine of this epoch; the observers are those of all epochs.
-        delayed: Delayed commits, in forward order.
-        split: Split backward, set while a schedule with backwards in two parts is attached.
     """
 
     engine_type: ClassVar[type[Engine]] = Engine
@@ -91,9 +85,10 @@ class Offloader:
         self.step: Any = step or NoStep()
         self._allocate = allocate or backend.allocate_host
         self.plan = Plan()
-        self.observers = Observers()
+        self.observers = Observers()  # of the engines of all epochs
+        # Commits in forward order, each with the tensors to release.
         self.delayed: list[tuple[Commit, list[weakref.ref[Tensor]] | None]] = []
-        self.split: SplitBackward | None = None
+        self.split: SplitBackward | None = None  # set while a schedule with two parts is attached
         self._torn: list[Engine] = []  # engines of former epochs that living graphs need
         self.engine = self._fresh_engine()
         _alive.add(self)
@@ -306,8 +301,6 @@ def _references_to_storage(tensor: Tensor) -> int:
     return sys.getrefcount(tensor.untyped_storage())
 
 
+# References counted for a storage that only its tensor refers to, and a base that only its view.
 _FROM_ITS_TENSOR = _references_to_storage(torch.empty(1, device="cpu"))
-"""References counted for a storage that only its tensor refers to."""
-
 _FROM_ITS_VIEW = _references_to_base(torch.empty(1, device="cpu")[:])
-"""References counted for a base that only its view refers to."""

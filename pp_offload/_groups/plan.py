@@ -18,10 +18,9 @@ from pp_offload._common.processes import logger_of
 from pp_offload._core.group import ChunkKey, Counts, Group, GroupKey, Place
 from pp_offload.config import OffloadConfig
 
+# Virtual stages, each with the number of its chunks that are between the begin of forward and the
+# end of backward at the same time.
 ChunksInFlight = tuple[tuple[int, int], ...]
-"""Virtual stages, each with the number of its chunks that are between the begin of forward and the
-end of backward at the same time.
-"""
 
 logger = logger_of(__name__)
 
@@ -31,8 +30,7 @@ class ChunkShape(NamedTuple):
 
     key: ChunkKey
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """Bytes that offloading each group moves."""
+    sizes: tuple[int, ...]  # bytes that offloading each group moves
 
     @classmethod
     def of(cls, key: ChunkKey, groups: Sequence[Group]) -> ChunkShape:
@@ -45,21 +43,14 @@ class ChunkShape(NamedTuple):
 
 
 class GroupBytes(NamedTuple):
-    """Bytes that groups saved, without tensors that never leave, by how they were kept.
+    """Bytes that groups saved, without tensors that never leave, by how they were kept."""
 
-    Attributes:
-        saved: Bytes that autograd saved, each storage once in a group.
-        kept: Bytes kept on the device.
-        copied: Bytes copied off the device. Bytes that several groups saved are copied once.
-        again: Bytes computed again in backward.
-        narrowed: Part of the copied or kept bytes: tensors in place of saved tensors that were made
-            of them without a loss. The bfloat16 source of a cast has half the bytes.
-    """
-
-    saved: int = 0
-    kept: int = 0
-    copied: int = 0
-    again: int = 0
+    saved: int = 0  # by autograd, each storage once in a group
+    kept: int = 0  # on the device
+    copied: int = 0  # off the device; what several groups saved, once
+    again: int = 0  # computed again in backward
+    # Part of the copied or kept bytes: tensors in place of saved tensors that were made of them
+    # without a loss. The bfloat16 source of a cast has half the bytes.
     narrowed: int = 0
 
     @classmethod
@@ -86,35 +77,27 @@ class ChunkRecord(NamedTuple):
     num_committed: Counter[str]
 
 
+# Places of groups that stay below a limit, each with the most bytes of a group that stays there,
+# and whether groups stay there without bytes that recipes compute again.
 Stay = frozenset[tuple[Place, int, bool]]
-"""Places of groups that stay below a limit, each with the most bytes of a group that stays there,
-and whether groups stay there without bytes that recipes compute again.
-"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups that the next steps keep on the device.
-
-    Attributes:
-        names: Names of each chunk's groups in forward order, from the last step.
-        used: ``names``, which are empty for groups that the loss of some step did not need.
-        num_unplanned: Number of a microbatch's groups that the options' plan lacks, or has alone or
-            otherwise.
-        stay: Places whose groups stay below a limit, with the most bytes of a group that stays.
-        lean: Places in ``stay`` whose groups stay without bytes that recipes compute again.
-        planned: The plan of the options, by virtual stage, for chunks that no step has run yet.
-        bounds: Bounds on bytes in flight and ahead, from the plan of the options. None if the
-            engine chooses them: without such a plan, or if a group is not as planned.
-    """
+    """Groups that the next steps keep on the device."""
 
     kept: frozenset[GroupKey] = frozenset()
+    # Names of each chunk's groups in forward order, from the last step; in ``used``, empty for
+    # groups that the loss of some step did not need.
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     used: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
-    num_unplanned: int = 0
-    stay: Mapping[Place, int] = field(default_factory=dict)
-    lean: frozenset[Place] = frozenset()
+    num_unplanned: int = 0  # places where groups of a microbatch are not as in the options' plan
+    stay: Mapping[Place, int] = field(default_factory=dict)  # most bytes that stay, by place
+    lean: frozenset[Place] = frozenset()  # whose groups stay without what recipes compute again
+    # The plan of the options, by virtual stage, for chunks that no step has run yet.
     planned: tuple[tuple[PlannedGroup, ...], ...] = ()
+    # On bytes in flight and ahead, from the plan of the options. None if the engine chooses them:
+    # without such a plan, or if a group is not as planned.
     bounds: tuple[int, int] | None = None
 
     def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
@@ -220,14 +203,14 @@ def planned_groups(rank: RankPlan | None) -> dict[tuple[Place, str, int], bool]:
     }
 
 
+# Options of :class:`OffloadConfig` that change how an engine follows a plan.
 BOUNDS = ("max_in_flight_bytes", "prefetch_bytes")
 OPTIONS = ("tiers", "host_budget_bytes", *BOUNDS, "split_backward", "min_offloaded_tensor_size")
-"""Options of :class:`OffloadConfig` that change how an engine follows a plan."""
 
+# Text for messages about unplanned bytes. Dropout saves a mask of bool on a GPU only.
 OTHERS_ON_A_CPU = (
     "on a CPU some operators save other bytes than on the GPU of a plan, as dropout does"
 )
-"""Text for messages about unplanned bytes. Dropout saves a mask of bool on a GPU only."""
 
 
 def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -> dict[str, Any]:

@@ -55,13 +55,10 @@ from pp_offload.config import AUTO
 
 logger = logger_of(__name__)
 
-NUM_SETTLING = 3
-"""Steps after the first one in which bounds are chosen: see ``auto_bounds.NUM_TIMED``."""
-
+NUM_SETTLING = 3  # steps after the first, in which bounds are chosen: see auto_bounds.NUM_TIMED
+# 1/32 of the limit stays free for growth, 2/32 if the allocator had to give memory back; room is
+# refilled when it grew by 1/32.
 PART = 32
-"""1/32 of the limit stays free for growth, 2/32 if the allocator had to give memory back; room is
-refilled when it grew by 1/32.
-"""
 
 
 def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:
@@ -73,19 +70,6 @@ def at_rest_bytes(offloader: Offloader, now: Allocated) -> int:
 class StepMemory(Observer):
     """Observes the memory of a step; at each event of a group, if it ``reads_always``. Where more
     chunks are in flight than in ``moments``, which have room, groups that stay leave.
-
-    Attributes:
-        begin_bytes: Bytes allocated at the begin, without copies in flight.
-        outside_bytes: Peak that the device had reported when the first group opened.
-        reported_bytes: Peak that the device has reported since.
-        peak_bytes: Peak of the step: the highest reading, or the device's peak where that rose.
-        has_risen: Whether the device's own peak rose in the step.
-        is_of_loss: Whether it rose after the last group of a forward, and before its backward.
-        had_retries: Whether the allocator gave memory back in the step.
-        allocated_bytes: Most allocated bytes when a backward went on to another chunk.
-        besides_copies: Most of these without copies, by chunks in flight.
-        chunks_in_flight: Chunks in flight, each time that another forward began.
-        beside: Bytes of groups that do not move.
     """
 
     def __init__(
@@ -98,13 +82,18 @@ class StepMemory(Observer):
         self._offloader, self._begin = offloader, begin
         self._moments, self._reads_always = moments, reads_always
         self.begin_bytes = at_rest_bytes(offloader, begin)
+        # Peak that the device had reported when the first group opened, and has reported since.
         self.outside_bytes = self.reported_bytes = begin.peak_bytes
-        self.peak_bytes = self.allocated_bytes = 0
+        self.peak_bytes = 0  # of the step: the highest reading, or the device's peak if that rose
+        # Whether the device's own peak rose in the step; if so, whether last after the last group
+        # of a forward, before its backward; and whether the allocator gave memory back.
         self.has_risen = self.is_of_loss = self.had_retries = False
-        self.chunks_in_flight: set[ChunksInFlight] = set()
+        self.chunks_in_flight: set[ChunksInFlight] = set()  # each time that a forward began
         self.beside: dict[Place, Beside] = {}
         self._num_retries = begin.num_retries
-        self.besides_copies = Counter[ChunksInFlight]()
+        # Most allocated bytes when a backward went on to another chunk; and most of these without
+        # copies, by chunks in flight.
+        self.allocated_bytes, self.besides_copies = 0, Counter[ChunksInFlight]()
         self._begun: set[ChunkKey] = set()
         self._in_backward: ChunkKey | None = None
         self._is_behind_forward = False

@@ -30,8 +30,8 @@ class BackwardPass(enum.Enum):
     WEIGHT = "weight"
 
 
+# Number of uses of each payload by index, by part of the backward and place of the group.
 Uses = dict[BackwardPass, dict[Place, dict[int, int]]]
-"""Number of uses of each payload by index, by part of the backward and place of the group."""
 
 
 class Running(NamedTuple):
@@ -40,31 +40,24 @@ class Running(NamedTuple):
     key: ChunkKey
     groups: Sequence[Group]
     part: BackwardPass
-    positions: dict[Batch, int]
-    """Position of each of the chunk's batches, held so that uses can be read without the graph."""
-
-    uses: defaultdict[int, Counter[int]]
-    """Number of uses of each payload so far, by position, in order of first use, and index."""
+    positions: dict[Batch, int]  # of the chunk's batches, held to read uses without the graph
+    uses: defaultdict[int, Counter[int]]  # so far, by position, in order of first use, and index
 
 
 class SplitBackward(Observer):
     """Learns which payloads each part uses, and reloads only those. If it ``is_keeping``, payloads
     that both parts use stay on the device in between.
-
-    Attributes:
-        uses: Number of uses of each payload in the last run of each part, by place and index.
-        order: Positions of a stage's groups in the order in which its second part reached them.
     """
 
     def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks, self._is_keeping = chunks, is_keeping
-        self.uses: Uses = {part: {} for part in BackwardPass}
+        self.uses: Uses = {part: {} for part in BackwardPass}  # in the last run of each part
+        # Positions of a stage's groups in the order in which its second part reached them.
         self.order: dict[int, list[int]] = {}
         self._running: Running | None = None
+        # Payloads of the first part, by position and index: while one lives, the mover gives it to
+        # the second part as well.
         self._shared: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
-        """Payloads of the first part, by position and index. While one lives, the mover gives it to
-        the second part as well.
-        """
 
     def follow(self, group: Group) -> None:
         """Expect the uses of an offloaded group by each part of its backward, if learned."""

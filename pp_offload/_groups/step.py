@@ -36,34 +36,23 @@ from pp_offload.config import OffloadConfig
 
 
 class StepRecord:
-    """Follows a step, and gives the window the next groups.
-
-    Attributes:
-        chunks: Chunks of this step, each from its first group on, in forward order.
-        options: Options of the plan; None for the manager's options.
-        is_warmup: Whether no step was complete so far.
-        smallest_numel: Least elements of a tensor that may leave; None before a forward with grad.
-        in_backward: The chunk that backward reached last.
-        weight_pass: Second part of a backward, while it runs.
-        is_in_replay: Whether a CUDA graph is being launched, as callers of Megatron-LM's main say.
-        summary: Saved bytes per group name, of the chunks live at the peak of the last complete
-            step.
-        unused: Places of groups that the loss of some step did not need.
-    """
+    """Follows a step, and gives the window the next groups."""
 
     def __init__(self) -> None:
         self.queue = ChunkQueue()
         self.pipeline_rank = 0
-        self.options: OffloadConfig | None = None
-        self.is_warmup = True
+        self.options: OffloadConfig | None = None  # of the plan; None for the manager's
+        self.is_warmup = True  # whether no step was complete so far
+        # Least elements of a tensor that may leave; None before a forward with grad.
         self.smallest_numel: int | None = None
-        self.in_backward: Chunk | None = None
-        self.weight_pass: WeightPass | None = None
-        self.is_in_replay = False
+        self.in_backward: Chunk | None = None  # the chunk that backward reached last
+        self.weight_pass: WeightPass | None = None  # second part of a backward, while it runs
+        self.is_in_replay = False  # whether a CUDA graph is launched, as users of Megatron-LM's say
+        # Saved bytes by group name, of the chunks live at the peak of the last complete step.
         self.summary: dict[str, GroupBytes] = {}
-        self.unused: frozenset[Place] = frozenset()
+        self.unused: frozenset[Place] = frozenset()  # of groups that some step's loss did not need
         self._is_partly_forgotten = False
-        self.chunks: dict[ChunkKey, Chunk] = {}
+        self.chunks: dict[ChunkKey, Chunk] = {}  # each from its first group on, in forward order
         self._backward: dict[ChunkKey, Chunk | ChunkRecord] = {}
         self._live_at_peak: frozenset[ChunkKey] = frozenset()
         self._weight_passes: dict[ChunkKey, WeightPass] = {}
@@ -259,8 +248,7 @@ def _unused(chunks: Iterable[Chunk]) -> set[Place]:
 
 
 Key = ChunkKey | WeightPassKey
-QueuedChunk = Chunk | WeightPass
-"""A chunk, or the second part of its backward."""
+QueuedChunk = Chunk | WeightPass  # a chunk, or the second part of its backward
 
 
 class ChunkQueue:
@@ -272,9 +260,7 @@ class ChunkQueue:
         self._position: dict[Key, int] = {}
         self._order: list[Key] = []
         self._num_done = 0
-        self.begun: set[Key] = set()
-        """Chunks of this step, and parts of them, whose backward has begun."""
-
+        self.begun: set[Key] = set()  # chunks of this step, and parts, whose backward has begun
         self._queued: list[QueuedChunk] = []
 
     def set_order(self, keys: Iterable[Key], *, is_scheduled: bool = False) -> None:

@@ -17,11 +17,8 @@ from pp_offload._groups.plan import GroupBytes
 
 logger = logger_of(__name__)
 
-FREE_PART = 0.01
-"""Part of a step up to which waiting for copies is no reason for a warning."""
-
+FREE_PART = 0.01  # of a step, up to which waiting for copies is no reason for a warning
 FREES_NOTHING = "copies free no memory here, where the device is the host"
-
 TABLE_TITLE = (
     "a step and the device's peak: now, in the first step, and without offload (~: estimated);\n"
     "saved tensors at the peak: kept on the device, copied, computed again"
@@ -39,36 +36,23 @@ class StepTime(NamedTuple):
 
 
 class DeviceFigures(NamedTuple):
-    """Memory of the device, in bytes.
+    """Memory of the device, in bytes."""
 
-    Attributes:
-        peak_bytes: Peak of the last step.
-        first_peak_bytes: Peak of the first step; 0 if not measured.
-        elsewhere: Cause of the device's peak, if that peak is not in a group; may be empty.
-        is_given: Whether the limit is a number that the user gave.
-    """
-
-    peak_bytes: int
-    first_peak_bytes: int = 0
+    peak_bytes: int  # of the last step
+    first_peak_bytes: int = 0  # of the first step; 0 if not measured
     limit_bytes: int | None = None
-    elsewhere: str = ""
-    is_given: bool = True
+    elsewhere: str = ""  # cause of the device's peak, if that is not in a group; may be empty
+    is_given: bool = True  # whether the limit is a number that the user gave
 
 
 class Gain(NamedTuple):
-    """Cost and gain of offload in a step.
-
-    Attributes:
-        groups: Bytes of all groups of the microbatches in flight at the peak.
-        device: Memory of the device; None if the device does not report it.
-        copies_free: Whether copies free memory of the device: not where that is the host.
-    """
+    """Cost and gain of offload in a step."""
 
     now: StepTime
     first: StepTime
-    groups: GroupBytes
-    device: DeviceFigures | None
-    copies_free: bool = True
+    groups: GroupBytes  # of all groups of the microbatches in flight at the peak
+    device: DeviceFigures | None  # None if the device does not report its memory
+    copies_free: bool = True  # whether copies free memory of the device: not where that is the host
 
     @property
     def spared_bytes(self) -> int:

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from pp_offload._core.group import Place
 from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 
-NUM_EQUAL = 2
-"""Number of equal smaller steps after which larger ones before them are forgotten."""
+NUM_EQUAL = 2  # smaller steps after which larger ones before them are forgotten
 
 
 class Beside(NamedTuple):
@@ -40,17 +39,11 @@ class Beside(NamedTuple):
 class Demand:
     """The most memory that groups of some steps needed."""
 
+    # Device bytes of the largest group at each place; ``lean`` without those computed again.
     sizes: Mapping[Place, int] = field(default_factory=dict)
-    """Device bytes of the largest group at each place."""
-
     lean: Mapping[Place, int] = field(default_factory=dict)
-    """Device bytes of the largest group at each place, without those that recipes compute again."""
-
-    in_flight: frozenset[ChunksInFlight] = frozenset()
-    """Sets of chunks in flight together, without sets that others cover."""
-
-    num_chunks: Counter[int] = field(default_factory=Counter)
-    """Number of chunks of each virtual stage in a step."""
+    in_flight: frozenset[ChunksInFlight] = frozenset()  # moments without those that others cover
+    num_chunks: Counter[int] = field(default_factory=Counter)  # of each virtual stage in a step
 
     @classmethod
     def of(
