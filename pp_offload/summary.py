@@ -130,13 +130,10 @@ def _gather(row: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[s
 
 
 def _wait_for_all(ranks: Sequence[int]) -> None:
-    """Wait until every rank is about to gather; without one of them a collective would hang.
-
-    Ranks count themselves in the store of the process group, with a number for each call. A rank
-    that gives up takes :data:`GIVEN_UP` off the count, so that later ranks do not wait.
-
-    Raises:
-        OffloadError: Ranks are missing after :data:`PATIENCE_S`.
+    """Wait until every rank is about to gather; without one of them a collective would hang. Ranks
+    count themselves in the store of the process group, with a number for each call. A rank that
+    gives up, after :data:`PATIENCE_S` with an OffloadError, takes :data:`GIVEN_UP` off the count,
+    so that later ranks do not wait.
     """
     store, name = default_store(), f"{ranks[0]}-{len(ranks)}-{hash(tuple(ranks))}"
     _num_calls[name] += 1

@@ -46,9 +46,7 @@ SHARE_OF_UNUSED = 0.8  # of the device, that bounds may grow into: an allocator 
 
 
 class AutoBounds:
-    """Measures steps, and chooses the bounds of copies that are ``"auto"``. They grow into what
-    ``unused_bytes`` returns; None for no limit.
-    """
+    """Measures steps, and chooses ``"auto"`` bounds, which grow by ``unused_bytes`` at most."""
 
     def __init__(
         self, offloader: Offloader, config: OffloadConfig, unused_bytes: Callable[[], int | None]

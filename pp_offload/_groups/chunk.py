@@ -33,19 +33,17 @@ from pp_offload.errors import GroupStateError
 
 
 class Chunk:
-    """Offloads the groups of one chunk. Tensors with fewer elements than
-    ``min_offloaded_tensor_size`` stay; ``microbatch`` is counted when None.
-    """
+    """Offloads the groups of one chunk."""
 
     group_type: ClassVar[type[Group]] = Group
 
     def __init__(
         self,
-        min_offloaded_tensor_size: int,
+        min_offloaded_tensor_size: int,  # in elements; smaller tensors stay
         offloader: Offloader,
         *,
         vp_stage: int = 0,
-        microbatch: int | None = None,
+        microbatch: int | None = None,  # counted when None
     ) -> None:
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.offloader = offloader
@@ -133,9 +131,7 @@ class Chunk:
         return not self.offloader.engine.is_enabled
 
     def leaves_out(self, name: str) -> bool:
-        """Return whether a group that starts now does nothing. If so, add a closed group, for which
-        the commit does nothing either.
-        """
+        """If a group that starts now does nothing, return True, and add a closed one to commit."""
         if not self.is_idle(name):
             return False
         group = self.group_type(name)
@@ -165,11 +161,10 @@ class Chunk:
             engine.keep(group, payloads, is_lean=is_lean)
 
     def may_leave(self, group: Group) -> bool:
-        """Whether a group being committed leaves the device, once its bytes are counted.
-
-        The group stays if offload is disabled, the plan keeps it, or its backward has begun or is
-        next: it is the last of its name in a chunk that certainly runs backward next. But a group
-        that does not fit below a limit leaves.
+        """Whether a group being committed leaves the device, once its bytes are counted. It stays
+        if offload is disabled, the plan keeps it, or its backward has begun or is next: it is the
+        last of its name in a chunk that certainly runs backward next. But a group that does not
+        fit below a limit leaves.
         """
         offloader, key = self.offloader, group.key
         if not offloader.engine.is_enabled or group.is_used:

@@ -158,9 +158,8 @@ class Manager:
             self._forget_finished()
         if torch.is_grad_enabled():
             self.step.smallest_numel = min_offloaded_tensor_size
-        eligibility = self.offloader.engine.eligibility
-        small = (eligibility.largest_small or {}) if self.idle_groups.is_checking else None
-        eligibility.largest_small = small
+        eligibility, is_checking = self.offloader.engine.eligibility, self.idle_groups.is_checking
+        eligibility.largest_small = (eligibility.largest_small or {}) if is_checking else None
         self.step.queue.vp_size = size
         if self.forward.chunk is not None:
             self.forward.chunk.is_left = True
@@ -193,9 +192,8 @@ class Manager:
         )
 
     def begin_backward(self, key: ChunkKey) -> None:
-        """Note that backward of a chunk begins; does nothing if the chunk has no groups.
-
-        Nothing is reloaded yet: the loss and its inputs are on the device, where memory is highest.
+        """Note that backward of a chunk begins, if it has groups. Nothing is reloaded yet: the loss
+        and its inputs are on the device, where memory is highest.
         """
         with self.offloader.lock:
             self.step.begin_backward(self.step.chunks.get(key))
@@ -229,14 +227,8 @@ class Manager:
         self.verify()
 
     def open_chunk(self, action: str, name: str) -> Chunk | None:
-        """Return the current chunk; None if markers do nothing here.
-
-        Args:
-            action: ``start`` or ``commit``, for the message.
-            name: Name of the group.
-
-        Raises:
-            GroupStateError: No chunk is current, and markers need one here.
+        """Return the current chunk; None if markers do nothing here. Raise a GroupStateError, which
+        names the ``action``, start or commit, if no chunk is current, and markers need one here.
         """
         if torch.compiler.is_compiling():
             return None
@@ -398,8 +390,7 @@ class Manager:
 
 def differences(there: OffloadConfig, here: OffloadConfig) -> str:
     """Return the options that differ, with both values, as text."""
-    names = [each.name for each in fields(there)]
-    values = [(name, getattr(there, name), getattr(here, name)) for name in names]
+    values = [(f.name, getattr(there, f.name), getattr(here, f.name)) for f in fields(there)]
     differ = [f"{name} is {brief(a)} there and {brief(b)} here" for name, a, b in values if a != b]
     return ", ".join(differ)
 

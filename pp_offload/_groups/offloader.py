@@ -68,9 +68,7 @@ class NoStep:
 
 
 class Offloader:
-    """State that chunks share. ``step`` is the StepRecord with the order in which backward visits
-    groups, None for a lone chunk.
-    """
+    """State that chunks share; ``step`` is their StepRecord, None for a lone chunk."""
 
     engine_type: ClassVar[type[Engine]] = Engine
 
@@ -101,10 +99,9 @@ class Offloader:
         return engine
 
     def renew_if_torn(self) -> None:
-        """Begin a new epoch, if an exception passed through the code of the current engine.
-
-        The host waits for all copies: an unknown part of them belongs to the old engine, and may
-        use memory that is freed with that engine.
+        """Begin a new epoch, if an exception passed through the code of the current engine. The
+        host waits for all copies: an unknown part of them belongs to the old engine, and may use
+        memory that is freed with that engine.
         """
         old = self.engine
         if not old.is_torn or self.backend.is_capturing:

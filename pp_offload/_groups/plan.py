@@ -113,9 +113,7 @@ class Plan:
         return self.planned[vp_stage][position:] if vp_stage < len(self.planned) else ()
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
-        """Whether the plan lists this group, and no later group of its chunk has the same name; of
-        groups that a loss needs.
-        """
+        """Whether the plan lists this group, as the last of its name that a loss needs."""
         if key.chunk in self.used:
             names = self.used[key.chunk][key.position :]
         else:
@@ -164,7 +162,6 @@ def groups_to_keep(
     unused: frozenset[Place] = frozenset(),
 ) -> frozenset[GroupKey]:
     """Keep the margin, this rank's bytes, then the fraction; or the margin and the options' plan.
-
     Each rule looks only at groups that earlier rules do not keep. The margin leaves out ``unused``
     places: groups that no loss needs might gather on the device.
     """

@@ -45,12 +45,11 @@ class Running(NamedTuple):
 
 
 class SplitBackward(Observer):
-    """Learns which payloads each part uses, and reloads only those. If it ``is_keeping``, payloads
-    that both parts use stay on the device in between.
-    """
+    """Learns which payloads each part uses, and reloads only those."""
 
     def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
-        self.chunks, self._is_keeping = chunks, is_keeping
+        self.chunks = chunks
+        self._is_keeping = is_keeping  # on the device in between, what both parts use
         self.uses: Uses = {part: {} for part in BackwardPass}  # in the last run of each part
         # Positions of a stage's groups in the order in which its second part reached them.
         self.order: dict[int, list[int]] = {}

@@ -56,9 +56,7 @@ class Gain(NamedTuple):
 
     @property
     def spared_bytes(self) -> int:
-        """Bytes that offload keeps off the device at the peak: an estimate, as copies may be in
-        flight there.
-        """
+        """Bytes that are off the device at its peak: estimated, as copies may be in flight."""
         return self.groups.again + (self.groups.copied if self.copies_free else 0)
 
     @property

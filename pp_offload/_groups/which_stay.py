@@ -52,9 +52,7 @@ class Demand:
         beside: Mapping[Place, Beside],
         in_flight: Iterable[ChunksInFlight],
     ) -> Demand:
-        """Return the demand of a step; ``in_flight`` are its chunks in flight, each time that
-        another chunk began.
-        """
+        """Return the demand of a step, with its chunks in flight each time that one began."""
         sizes, lean, num_chunks = Counter[Place](), Counter[Place](), Counter[int]()
         for chunk in chunks:
             num_chunks[chunk.key.vp_stage] += 1
@@ -159,9 +157,7 @@ def _stay_order(demand: Demand) -> list[Place]:
 
 
 def reversed_bits(index: int, *, num: int) -> int:
-    """Return a sorting key for ``num`` indices. The first indices, however many, are far from each
-    other (van der Corput's sequence).
-    """
+    """Return a sorting key: the first of ``num`` indices are far apart (van der Corput's order)."""
     return int(f"{index:0{(num - 1).bit_length()}b}"[::-1], 2)
 
 

@@ -26,9 +26,8 @@ from pp_offload.errors import RaceError
 
 
 class VectorClock(dict[str, int]):
-    """Known progress of each stream; a missing stream has made none.
-
-    Loops use a copy: an engine collected meanwhile waits, and a clock advances.
+    """Known progress of each stream; a missing stream has made none. Loops use a copy: an engine
+    collected meanwhile waits, and a clock advances.
     """
 
     def merge(self, other: VectorClock) -> VectorClock:
@@ -137,14 +136,12 @@ class StorageHistory:
 
 
 class RaceDetector:
-    """Checks each access to a living storage against earlier ones; has the host's clock, and counts
-    the bytes of all living device storages seen.
-    """
+    """Checks each access to a living storage against earlier ones."""
 
     def __init__(self) -> None:
         self.host = VectorClock()
         self._here = threading.local()
-        self.device_bytes = self.device_bytes_peak = 0
+        self.device_bytes = self.device_bytes_peak = 0  # of all living device storages seen
         self._histories: dict[int, StorageHistory] = {}
         self._host_bytes: dict[int, range] = {}
         self._fault: RaceError | None = None
@@ -157,10 +154,9 @@ class RaceDetector:
         return clock
 
     def see(self, storage: UntypedStorage, owner: StreamClock, *, is_host: bool) -> StorageHistory:
-        """Return the history of a storage; begin one if it has none.
-
-        Device memory counts as just written by ``owner``, which computed or allocated it. A storage
-        on bytes of host memory is host memory, too.
+        """Return the history of a storage; begin one if it has none. Device memory counts as just
+        written by ``owner``, which computed or allocated it. A storage on bytes of host memory is
+        host memory, too.
         """
         key = storage._cdata
         if (seen := self._histories.get(key)) is not None:

@@ -173,9 +173,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
 
 class Watch(TorchDispatchMode):
-    """Check of every operator that runs inside, on the stream that ``live`` returns for it, and of
-    all frees at the end.
-    """
+    """Check of operators inside, on the stream that ``live`` returns, and of frees at the end."""
 
     def __init__(self, timeline: Timeline, live: Callable[[], SimulatedStream]) -> None:
         super().__init__()

@@ -46,9 +46,8 @@ class SimulatedEvent:
         return self.stream.num_done >= self.position
 
     def query(self) -> bool:
-        """Return whether the point is reached; if so, the host has waited for it.
-
-        In the order ``late`` an event of a compute stream is seen only by synchronizing.
+        """Return whether the point is reached; if so, the host has waited for it. In the order
+        ``late`` an event of a compute stream is seen only by synchronizing.
         """
         timeline = self.stream.timeline
         host = timeline.detector.host
@@ -61,10 +60,9 @@ class SimulatedEvent:
             return self.is_reached()
 
     def synchronize(self) -> None:
-        """Run everything before this point, and have the host wait for it.
-
-        If a thread of a tier waits, the host does not learn of it: the program has yet to ask.
-        But memory that this thread frees then is no longer in use.
+        """Run everything before this point, and have the host wait for it. If a thread of a tier
+        waits, the host does not learn of it: the program has yet to ask. But memory that this
+        thread frees then is no longer in use.
         """
         timeline = self.stream.timeline
         if is_worker():
@@ -147,10 +145,8 @@ class SimulatedStream(StreamClock):
 
 
 class Timeline:
-    """Streams of one device, and the order in which their queued work runs.
-
+    """Streams of one device, and the order, one of :data:`ORDERS`, in which their queued work runs.
     The lock is held while queues change: one thread computes, but tiers' threads wait for events.
-    An order that is none of :data:`ORDERS` raises a ValueError.
     """
 
     def __init__(self, order: str, seed: int) -> None:
