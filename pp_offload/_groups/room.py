@@ -231,7 +231,7 @@ class DeviceRoom:
                 self._spare_bytes += max(0, seen.peak_bytes - min(self._limits()))
             return
         if self._limit is None:
-            self._figures = self._figures_of(self._peak_of(seen))
+            self._note_figures(self._peak_of(seen))
             return
         step = Demand.of(chunks, seen.beside, seen.chunks_in_flight)
         staying = by_stage(  # bytes of groups that stay in a chunk of this step
@@ -245,11 +245,7 @@ class DeviceRoom:
             self._num_left = max(0, self._num_left - 1)
             self._foreseen_bytes = peak_bytes = self._measure(seen, staying)
         limit_bytes = min(self._limits())
-        self._figures = self._figures_of(peak_bytes)._replace(
-            limit_bytes=limit_bytes,
-            elsewhere=self._elsewhere(peak_bytes),
-            is_given=self._limit != AUTO,
-        )
+        self._note_figures(peak_bytes, limit_bytes, self._elsewhere(peak_bytes))
         if self._stay:
             self._spare_bytes += max(0, peak_bytes - limit_bytes)
             self._spare_bytes += seen.had_retries * limit_bytes // PART
@@ -268,9 +264,10 @@ class DeviceRoom:
                 *(peak_bytes, limit_bytes, self._moving_bytes() / MIB),
             )
 
-    def _figures_of(self, peak_bytes: int) -> DeviceFigures:
-        first = self._figures
-        return DeviceFigures(peak_bytes, peak_bytes if first is None else first.first_peak_bytes)
+    def _note_figures(self, peak_bytes: int, limit_bytes: int | None = None, why: str = "") -> None:
+        first_bytes = peak_bytes if self._figures is None else self._figures.first_peak_bytes
+        is_given = self._limit != AUTO
+        self._figures = DeviceFigures(peak_bytes, first_bytes, limit_bytes, why, is_given)
 
     def _forget(self, change: Change) -> None:
         """Forget the choice for another demand. After a larger step all groups leave."""
