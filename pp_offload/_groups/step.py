@@ -133,8 +133,7 @@ class StepRecord:
         for key, chunk in list(self.chunks.items()):
             if chunk.is_over:
                 self._forget(key, chunk)
-        for key in self._backward.keys() - self.chunks.keys():
-            del self._backward[key]
+        self._backward = {k: c for k, c in self._backward.items() if k in self.chunks}
         self._is_partly_forgotten |= self.num_chunks < num_chunks
 
     @property

@@ -132,10 +132,9 @@ def _cells(gain: Gain, size: int) -> list[str]:
     without_ms = now.step_ms - now.waiting_ms if now.has_waits or not is_offloading else 0.0
     without_bytes = device.peak_bytes and device.peak_bytes + gain.spared_bytes
     mark = "~" if is_offloading else ""
+    without = _or_dash(without_bytes / size, 2, mark)
     if not device.peak_bytes and is_offloading:
         without = f"~+{gain.spared_bytes / size:.2f}"
-    else:
-        without = _or_dash(without_bytes / size, 2, mark)
     return [
         _or_dash(now.step_ms, 1),
         _or_dash(gain.first.step_ms, 1),
