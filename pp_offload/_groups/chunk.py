@@ -36,6 +36,7 @@ class Chunk:
     """Offloads the groups of one chunk."""
 
     group_type: ClassVar[type[Group]] = Group
+    _delays_in_replay_only: ClassVar[bool] = False  # True for the chunks of Megatron's main
 
     def __init__(
         self,
@@ -82,10 +83,6 @@ class Chunk:
                 tell(group)
         return group
 
-    @property
-    def _may_delay(self) -> bool:
-        return True
-
     def commit(
         self,
         name: str,
@@ -117,7 +114,7 @@ class Chunk:
             self.open_groups.remove(group)
         if group.state is not GroupState.OPEN:
             return group  # the group was left out
-        if delay and self._may_delay:
+        if delay and (not self._delays_in_replay_only or self.offloader.step.is_in_replay):
             self.offloader.delay(partial(self.close, group), released)
         else:
             self.close(group, released)

@@ -248,6 +248,8 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
     Source: Megatron-LM ``ChunkOffloadHandler``.
     """
 
+    _delays_in_replay_only = True
+
     def __init__(
         self,
         min_offloaded_tensor_size: int,
@@ -268,10 +270,6 @@ class MainChunkOffloadHandler(ChunkOffloadHandler):
         self.offload_groups = self.groups  # main's name
         self.max_inflight_offloads = max_inflight_offloads
         self._in_flight: dict[str, deque[Any]] = defaultdict(deque)
-
-    @property
-    def _may_delay(self) -> bool:
-        return bool(self.offloader.step.is_in_replay)
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """See :meth:`Chunk.close`; then compute waits until few enough groups are in flight."""
