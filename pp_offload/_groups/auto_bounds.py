@@ -260,10 +260,7 @@ def least_bounds(times: StepTimes, staying: Collection[GroupKey]) -> Sequence[in
 def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
     """Return a function: seconds until an event, if compute had never waited for copies."""
     # sorted: several threads wait, in no order
-    waits = sorted(
-        (laps.seconds_until(wait.end), wait.begin.elapsed_time(wait.end) / 1e3)
-        for wait in laps.waits
-    )
+    waits = sorted((laps.seconds_until(wait.end), seconds([wait])) for wait in laps.waits)
     ends_s = [end_s for end_s, _ in waits]
     waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
 

@@ -163,11 +163,9 @@ class Manager:
         self.step.queue.vp_size = size
         if self.forward.chunk is not None:
             self.forward.chunk.is_left = True
-        self.forward.chunk = (make or self.make_chunk)(
-            min_offloaded_tensor_size,
-            offloader=self.offloader,
-            vp_stage=stage,
-            microbatch=microbatch,
+        offloader, make = self.offloader, make or self.make_chunk
+        self.forward.chunk = make(
+            min_offloaded_tensor_size, offloader=offloader, vp_stage=stage, microbatch=microbatch
         )
 
     def _follow_options(self) -> None:
@@ -331,8 +329,7 @@ class Manager:
     def _end_step(self) -> None:
         self.offloader.delayed.clear()
         self.offloader.engine.begin_step()
-        self.forward.chunk = None  # other threads have their own
-        self.forward.is_evaluating = False
+        self.forward.chunk, self.forward.is_evaluating = None, False  # others have their own
         self.step.clear()
         self.offloader.resume(None)
         if self.offloader.split is not None:

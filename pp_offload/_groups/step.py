@@ -219,11 +219,10 @@ class StepRecord:
         self._weight_passes.clear()
         self._live_at_peak = frozenset()
         self._numbers.clear()
-        self.smallest_numel = None
-        self._is_partly_forgotten = False
         self.queue.clear()
-        self.in_backward = self.weight_pass = None
-        self.is_in_replay = False  # a replay that failed may never say that it is over
+        self.smallest_numel = self.in_backward = self.weight_pass = None
+        # A replay that failed may never say that it is over.
+        self._is_partly_forgotten = self.is_in_replay = False
 
     def _chunk_of(self, group: Group) -> Chunk | None:
         if group.key is None:

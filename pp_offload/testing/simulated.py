@@ -45,10 +45,8 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
     def __init__(self, order: str = "late", seed: int = 0) -> None:
         if not isinstance(seed, int):
             raise ValueError(f"seed is {brief(seed)}, expected an integer")
-        self.order = order
-        self.name = f"simulated {order}"
-        self.is_host = False
-        self.device = torch.device("cpu")
+        self.order, self.name = order, f"simulated {order}"
+        self.is_host, self.device = False, torch.device("cpu")
         self._timeline = Timeline(order, seed)
         self._numbers = count(1)  # of captures
         self.d2h: Stream = self._timeline.add_stream("d2h", is_copy=True)
