@@ -30,10 +30,6 @@ class BackwardPass(enum.Enum):
     WEIGHT = "weight"
 
 
-# Number of uses of each payload by index, by part of the backward and place of the group.
-Uses = dict[BackwardPass, dict[Place, dict[int, int]]]
-
-
 class Running(NamedTuple):
     """The running part of a backward."""
 
@@ -50,7 +46,8 @@ class SplitBackward(Observer):
     def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks = chunks
         self._is_keeping = is_keeping  # on the device in between, what both parts use
-        self.uses: Uses = {part: {} for part in BackwardPass}  # in the last run of each part
+        # Uses of each payload by index, in the last run of each part, by place of the group.
+        self.uses: dict[BackwardPass, dict[Place, dict[int, int]]] = {p: {} for p in BackwardPass}
         # Positions of a stage's groups in the order in which its second part reached them.
         self.order: dict[int, list[int]] = {}
         self._running: Running | None = None
