@@ -124,10 +124,9 @@ class AutoBounds:
         """Take the bounds of a plan, or have the next steps timed. Planned bounds hold while groups
         are as planned, for any times: memory stays below the limit of the plan.
         """
-        self._plan, self._is_new = plan, False
-        self._num_left = NUM_TIMED
+        self._plan, self._is_new, self._num_left = plan, False, NUM_TIMED
         if plan.bounds is not None:
-            self._take(plan.bounds)
+            self._take(*plan.bounds)
 
     def _note(self, step: StepTime) -> None:
         if not self.first.step_ms:
@@ -158,10 +157,9 @@ class AutoBounds:
             least = least_bounds(times, self._plan.kept)
             least = [nbytes * (given == AUTO) for nbytes, given in zip(least, options, strict=True)]
             cap_bytes, ahead_bytes = _within(self._unused_bytes(), self.now, least)
-            self._take((max(1, cap_bytes), ahead_bytes))  # with 0 compute would wait for each copy
+            self._take(max(1, cap_bytes), ahead_bytes)  # with 0 compute would wait for each copy
 
-    def _take(self, bounds: tuple[int, int]) -> None:
-        cap_bytes, ahead_bytes = bounds
+    def _take(self, cap_bytes: int, ahead_bytes: int) -> None:
         self._offloader.engine.mover.in_flight.bound.choose(cap_bytes)
         self._offloader.engine.window.bound.choose(ahead_bytes)
 

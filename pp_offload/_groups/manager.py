@@ -329,7 +329,7 @@ class Manager:
     def _end_step(self) -> None:
         self.offloader.delayed.clear()
         self.offloader.engine.begin_step()
-        self.forward.chunk, self.forward.is_evaluating = None, False  # others have their own
+        self.forward.chunk, self.forward.is_evaluating = None, False  # other threads have their own
         self.step.clear()
         self.offloader.resume(None)
         if self.offloader.split is not None:
