@@ -67,9 +67,8 @@ class StepRecord:
         self.chunks[chunk.key] = chunk
         self.queue.push(chunk)
         if split is not None and chunk.key in split.chunks:
-            weight_pass = WeightPass(chunk.key, chunk.groups, split)
-            self._weight_passes[chunk.key] = weight_pass
-            self.queue.push(weight_pass)
+            second = self._weight_passes[chunk.key] = WeightPass(chunk.key, chunk.groups, split)
+            self.queue.push(second)
 
     def begin(self, group: Group) -> None:
         self.begin_backward(self._chunk_of(group))
