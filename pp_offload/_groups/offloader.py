@@ -59,6 +59,8 @@ Commit = Callable[[Sequence[Tensor] | None], object]  # of a group; then release
 class NoStep:
     """``StepRecord`` of a lone chunk: the chunk has no key, and no group has a next one."""
 
+    is_in_replay = False
+
     def add(self, chunk: Any, split: SplitBackward | None) -> None: ...
 
     def begin(self, group: Group) -> None: ...
