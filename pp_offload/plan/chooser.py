@@ -31,11 +31,10 @@ from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.pipeline import PeerLink, PipelineStep
 from pp_offload.simulate.schedules import PipelineOrder
 
-FIGURES = (
+FIGURES = (  # of a predicted step, which are copied to the plan
     *("peak_bytes", "host_peak_bytes", "seconds", "busy_s", "stalled_s", "bytes_offloaded"),
     *("on_demand_reloads", "offload_s"),
 )
-"""Figures of a predicted step that are copied to the plan."""
 
 
 class InfeasibleError(ValueError):

@@ -128,10 +128,8 @@ class HostNumbers:
 class NumberDevice(VirtualBackend):
     """Virtual device for tensors that are only their bytes."""
 
+    # A new Bytes for each step: tensors of earlier steps are counted in the earlier one.
     memory: Any
-    """Memory of the step, a new :class:`Bytes` for each step: tensors of earlier steps are counted
-    in the earlier one.
-    """
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
@@ -177,8 +175,7 @@ class NumberEngine(Engine):
         super().__init__(*args)
         self.shared = SharedNumbers()
         self.recipes = None  # tapes contain the recipes
-        self.collected = Payloads()
-        """Payloads of the group that is closed next."""
+        self.collected = Payloads()  # of the group that is closed next
 
     def _collected(self, group: Group) -> Payloads:
         payloads, self.collected = self.collected, Payloads()
@@ -216,9 +213,8 @@ class NumberChunk(Chunk):
         self._device = device = offloader.backend
         self._engine: NumberEngine = offloader.engine
         self._sources: list[Held | None] = [Held(device.memory, n) for n in tape.source_bytes]
+        # Versions of sources, whose copies groups share.
         self._storages: dict[tuple[int, int], UntypedStorage] = {}
-        """Versions of sources, whose copies groups share."""
-
         self._saved: dict[int, list[Saved]] = {}
         self._given: dict[tuple[int, int], Any] = {}
 

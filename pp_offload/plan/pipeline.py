@@ -127,9 +127,7 @@ class TapeWork(RankWork):
         actions, self._stages = self.order.actions[self.number], self.order.stages_of(self.number)
         self._backwards = backward_order(actions, self._stages, [0], self.config)
         self._chunks: dict[ChunkKey, Any] = {}  # a program may hold what they saved until its end
-        self._have_gradients: set[int] = set()
-        """Stages that have had a backward in the step."""
-
+        self._have_gradients: set[int] = set()  # stages that have had a backward in the step
         self._has_updated = False
 
     def begin_step(self) -> None:
@@ -181,36 +179,26 @@ class TapeWork(RankWork):
 
 # Choices
 
+# Number of steps that are predicted before a plan is returned: the first step, in which an
+# optimizer has no state yet, and later ones, which earlier steps could influence.
 NUM_PROVEN = 4
-"""Number of steps that are predicted before a plan is returned: the first step, in which an
-optimizer has no state yet, and later ones, which earlier steps could influence.
-"""
-
+# Most groups of all ranks for which all microbatches are always predicted, each order is tried
+# within all bounds, and single groups are exchanged.
 FEW = 12
-"""Most groups of all ranks for which all microbatches are always predicted, each order is tried
-within all bounds, and single groups are exchanged.
-"""
 
-Bounds = tuple[int, int]
-"""Bounds on bytes in flight, and on bytes ahead."""
-
-Nums = tuple[int, ...]
-"""Number of layers that each rank recomputes."""
+Bounds = tuple[int, int]  # on bytes in flight, and on bytes ahead
+Nums = tuple[int, ...]  # number of layers that each rank recomputes
 
 
 class RankChoice(NamedTuple):
     """Choice of a rank: layers recomputed, bounds, and groups that stay, by default none."""
 
     num_recomputed: int
-    bounds: Bounds | None = None
-    """Bounds of the rank; None if the engine is to choose them."""
-
-    stay: tuple[Place, ...] = ()
-    """Places of the groups that stay, in the order in which they were chosen."""
+    bounds: Bounds | None = None  # None if the engine is to choose them
+    stay: tuple[Place, ...] = ()  # places of groups, in the order in which they were chosen
 
 
-Choice = tuple[RankChoice, ...]
-"""Choices of all ranks."""
+Choice = tuple[RankChoice, ...]  # of all ranks
 
 
 def nums_of(choice: Choice) -> Nums:

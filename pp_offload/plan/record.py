@@ -76,14 +76,12 @@ class _Variants:
         self, stages: Sequence[int], work: Work, tapes_of: Any, others: Iterable[_Variants]
     ) -> None:
         self._stages, self._work, self._tapes_of = stages, work, tapes_of
+        # Stage and name of each layer that may be recomputed, in forward order.
         self._layers = [(stage, name) for stage in stages for name in work.layers_of(stage)]
-        """Stage and name of each layer that may be recomputed, in forward order."""
-
         tapes, names = self._record(0), [name for _, name in self._layers]
         self._recorded = {0: tapes}
+        # Tapes and names of layers, which are equal for ranks with equal work.
         self._key = replace(tapes, stages={}), [*tapes.stages.values()], names
-        """Tapes and names of layers, which are equal for ranks with equal work."""
-
         self._equal = next((each for each in others if each._key == self._key), None)
 
     def __call__(self, num: int) -> RankTapes:

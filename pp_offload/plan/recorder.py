@@ -34,37 +34,29 @@ class _Memory(NamedTuple):
     """A storage that was allocated, or freed."""
 
     number: int
-    nbytes: int
-    """Bytes that a device allocator took; below 0 if it freed them."""
+    nbytes: int  # that a device allocator took; below 0 if it freed them
 
 
 Raw = Event | _Memory
 
 
 class ChunkNotes:
-    """Notes of the chunk of a microbatch.
-
-    Attributes:
-        raw: Notes of each action, by its kind.
-        payload_of: Payload of each saved tensor.
-        uses: Number of uses of each payload so far.
-        inputs: Saved tensors that recipes hold.
-        recipes: Events of each payload that is computed again, when it was computed last.
-        scatters: Copy of each payload, back as a part, to memory in which it has its strides.
-        payload_of_copy: First payload of each place in a batch.
-    """
+    """Notes of the chunk of a microbatch."""
 
     def __init__(self) -> None:
-        self.raw: dict[str, list[Raw]] = {}
+        self.raw: dict[str, list[Raw]] = {}  # notes of each action, by its kind
         self.sent_bytes = self.sent_back_bytes = 0
         self.groups: list[GroupTape] = []
         self.payloads: list[Payload] = []
         self.source_bytes: list[int] = []
-        self.payload_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.uses: Counter[int] = Counter()
-        self.inputs: WeakSet[Any] = WeakSet()
+        self.payload_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of saved tensors
+        self.uses: Counter[int] = Counter()  # of each payload so far
+        self.inputs: WeakSet[Any] = WeakSet()  # saved tensors that recipes hold
+        # Events of each payload that is computed again, when it was computed last.
         self.recipes: dict[int, tuple[Event, ...]] = {}
+        # Copy of each payload, back as a part, to memory in which it has its strides.
         self.scatters: dict[int, Stretch] = {}
+        # First payload of each place in a batch.
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
@@ -104,19 +96,12 @@ class Recorder(Observer):
         self.backend = backend
         self.memory = backend.memory = DeviceMemory(note=self._note_memory)
         self.chunk = ChunkNotes()
-        self._problem: str | None = None
-        """Reason why tapes cannot describe the program."""
-
+        self._problem: str | None = None  # reason why tapes cannot describe the program
         self._raw: list[Raw] = []  # always the same list: finalizers append to it
+        # By number of the storage: its chunk and source; the event at its end, if the engine's.
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
-        """Chunk and source of each storage, by number of the storage."""
-
         self._ends: dict[int, Event] = {}
-        """Event at the end of each storage that the engine allocated, by number of the storage."""
-
-        self._uses_by_recipe: Counter[int] = Counter()
-        """Number of uses of each payload by the recipe that runs."""
-
+        self._uses_by_recipe: Counter[int] = Counter()  # of each payload by the recipe that runs
         backend.link = _ExactLink(backend.host, self._ran)
 
     def taken(self) -> list[Raw]:

@@ -49,25 +49,14 @@ from pp_offload.plan.pipeline import Bounds, Choice, Nums, Predictor, RankChoice
 from pp_offload.plan.tape import Candidate, RankTapes, first_saved
 from pp_offload.simulate.pipeline import RankStep
 
-WORTH_IT = 1e-3
-"""Part of a step that another way must be able to save to be tried."""
-
-NEARLY = 0.02
-"""Ways whose short step is longer than the shortest by this part are dropped."""
-
+WORTH_IT = 1e-3  # part of a step that another way must be able to save to be tried
+NEARLY = 0.02  # ways whose short step is longer than the shortest by this part are dropped
+SAME = 1e-6  # steps that differ by at most this part count as equal
+NUM_IMPROVED = 4  # number of the best ways in which single groups are tried
+MOST_RUNS = 8  # of a fill: if no group of a kind fits, groups of another kind may
+# Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]. With the last
+# part one group at a time is in flight.
 BOUNDS = (1.0, 0.5, 0.0)
-"""Parts of the bounds that an engine chooses by itself, see NOTE [ Which bounds ]. With the last
-part one group at a time is in flight.
-"""
-
-NUM_IMPROVED = 4
-"""Number of the best ways in which single groups are tried."""
-
-SAME = 1e-6
-"""Steps that differ by at most this part count as equal."""
-
-MOST_RUNS = 8
-"""Runs of a fill: if no group of a kind fits, groups of another kind may."""
 
 
 # Groups that stay on a rank
@@ -120,9 +109,8 @@ def fill(groups: Sequence[Candidate]) -> Generator[Sequence[Candidate], bool, Se
 
 # Ways
 
+# Function that sorts groups in the order in which they are chosen to stay.
 Order = Callable[[RankTapes], list[Candidate]]
-"""Function that sorts groups in the order in which they are chosen to stay."""
-
 ORDERS: tuple[Order, ...] = (as_saved, spread_out, largest_first, first_saved)
 
 

@@ -24,8 +24,7 @@ from pp_offload.plan.profile import GroupProfile, Profile, StageProfile
 from pp_offload.plan.record import neighbours
 from pp_offload.simulate.pipeline import PipelineStep, RankStep
 
-LONG = 0.1
-"""Part of a step that compute must wait for copies for advice to be given."""
+LONG = 0.1  # part of a step that compute must wait for copies for advice to be given
 
 HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay", "recompute")
 

@@ -17,54 +17,33 @@ from pp_offload._core.group import Place
 class Payload(NamedTuple):
     """Bytes that a group saves, and may send away."""
 
-    nbytes: int
-    """Bytes that are copied, or computed again."""
-
-    source: int
-    """Number of the tape's source that has the bytes."""
-
-    num_uses: int
-    """Expected number of uses of the payload in backward."""
-
-    version: int | None = None
-    """Version of the source when it was saved: groups that saved the same version share a copy.
-    None if the source is not shared.
-    """
-
-    again: tuple[Event, ...] | None = None
-    """Events that compute the payload again if its group leaves: operators, and uses of other
-    payloads. None if the payload is copied.
-    """
-
+    nbytes: int  # that are copied, or computed again
+    source: int  # number of the tape's source that has the bytes
+    num_uses: int  # expected in backward
+    # Version of the source when it was saved: groups that saved the same version share a copy.
+    version: int | None = None  # None if the source is not shared
+    # Operators, and uses of other payloads, that compute the payload again if its group leaves.
+    again: tuple[Event, ...] | None = None  # None if the payload is copied
+    # Time in which compute copies a part out of its source, if it is copied without the rest.
     gather_s: float | None = None
-    """Time in which compute copies a part out of its source, if it is copied without the rest."""
-
+    # Copy of such a part, once it is back, to memory in which it has its strides.
     scatter: Stretch | None = None
-    """Copy of such a part, once it is back, to memory in which it has its strides."""
 
 
 class GroupTape(NamedTuple):
     """A group, in forward order."""
 
     name: str
-    payloads: tuple[int, ...]
-    """Numbers of the tape's payloads, first saved first."""
-
-    copies: Stretch | None = None
-    """Copies of parameters that recipes need, made if the group leaves."""
+    payloads: tuple[int, ...]  # numbers of the tape's payloads, first saved first
+    copies: Stretch | None = None  # of parameters that recipes need, made if the group leaves
 
 
 class Stretch(NamedTuple):
     """Operators on the compute stream, and device memory, between two events of the engine."""
 
-    seconds: tuple[float, ...]
-    """Time of each operator."""
-
-    nbytes: int
-    """Device memory allocated in total; below 0 if more was freed."""
-
-    rise: int
-    """Highest device memory during the stretch, above that at its begin; at least 0."""
+    seconds: tuple[float, ...]  # of each operator
+    nbytes: int  # device memory allocated in total; below 0 if more was freed
+    rise: int  # highest device memory during the stretch, above that at its begin; at least 0
 
     @classmethod
     def joined(cls, events: Iterable[Event]) -> Stretch:
@@ -95,16 +74,11 @@ class Mark(NamedTuple):
     ========= ==================================================================================
     """
 
-    kind: str
-    """Name of the method of :class:`NumberChunk` that is called."""
-
-    number: int
-    """Position of the group, or number of the source or of the payload."""
-
+    kind: str  # name of the method of NumberChunk that is called
+    number: int  # position of the group, or number of the source or of the payload
+    # Number of the payload's use in its chunk, counted through both parts of a backward. Events
+    # that compute a payload again have numbers of their own.
     use: int = 0
-    """Number of the payload's use in its chunk, counted through both parts of a backward. Events
-    that compute a payload again have numbers of their own.
-    """
 
 
 Event = Stretch | Mark
@@ -113,11 +87,9 @@ Event = Stretch | Mark
 class Repeated(NamedTuple):
     """Events of work that is done again and again: a backward, a part of it, or an update."""
 
+    # A step's first backward makes gradients that later ones add to, the first update makes the
+    # state of an optimizer.
     first: tuple[Event, ...] = ()
-    """Events of the first time: a step's first backward makes gradients that later ones add to, the
-    first update makes the state of an optimizer.
-    """
-
     later: tuple[Event, ...] = ()
 
 
