@@ -19,9 +19,9 @@ import pp_offload
 from pp_offload import __version__
 from pp_offload._common.pictures import check_format
 
+# Names in the package's tables, whose import needs torch.
 SCHEDULES = "gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev"
 DEVICES = "A100, H100, H200, GH200, B200, GB200, GB300, MI300X"
-"""Names in the package's tables, whose import needs torch."""
 
 FLAGS = "print the flags with which Megatron-LM's own engine does nearly the same"
 RECOMPUTE = "layers may be recomputed where the link has too much to do"
@@ -44,6 +44,7 @@ def number(kind: type[int] | type[float], least: float, most: float = inf) -> Ca
 
 COUNT, AMOUNT, RATE = number(int, 1), number(float, 0, 2**20), number(float, 1e-3)
 
+# Options of add_argument by argument name; each is the same in all commands.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "model": {"nargs": "?", "metavar": "[MODEL]", "help": "module:function, see docs/cli.md"},
     "--hf": {"help": "config.json of Transformers, or its directory, in place of MODEL"},
@@ -77,7 +78,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--measure": {"type": Path, "help": "measure the device into a file, for --hardware"},
     "--measure-mib": {"type": COUNT, "default": 256, "help": "MiB of each timed copy"},
 }
-"""Options of ``add_argument`` by argument name; each is the same in all commands."""
 
 PIPELINE = (
     *("model", "--hf", "--schedule", "--ranks --pp", "--virtual-stages", "--microbatches"),

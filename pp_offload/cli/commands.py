@@ -147,11 +147,11 @@ def _figures(step: PipelineStep) -> dict[str, Any]:
 # Its engine offloads modules by kind, in all layers of all ranks. In each chunk it keeps a share of
 # the groups, the last ones, and on rank r in addition r times some bytes of a step.
 
+# Names that --offload-modules accepts: TransformerConfig.offload_modules of main.
 MEGATRON_MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
     *("fused_group_mlp", "gdp_qkv"),
 )
-"""Names that ``--offload-modules`` accepts: ``TransformerConfig.offload_modules`` of main."""
 
 MEGATRON_NOTE = """\
 Its engine keeps other groups than planned, as many or fewer: leave it room below the limit."""

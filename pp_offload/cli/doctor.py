@@ -31,21 +31,15 @@ from pp_offload.backends import default_backend
 from pp_offload.cli.arguments import check_target, errors_of, report, wrong
 from pp_offload.simulate import Hardware
 
-VARIABLES = (
+VARIABLES = (  # that change memory allocation, the overlap of copies, or the host budget
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
     *("HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", *budget.LOCAL_RANKS),
 )
-"""Variables that change memory allocation, the overlap of copies, or the host budget."""
-
-SUSTAINED_S = 1.0
-"""Time of products before they are timed: clocks fall when a device is hot."""
-
+SUSTAINED_S = 1.0  # time of products before they are timed: clocks fall when a device is hot
 NUM_ROUNDS, NUM_COPIES, NUM_LAUNCHES = 5, 8, 200
 
-Pair = tuple[Tensor, Tensor]
-"""A target and a source."""
-
+Pair = tuple[Tensor, Tensor]  # a target and a source
 Ask = Callable[[], object]
 
 

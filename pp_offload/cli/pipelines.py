@@ -36,8 +36,7 @@ class Pipeline:
     work: Modules
     hardware: Hardware
     title: str
-    option: str
-    """Options that describe the model and its optimizer, for errors."""
+    option: str  # or several, which describe the model and its optimizer, for errors
 
 
 def pipeline_of(given: Namespace) -> Pipeline:

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 from pp_offload.simulate.hardware import Hardware
 
-ROUNDING = 1e-9
-"""Part of a fully used rate that rounding leaves over."""
+ROUNDING = 1e-9  # part of a fully used rate that rounding leaves over
 
 
 class HostClock:

@@ -31,8 +31,7 @@ class Comparison:
 
     without: PipelineStep
     with_offload: PipelineStep
-    limit_bytes: int | None = None
-    """Limit of the followed plan; None without a plan."""
+    limit_bytes: int | None = None  # of the followed plan; None without a plan
 
     def table(self, memory_bytes: int) -> str:
         """Format a row for each rank. Peaks above ``memory_bytes`` of a device are marked."""

@@ -216,12 +216,8 @@ COUNTED = {aten._grouped_mm: _grouped, **FORWARDS, **BACKWARDS}
 
 # Kernels
 
-MAX_HEAD_WIDTH = 256
-"""Widest heads of the flash kernel."""
-
-ALIGNMENT_BYTES = 16
-"""Heads of the memory-efficient kernel take a multiple of this many bytes."""
-
+MAX_HEAD_WIDTH = 256  # of the flash kernel
+ALIGNMENT_BYTES = 16  # heads of the memory-efficient kernel take a multiple of this
 _entered: list[torch.library.Library] = []
 
 

@@ -40,8 +40,7 @@ from pp_offload.simulate.costs import (
 )
 from pp_offload.simulate.hardware import Hardware
 
-NO_RESERVE = 0x4000
-"""Flag MAP_NORESERVE of Linux, which Python names from 3.12 on."""
+NO_RESERVE = 0x4000  # flag MAP_NORESERVE of Linux, which Python names from 3.12 on
 
 aten = torch.ops.aten
 
@@ -226,11 +225,9 @@ class _Clocked(TorchDispatchMode):
         return output  # type: ignore[no-any-return]
 
 
+# Operators that may go from host to device or back.
 PROGRAM_COPIES = (aten._to_copy.default, aten.copy_.default)
-"""Operators that may go from host to device or back."""
-
-ROUNDING_BYTES = 512
-"""Multiple to which device allocators round sizes up."""
+ROUNDING_BYTES = 512  # multiple to which device allocators round sizes up
 
 
 def rounded(nbytes: int) -> int:

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-ATTENTION = "causal_without_mask"
-"""Name under which Transformers registers the attention."""
+ATTENTION = "causal_without_mask"  # name under which Transformers registers the attention
 
 
 def model_from_config(

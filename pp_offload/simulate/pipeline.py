@@ -119,9 +119,7 @@ class Message(NamedTuple):
     """Output or gradient that a stage makes for its neighbour."""
 
     is_gradient: bool
-    stage: int
-    """The stage that receives it."""
-
+    stage: int  # that receives it
     microbatch: int
     sender: int
     receiver: int
@@ -131,11 +129,9 @@ class Messages:
     """All messages of a step, on a link for each pair of ranks."""
 
     def __init__(self, order: PipelineOrder, link: PeerLink) -> None:
-        self._rank_of = order.rank_of
-        self._link = link
+        self._rank_of, self._link = order.rank_of, link
         self._streams: dict[tuple[int, int], VirtualStream] = {}
-        self.arrives_s: dict[Message, float] = {}
-        """Time at which each message that was made, and not received, arrives."""
+        self.arrives_s: dict[Message, float] = {}  # of each message made and not received
 
     def around(self, kind: str, stage: int, microbatch: int) -> list[Message | None]:
         """Return the messages that an action needs and makes; None without such a neighbour."""

@@ -39,11 +39,10 @@ SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
 SCHEDULE_KINDS = PipelineScheduleSingle, PipelineScheduleMulti
 
+# Actions that take a gradient from the next stage, and make one for the stage before.
 BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
-"""Actions that take a gradient from the next stage, and make one for the stage before."""
-
+# Actions that take time. Messages are sent when made, wherever a list has them.
 KINDS = ("FORWARD", *BACKWARDS, "BACKWARD_WEIGHT", "REDUCE_GRAD")
-"""Actions that take time. Messages are sent when made, wherever a list has them."""
 
 
 class PipelineOrder:

@@ -52,8 +52,7 @@ class RankWork:
         """Release all resources: there is no further step."""
 
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of a rank."""
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # of a rank
 
 
 class Work:
@@ -160,8 +159,8 @@ class Modules(Work):
                 f"layers is {layers!r}, which fits no name of a module in any stage; expected a "
                 "pattern of names as in named_modules(), with * for one part"
             )
+        # Inputs of each stage, and outputs of the last stage; filled in by prepare().
         self.samples = [example if isinstance(example, tuple) else (example,)]
-        """Inputs of each stage, and outputs of the last stage; filled in by :meth:`prepare`."""
 
     def layers_of(self, stage: int) -> list[str]:
         return [] if self.layers is None else matching(self.stages[stage], self.layers)
@@ -201,8 +200,7 @@ class _ModuleWork(RankWork):
     """Work of a rank on PyTorch's stages, without its messages."""
 
     def __init__(self, work: Modules, order: PipelineOrder, rank: int) -> None:
-        self._work = work
-        self._num_microbatches = order.num_microbatches
+        self._work, self._num_microbatches = work, order.num_microbatches
         self._losses: dict[int, Tensor] = {}
         self._inputs: list[tuple[Tensor, ...]] = []
         self._stages: dict[int, PipelineStage] = {}

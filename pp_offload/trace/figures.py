@@ -179,15 +179,14 @@ def _rank_step(timeline: Timeline, step: Span) -> RankStep:
 
 # Beside a plan
 
-TOLERANCE = 0.02
-MS = 1e-3
+TOLERANCE, MS = 0.02, 1e-3
 
 NOTE = """\
 Planned / traced; - is what a trace does not say. step: until compute of the rank ends on a virtual
 device, else until the next step, beside that of the pipeline. stalled: compute waits for copies. on
 demand: tensors that came back only when backward was at their group. sent: to the host, at GB/s."""
 
-WHY = {
+WHY = {  # causes by figure
     "peak_bytes": "memory that the plan does not know, as an optimizer's state without --optimizer",
     "host_peak_bytes": "more of what left was there at the same time",
     "step_s": "longer compute or waits, or more than the schedule in a step, such as an optimizer",
@@ -200,7 +199,6 @@ WHY = {
     "offload_bytes_per_s": "the link, or host memory that several devices share; plan again with a "
     "Hardware of other link_bytes_per_s",
 }
-"""Causes by figure."""
 
 
 class Pair(NamedTuple):

@@ -35,8 +35,7 @@ STYLES = {  # row, colour and hatch; a later kind covers those before
 }
 LINES = dict(zip(tl.COUNTERS, (art.DEVICE, art.HOST, art.OFFLOAD, art.RELOAD), strict=True))
 
-Milliseconds = Callable[[float], float]
-"""Of a time in seconds, since the first rank began the step."""
+Milliseconds = Callable[[float], float]  # of seconds, since the first rank began the step
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str], **options: Any) -> None:

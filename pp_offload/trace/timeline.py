@@ -23,8 +23,7 @@ from typing import Any
 
 STEPS, COMPUTE, OPERATORS = "steps", "compute", "operators"
 D2H, H2D, DISK = "d2h", "h2d", "disk"
-TRACKS = (STEPS, COMPUTE, OPERATORS, D2H, H2D, DISK)
-"""Tracks in the order of display; others come after them."""
+TRACKS = (STEPS, COMPUTE, OPERATORS, D2H, H2D, DISK)  # as displayed; others come after them
 
 DEVICE, HOST, IN_FLIGHT, RELOADED = "device", "host", "in flight", "reloaded"
 COUNTERS = (DEVICE, HOST, IN_FLIGHT, RELOADED)
