@@ -159,9 +159,7 @@ def _groups(stage: int, tape: Tape, link: Link) -> Iterator[GroupProfile]:
 
 
 def _seconds(tape: Tape) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Sum times of operators by position: in forward of the innermost open group, in backward of
-    the group whose tensor was used last.
-    """
+    """Sum times of operators by position of the group, as :class:`GroupProfile` has them."""
     forward_s, backward_s = defaultdict[int, float](float), defaultdict[int, float](float)
     are_open: list[int] = []
     for event in tape.forward:

@@ -68,9 +68,7 @@ def record(
 
 
 class _Variants:
-    """Recordings of a rank with more or fewer layers recomputed, each made at its first use. A rank
-    with tapes equal to those of one of the ``others``, as most have, shares its recordings.
-    """
+    """Recordings of a rank by number of recomputed layers, those of an equal rank if one exists."""
 
     def __init__(
         self, stages: Sequence[int], work: Work, tapes_of: Any, others: Iterable[_Variants]
@@ -227,9 +225,7 @@ def neighbours(stages: Sequence[int]) -> list[list[int]]:
 
 
 def _tape(stage: int, chunks: Sequence[ChunkNotes], recorder: Recorder) -> Tape:
-    """Turn notes into a tape, when all backwards are over: those of the last microbatch, and of the
-    first one for its backward. Raises a ValueError if they have other groups.
-    """
+    """Make a tape of the last microbatch, with the first one's backward; both must be alike."""
     first, last, events_of = chunks[0], chunks[-1], recorder.events_of
     names = [[group.name for group in chunk.groups] for chunk in (first, last)]
     if names[0] != names[1] or first.payloads != last.payloads:

@@ -149,9 +149,7 @@ class Search:
         return sorted(fitting.values(), key=lambda way: way.cost)
 
     def _settled(self, way: Tried, play: Callable[[Choice], Tried]) -> Tried | None:
-        """Take groups off ranks above the limit until all fit: first one, then two, four and so on.
-        ``play`` predicts a step. None if a rank is above the limit even if all groups leave.
-        """
+        """Take more and more groups off ranks above the limit until all fit; None if none can."""
         choice, num = way.choice, 1
         while not self._fits(tried := play(choice)):
             less = tuple(
@@ -187,9 +185,7 @@ class Search:
         return [*ways, self.mixed(ways)]
 
     def _filled(self, nums: Nums) -> list[Tried]:
-        """Fill the ranks in each order, then within other bounds in the best order, or, with few
-        groups, in each order again. The search ends at a way than which no plan can be much faster.
-        """
+        """Fill the ranks in each order, then within other bounds, while a way may be shorter."""
         predictor, filled = self.predictor, list[Tried]()
         for order in ORDERS:
             filled.append(self._fill(nums, predictor.first_bounds, order))

@@ -182,9 +182,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _attention(num_products: int, *, query_at: int, causal_at: int) -> Callable[..., float]:
-    """Make a count of attention's operations for each query head; half as many if causal. In the
-    schema ``key`` follows ``query``.
-    """
+    """Make a count of attention's operations, halved if causal; ``key`` follows ``query``."""
 
     def flops(*args: Any, **kwargs: Any) -> float:
         query, key = args[query_at : query_at + 2]

@@ -198,9 +198,7 @@ class _Clocked(TorchDispatchMode):
         return outputs
 
     def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Take the time of a copy that the program itself makes, as by ``x.cpu()``, on the compute
-        stream. Return the output, without data; None if both sides are on the device or the host.
-        """
+        """Run a copy of the program's own, as by ``x.cpu()``; None if it crosses no link."""
         device, is_waited_for = self._device, not kwargs.get("non_blocking", False)
         if func is aten.copy_.default:
             output, source = args[:2]
