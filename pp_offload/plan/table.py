@@ -108,15 +108,11 @@ def _headline(plan: OffloadPlan) -> str:
 
 
 def _rank(number: int, planned: RankPlan, without: RankStep) -> tuple[str, ...]:
-    num = num_recomputed(planned)
+    num, sizes = num_recomputed(planned), (planned.peak_bytes, planned.host_peak_bytes)
     return (
-        str(number),
-        size_cell(without.peak_bytes),
-        size_cell(planned.peak_bytes),
-        size_cell(planned.host_peak_bytes),
+        *(str(number), *map(size_cell, (without.peak_bytes, *sizes))),
         f"{planned.stalled_s * 1e3:.1f}",
-        _named(planned, keeps=False),
-        _named(planned, keeps=True),
+        *(_named(planned, keeps=keeps) for keeps in (False, True)),
         f"{num} layer{'s' * (num > 1)}" if num else "-",
     )
 
@@ -198,15 +194,12 @@ def _group(groups: Sequence[GroupProfile]) -> tuple[str, ...]:
 
 
 def _stage(stage: StageProfile, resident_bytes: Sequence[int]) -> tuple[str, ...]:
+    forward, first = stage.forward, stage.first_backward
+    peaks = forward.transient_peak_bytes, first.transient_peak_bytes
     return (
-        str(stage.stage),
-        str(stage.rank),
-        size_cell(resident_bytes[stage.rank]),
-        size_cell(stage.forward.resident_bytes),
-        size_cell(stage.forward.transient_peak_bytes),
-        size_cell(stage.first_backward.transient_peak_bytes),
-        f"{stage.forward.ms:.2f}",
-        f"{stage.backward.ms:.2f}",
+        *(str(stage.stage), str(stage.rank)),
+        *map(size_cell, (resident_bytes[stage.rank], forward.resident_bytes, *peaks)),
+        *(f"{ms:.2f}" for ms in (forward.ms, stage.backward.ms)),
         "-" if stage.recompute_ms is None else f"{stage.recompute_ms:.2f}",
         "-" if stage.recompute_frees_bytes is None else size_cell(int(stage.recompute_frees_bytes)),
     )
