@@ -83,9 +83,7 @@ class NumberTensor:
     def __init__(
         self, nbytes: int, held: Held, contiguous: Callable[[], NumberTensor] | None = None
     ) -> None:
-        self.nbytes = nbytes
-        self.held = held
-        self.contiguous = contiguous
+        self.nbytes, self.held, self.contiguous = nbytes, held, contiguous
 
     def detach(self) -> NumberTensor:
         return self

@@ -93,9 +93,8 @@ class Recorder(Observer):
     """Recorder of the events of a rank on a device, whose memory it replaces."""
 
     def __init__(self, backend: VirtualBackend) -> None:
-        self.backend = backend
+        self.backend, self.chunk = backend, ChunkNotes()
         self.memory = backend.memory = DeviceMemory(note=self._note_memory)
-        self.chunk = ChunkNotes()
         self._problem: str | None = None  # reason why tapes cannot describe the program
         self._raw: list[Raw] = []  # always the same list: finalizers append to it
         # By number of the storage: its chunk and source; the event at its end, if the engine's.

@@ -38,8 +38,7 @@ class HostClock:
     """Clock of the host, which launches work without waiting. ``now_s`` is its time."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self.now_s = 0.0
-        self.hardware = hardware
+        self.now_s, self.hardware = 0.0, hardware
 
     def wait_until(self, time_s: float) -> None:
         self.now_s = max(self.now_s, time_s)
@@ -53,9 +52,7 @@ class VirtualEvent:
     __slots__ = ("_host", "recorded_s", "time_s")
 
     def __init__(self, host: HostClock, time_s: float) -> None:
-        self._host = host
-        self.time_s = time_s
-        self.recorded_s = host.now_s
+        self._host, self.time_s, self.recorded_s = host, time_s, host.now_s
 
     def query(self) -> bool:
         return self.time_s <= self._host.now_s
@@ -78,8 +75,7 @@ class VirtualStream:
     def __init__(self, host: HostClock) -> None:
         self.free_at_s = self.busy_s = self.stalled_s = 0.0
         self.listeners: tuple[Callable[[float, float, float], None], ...] = ()
-        self._host = host
-        self._may_begin_s = 0.0
+        self._host, self._may_begin_s = host, 0.0
         self._queued_ends_s: deque[float] = deque()
 
     def launch(self, seconds: float) -> float:

@@ -47,9 +47,8 @@ class OperatorCosts:
     """Times of operators. Measured ``operator_seconds`` replace the roofline for theirs."""
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
-        self._measured = operator_seconds
+        self._measured, self._gap_s = operator_seconds, hardware.kernel_gap_s
         self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_fraction
-        self._gap_s = hardware.kernel_gap_s
         products = hardware.matmul_fraction
         forward = hardware.attention_fraction or products
         backward = hardware.attention_backward_fraction or products

@@ -80,10 +80,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     ) -> None:
         check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
         self.costs = OperatorCosts(hardware, operator_seconds)
-        self.is_blocking = is_blocking
-        self.name = f"virtual {hardware.name}"
-        self.device = torch.device("meta")
-        self.hardware = hardware
+        self.hardware, self.is_blocking = hardware, is_blocking
+        self.name, self.device = f"virtual {hardware.name}", torch.device("meta")
         self.host = HostClock(hardware)
         self.link = Link(self.host)
         self.memory = DeviceMemory(hardware.workspace_bytes)
@@ -253,8 +251,7 @@ class DeviceMemory:
         self, taken_bytes: int = 0, note: Callable[[int, int], object] | None = None
     ) -> None:
         self._live_bytes = self._peak_bytes = taken_bytes
-        self._note = note
-        self._numbers = count()
+        self._note, self._numbers = note, count()
         self._alive: dict[int, Allocation] = {}
         self._gone: deque[Allocation] = deque()  # a weak reference's callback may only append
 
