@@ -282,9 +282,7 @@ class Search:
 
 
 def lowest(predictor: Predictor) -> Tried:
-    """Return the way with the lowest peak of those tried for any limit: all groups leave or stay,
-    and no layers or all are recomputed; or each rank's choice with the lowest peak among these.
-    """
+    """Return the way with the lowest peak of those that keep or recompute all or nothing."""
     corners = [
         predictor.short(tuple(map(RankChoice, nums, _scaled(predictor.first_bounds, part), stays)))
         for nums in (predictor.no_layers, predictor.all_layers)

@@ -83,9 +83,7 @@ class VirtualStream:
         return self.launch_until(lambda begin_s: begin_s + seconds)
 
     def launch_until(self, end_s: Callable[[float], float]) -> float:
-        """Launch work whose end depends on its begin, and return its end. If the queue of launches
-        is full, the host waits for room first.
-        """
+        """Launch work whose end depends on its begin, once the queue has room; return its end."""
         host, queue = self._host, self._queued_ends_s
         host.now_s += host.hardware.launch_s
         while queue and queue[0] <= host.now_s:
