@@ -108,9 +108,10 @@ def _headline(plan: OffloadPlan) -> str:
 
 
 def _rank(number: int, planned: RankPlan, without: RankStep) -> tuple[str, ...]:
-    num, sizes = num_recomputed(planned), (planned.peak_bytes, planned.host_peak_bytes)
+    num = num_recomputed(planned)
+    sizes = without.peak_bytes, planned.peak_bytes, planned.host_peak_bytes
     return (
-        *(str(number), *map(size_cell, (without.peak_bytes, *sizes))),
+        *(str(number), *map(size_cell, sizes)),
         f"{planned.stalled_s * 1e3:.1f}",
         *(_named(planned, keeps=keeps) for keeps in (False, True)),
         f"{num} layer{'s' * (num > 1)}" if num else "-",
