@@ -89,17 +89,13 @@ class SharedCopies:
             if storage is None or use_count(storage._cdata) <= NUM_OWN_HOLDERS:
                 continue
             members = payloads.members[index]
-            counters: tuple[Tensor, ...] = ()
-            for member in members:
-                if member.wrapper is not None:
-                    break  # the wrapper counts changes that the version of its part misses
-                counters += (_counter_of(member.tensor),)
-            else:
-                counters = () if members[0].version else counters
-                refs = weakref.ref(storage), weakref.ref(members[0])
-                number = microbatch_of(members[0].group)
-                copy = Copy(*refs, counters, weakref.ref(batch), index, number)
-                self.copies[storage._cdata] = copy
+            if any([member.wrapper is not None for member in members]):
+                continue  # the wrapper counts changes that the version of its part misses
+            unchanged = () if members[0].version else members
+            counters = tuple([_counter_of(member.tensor) for member in unchanged])
+            refs = weakref.ref(storage), weakref.ref(members[0])
+            number = microbatch_of(members[0].group)
+            self.copies[storage._cdata] = Copy(*refs, counters, weakref.ref(batch), index, number)
 
     def begin_step(self, residents: StorageSet) -> None:
         """Begin a step, or a forward without steps: it shares no copy of the one before, and what
