@@ -1,7 +1,7 @@
 """Operators cheap enough to run again, and how to call each with what its node saved.
 
 A *term* says how to compute a tensor: a :class:`Call` of a function on terms, a saved tensor, or a
-constant. :func:`call_of` makes one of a node in autograd's graph.
+constant. The :class:`Walk` of ``search.py`` makes one of a node in autograd's graph.
 
     SiluBackward0, saves ``self``             Call(silu, (self,))
     ToCopyBackward0, saves nothing, of a mul  Call(Tensor.to, (Call(mul, (a, b)), torch.bfloat16))
@@ -283,29 +283,6 @@ def operator_of(node: Any) -> Operator | None:
     return OPERATORS.get(node.kind if kind is Made else kind)
 
 
-def call_of(node: Any, index: int, walk: Any) -> Any:
-    """Return the term of a node's output; :data:`UNKNOWN` if its operator is not cheap, or an input
-    has no term.
-    """
-    operator = operator_of(node)
-    if operator is None:
-        return UNKNOWN
-    edges, args = node.next_functions, []
-    for at, name in enumerate(operator.inputs or ("",) * len(edges)):
-        # A dropout has two inputs here and one edge: its mask is an output of its own.
-        arg = walk.input(node, name, edges[at] if at < len(edges) else (None, 0))
-        if arg is UNKNOWN:
-            return UNKNOWN
-        args.append(arg)
-    if "eps" in operator.attributes:
-        walk.guesses.append(Guess(args[1]))
-        args.append(walk.guesses[-1])
-    values = attributes_of(node, index)
-    walk.kind += [*map(kind_of, values), operator.function, len(args)]
-    dtype = _output(node, index).dtype if len(edges) > 1 else None
-    return Call(operator.function, (*args, *values), dtype)
-
-
 def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
     """Apply these view nodes to ``output``, the last node first; views compute nothing."""
     for node, index in reversed(views):
@@ -331,16 +308,17 @@ def attributes_of(node: Any, index: int) -> list[Any]:
         if attribute == "index":
             values.append(Number(index))
         elif attribute == "shape":
-            values.append(torch.Size(_output(node, index).shape))
+            values.append(torch.Size(output_of(node, index).shape))
         elif attribute == "dtype":
-            values.append(_output(node, index).dtype)
+            values.append(output_of(node, index).dtype)
         elif attribute != "eps":
             value = _signed(getattr(node, attribute))
             values.append(Number(value) if attribute in NUMBERS else value)
     return values
 
 
-def _output(node: Any, index: int) -> Any:
+def output_of(node: Any, index: int) -> Any:
+    """Return the metadata of a node's output: its shape and dtype."""
     return node if type(node) is Made else node._input_metadata[index]
 
 

@@ -26,10 +26,10 @@ from pp_offload._core.cheap_operators import (
     Number,
     attributes_of,
     behind,
-    call_of,
     identity_of,
     kind_of,
     operator_of,
+    output_of,
 )
 from pp_offload._core.eligibility import may_be_statistics
 from pp_offload._core.geometry import Geometry, has_new_strides, order_of, storage_bytes
@@ -180,8 +180,27 @@ class Walk:
         self.has_gap = False  # whether a tensor on the way was not saved, which may have changed
 
     def call(self, node: Any, index: int) -> Any:
+        """Return the term of a node's output; :data:`UNKNOWN` if its operator is not cheap, an
+        input has no term, or the recipe would have too many calls.
+        """
         self.num_calls += 1
-        return UNKNOWN if self.num_calls > MOST_CALLS else call_of(node, index, self)
+        operator = operator_of(node)
+        if operator is None or self.num_calls > MOST_CALLS:
+            return UNKNOWN
+        edges, args = node.next_functions, []
+        for at, name in enumerate(operator.inputs or ("",) * len(edges)):
+            # A dropout has two inputs here and one edge: its mask is an output of its own.
+            arg = self.input(node, name, edges[at] if at < len(edges) else (None, 0))
+            if arg is UNKNOWN:
+                return UNKNOWN
+            args.append(arg)
+        if "eps" in operator.attributes:
+            self.guesses.append(Guess(args[1]))
+            args.append(self.guesses[-1])
+        values = attributes_of(node, index)
+        self.kind += [*map(kind_of, values), operator.function, len(args)]
+        dtype = output_of(node, index).dtype if len(edges) > 1 else None
+        return Call(operator.function, (*args, *values), dtype)
 
     def input(self, node: Any, name: str, edge: Any) -> Any:
         """Return the term of an input that comes to a node by ``edge`` and is saved as ``name``."""
