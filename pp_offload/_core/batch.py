@@ -13,7 +13,7 @@ of weak references are C functions.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
@@ -40,13 +40,14 @@ class Reload:
 class Leaving:
     """The sources of a copy to the host, kept until it has run."""
 
-    __slots__ = "addresses batch nbytes offloaded sources stream watched".split()
+    __slots__ = "addresses batch nbytes offloaded sources stream then watched".split()
 
     def __init__(self, batch: Batch, payloads: Any, stream: Stream) -> None:
         self.batch = weakref.ref(batch)  # which autograd frees, with an event for the next owner
         self.offloaded, self.stream = batch.offloaded, stream
         self.sources: Sequence[Tensor] = payloads.tensors
         self.nbytes = sum(payloads.sizes)
+        self.then: list[Callable[[], None]] = []  # to be called when the sources were let go
         # An owner may empty a storage and refill it elsewhere.
         self.addresses = list(map(_address, self.sources))
         # Tensors that share memory with the sources, so that a change of one changes a source; each

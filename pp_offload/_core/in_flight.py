@@ -11,7 +11,7 @@ See NOTE [ Keep-alive ] of ``mover.py``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -59,8 +59,6 @@ class InFlight:
     def __init__(self, streams: ComputeStreams, bound: Bound) -> None:
         self.queue: deque[Leaving] = deque()  # sources of each copy, the oldest first
         self.nbytes = 0  # of the queued sources, which ``bound`` limits
-        # Actions to run when certain sources were let go, in order.
-        self.then: deque[tuple[Leaving, Callable[[], None]]] = deque()
         self.streams, self.bound = streams, bound
 
     def let_go_first(self) -> None:
@@ -71,9 +69,7 @@ class InFlight:
         if batch is not None:
             batch.changed |= leaving.changed()
             batch.leaving = None
-        actions = []
-        while self.then and self.then[0][0] is leaving:
-            actions.append(self.then.popleft()[1])
+        actions = leaving.then
         del leaving  # or the actions would find the sources in use
         for action in actions:
             action()

@@ -186,7 +186,7 @@ class Mover:
         with self.lock:
             self.poll()
             if self.in_flight.queue:
-                self.in_flight.then.append((self.in_flight.queue[-1], action))
+                self.in_flight.queue[-1].then.append(action)
             else:
                 action()
 
