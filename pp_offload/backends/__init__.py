@@ -39,6 +39,4 @@ def backend_or_default(backend: Backend | None) -> Backend:
 def default_backend(device: torch.device | None = None) -> Backend:
     """Return the backend of ``device``; for None, of the accelerator if any, else of the CPU."""
     is_host = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
-    if is_host:
-        return CpuBackend()
-    return AcceleratorBackend(device)
+    return CpuBackend() if is_host else AcceleratorBackend(device)
