@@ -144,9 +144,7 @@ class Back(weakref.ref[Batch]):
         self.part, self.sizes, self.checksums = None, batch.sizes, ()
 
     def away(self) -> list[int]:
-        """Return payloads that this part of backward will use and that are neither on the device
-        nor on the way.
-        """
+        """Return payloads, neither here nor on the way, that this part of backward will use."""
         uses_left, part = self.uses_left, self.part
         away = [i for i, tensor in enumerate(self.device) if tensor is None and uses_left[i] > 0]
         return away if part is None else [i for i in away if i in part]

@@ -107,9 +107,7 @@ def may_be_statistics(tensor: Tensor) -> bool:
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether ``tensor``, or a part of a quantized tensor of Transformer Engine, has one of
-    :data:`MARKS`, with a true value.
-    """
+    """Whether a tensor, or a part of a quantized one of Transformer Engine, has a true mark."""
     parts: Any = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else ()
     parts = [part for part in (tensor, *parts) if part is not None]
     return any(part.__dict__.get(mark) for part in parts for mark in MARKS)

@@ -117,9 +117,7 @@ class Engine:
             self.recipes.go_on_as(old.recipes)
 
     def end(self) -> None:
-        """Break the reference cycle of an unneeded engine: it is freed with its last user, not by
-        the garbage collector.
-        """
+        """Break the reference cycle: its last user frees the engine, not the garbage collector."""
         self.window.resume(None)
         self.mover.window = None
 

@@ -118,9 +118,7 @@ class Group:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what only an open group needs: what made its tensors would keep a part of the
-        graph alive.
-        """
+        """Forget what made its tensors, which only an open group needs: it keeps a graph alive."""
         for ref in self.saved_refs:
             if (saved := ref()) is not None:
                 saved.maker = None

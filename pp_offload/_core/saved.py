@@ -78,9 +78,7 @@ class Saved:
 
     @never_compiled
     def unpack(self) -> Tensor:
-        """Return the tensor as it was saved: values, size, stride, offset and dtype; raise, where
-        autograd would have, if it was changed in place.
-        """
+        """Return the tensor as it was saved, and laid out; raise if it was changed in place."""
         tensor = self.tensor  # read once: a commit on another thread may clear it
         group = self.group
         try:

@@ -180,9 +180,7 @@ class Walk:
         self.has_gap = False  # whether a tensor on the way was not saved, which may have changed
 
     def call(self, node: Any, index: int) -> Any:
-        """Return the term of a node's output; :data:`UNKNOWN` if its operator is not cheap, an
-        input has no term, or the recipe would have too many calls.
-        """
+        """Return the term of a node's output; UNKNOWN without one, or if it has too many calls."""
         self.num_calls += 1
         operator = operator_of(node)
         if operator is None or self.num_calls > MOST_CALLS:

@@ -130,10 +130,9 @@ class Window:
                     continue
                 if size > room or nbytes >= SMALL_BYTES:
                     # With its own event: compute waits for no more than it needs.
-                    is_queued = self._queue(together)
-                    together, nbytes = [], 0
-                    if not is_queued:
+                    if not self._queue(together):
                         return False
+                    together, nbytes = [], 0
                 if size > room:
                     # Reload a part, unless the batch may be taken back when backward is there.
                     if batch.place is not None and batch.leaving is None:
@@ -161,9 +160,7 @@ class Window:
         return True
 
     def _reload(self, wanted: list[Wanted]) -> bool:
-        """Queue reloads; return False if the device is full. No reload runs ahead then until
-        backward reaches another group.
-        """
+        """Queue reloads; if the device is full, return False, and run none ahead in this group."""
         try:
             self._mover.reload(wanted)
         except torch.OutOfMemoryError:
