@@ -184,10 +184,8 @@ class Recipes:
     def choose(self, group: Any, saved: ByStorage) -> Chosen | None:
         """Remove what recipes give from ``saved``, and add the recipes' inputs to it."""
         mover = self.mover
-        for _, (first, *_) in saved.values():
-            if first.maker and type(first.maker[0]) in CHEAP:
-                break
-        else:
+        makers = [members[0].maker for _, members in saved.values()]
+        if not any([type(maker[0]) in CHEAP for maker in makers if maker]):
             return None
         if mover.backend.is_capturing or group.streams != [mover.current_stream()]:
             return None  # a recipe is tried on the live stream
@@ -250,9 +248,8 @@ class Recipes:
                         return eps
                     size = torch.finfo(tensor.dtype).eps if eps is None else eps
                     nears = [_with_eps(term, Eps(size * part)) for part in (15 / 16, 17 / 16)]
-                    if any([self._gives(near, tensor, walk) for near in nears]):
-                        return UNKNOWN
-                    return eps
+                    is_near = any([self._gives(near, tensor, walk) for near in nears])
+                    return UNKNOWN if is_near else eps
             except torch.OutOfMemoryError:
                 return UNKNOWN
         return _REFUSED
