@@ -52,8 +52,7 @@ class AcceleratorBackend(Backend):
         self.device = _with_number(device)
         if self.device.type == "cuda" and torch.version.cuda is not None:  # ROCm has other names
             _warn_of_one_queue()
-        self.name = str(self.device)
-        self.is_host = False
+        self.name, self.is_host = str(self.device), False
         # By index: a tenth of the time that asking by device takes.
         self.current_stream = cast(Any, partial(accelerator_stream, self.device.index))
         self.d2h = cast(Stream, torch.Stream(device=self.device))

@@ -146,9 +146,7 @@ class CpuBackend(Backend):
     """
 
     def __init__(self, *, inline_bytes: int = INLINE_BYTES) -> None:
-        self.name = "cpu"
-        self.device = torch.device("cpu")
-        self.is_host = True
+        self.name, self.device, self.is_host = "cpu", torch.device("cpu"), True
         self.d2h: Stream = CopyStream("d2h")
         self.h2d: Stream = CopyStream("h2d")
         check_count("inline_bytes", inline_bytes)
