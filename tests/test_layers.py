@@ -10,23 +10,23 @@ import pytest
 from helpers.sources import FILES, RANK, TREES, dotted
 
 MOST_LINES = {
-    "_activations": 550,
-    "_checkpoint": 1000,
-    "_common": 1150,
-    "_core": 4600,
-    "_groups": 3330,
+    "_activations": 250,
+    "_checkpoint": 950,
+    "_common": 1050,
+    "_core": 4150,
+    "_groups": 3000,
     "_hooks": 400,
     "_megatron": 1150,
-    "_memory": 1400,
-    "_slices": 1500,
-    "backends": 750,
-    "cli": 1150,
+    "_memory": 1300,
+    "_slices": 1350,
+    "backends": 700,
+    "cli": 1050,
     "compat": 100,
-    "integrations": 1050,
-    "plan": 2750,
-    "simulate": 2300,
-    "testing": 900,
-    "trace": 1250,
+    "integrations": 1000,
+    "plan": 2500,
+    "simulate": 2150,
+    "testing": 750,
+    "trace": 1150,
 }
 """Ceilings, in steps of 50 lines. A change that needs a higher one says why."""
 
