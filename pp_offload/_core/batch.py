@@ -55,7 +55,7 @@ class Leaving:
         self.watched: list[tuple[Tensor, int, int]] = [
             (member.tensor, member.version, index)
             for index, members in enumerate(payloads.members)
-            if members[0] not in payloads.gathered  # its source is a copy, hidden from the program
+            if index not in payloads.gathered  # its source is a copy, hidden from the program
             for member in members
         ]
 

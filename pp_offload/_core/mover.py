@@ -150,12 +150,11 @@ class Mover:
             if in_flight.nbytes > most:
                 self._wait_for_oldest()
 
-    @staticmethod
-    def _gather(payloads: Payloads, live: Stream, sides: Sequence[Stream]) -> None:
+    def _gather(self, payloads: Payloads, live: Stream, sides: Sequence[Stream]) -> None:
         """Make views contiguous on the live stream; see NOTE [ Side streams ]."""
         for side in sides:
             live.wait_event(side.record_event())
-        payloads.gather()
+        payloads.gather(self.observers.gathered)
         for side in sides:
             side.wait_event(live.record_event())
 

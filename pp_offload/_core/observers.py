@@ -62,6 +62,9 @@ class Observer:
         records operators, and nothing was collected.
         """
 
+    def gathered(self, saved: Saved, view: Tensor, copy: Tensor) -> None:
+        """Called when compute copied a view, so that it leaves without the rest of its storage."""
+
     def reached(self, group: Group) -> None:
         """Called before backward uses the first tensor of the group. Under the lock."""
 
@@ -88,6 +91,7 @@ class Observers:
 
     opened: tuple[Callable[[Group], None], ...] = ()
     closed: tuple[Callable[[Group, Payloads | None], None], ...] = ()
+    gathered: tuple[Callable[[Saved, Tensor, Tensor], None], ...] = ()
     reached: tuple[Callable[[Group], None], ...] = ()
     used: tuple[Callable[[Saved, Tensor], None], ...] = ()
     copied: tuple[Callable[..., None], ...] = ()

@@ -13,7 +13,7 @@ So may bytes between views that count changes apart, as the parts of ``unsafe_ch
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,7 @@ class Payloads:
     # no saved tensor.
     storages: list[UntypedStorage | None] = field(default_factory=list)
     views: list[int] = field(default_factory=list)  # indices of views to gather
-    # Each view that gather() copied, and its copy, by the first saved tensor.
-    gathered: dict[Saved, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    gathered: list[int] = field(default_factory=list)  # indices of views that gather() copied
     parts: list[int] = field(default_factory=list)  # indices of parts of saved tensors, for recipes
     # Bytes that the group holds beside payloads if it stays: the rest of storages of gathered
     # views, and storages that could be computed again.
@@ -49,14 +48,16 @@ class Payloads:
         self.sizes.append(tensor.nbytes)
         self.storages.append(storage)
 
-    def gather(self) -> None:
+    def gather(self, observers: Iterable[Callable[[Saved, Tensor, Tensor], None]] = ()) -> None:
         """Make each view contiguous; a gather runs on the compute stream."""
         with torch.no_grad():
             for index in self.views:
                 view = self.tensors[index]
                 self.tensors[index] = copy = view.contiguous()
                 if copy is not view:
-                    self.gathered[self.members[index][0]] = view, copy
+                    self.gathered.append(index)
+                    for tell in observers:
+                        tell(self.members[index][0], view, copy)
 
     def stay_apart(self) -> None:
         """Replace each view that recipes need by a copy, so that the larger tensor can be freed."""
@@ -70,7 +71,6 @@ class Payloads:
 
     def without(self, indices: Collection[int]) -> Payloads:
         rest = Payloads()
-        rest.gathered = self.gathered
         for index, tensor in enumerate(self.tensors):
             if index not in indices:
                 if index in self.views:

@@ -43,7 +43,7 @@ memory is some fifty times as fast as the link.
 
 MOST_LARGER = 4  # an input may be this many times as large as the tensor
 VECTOR_BYTES = 32  # the most that kernels read at once, from memory at a multiple of them
-SHARE_COPIED = 1 / 4  # of a tensor's bytes: a parameter may have them, which its recipe copies
+SHARE_COPIED = 1 / 4  # of a tensor's bytes: the most of a parameter that its recipe copies
 
 
 class Narrow(NamedTuple):

@@ -209,10 +209,13 @@ class Manager:
                 if part is BackwardPass.WEIGHT:
                     self.offloader.resume(chunk.groups[-1])
             yield
+        except BaseException:
+            split.stop()
+            raise
+        else:
             with self.offloader.lock:
                 split.end()
         finally:
-            split.stop()
             with self.offloader.lock:
                 self.step.weight_pass = None
 

@@ -217,7 +217,9 @@ class DeviceRoom:
         self._offloader.observers.add(seen)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None, hidden_bytes: int = 0) -> None:
-        """End the step, and choose which groups stay; ``chunks`` is None for an untypical step."""
+        """End the step, and choose which groups stay; not if ``chunks`` is None, as after a step
+        that is not typical.
+        """
         seen = self._seen
         if seen is None:
             return

@@ -57,7 +57,7 @@ class SplitBackward(Observer):
 
     def follow(self, group: Group) -> None:
         """Expect the uses of an offloaded group by each part of its backward, if learned."""
-        batch, key = _batch(group), group.key
+        batch, key = group.batch(), group.key
         if batch is None or key is None or key.chunk not in self.chunks:
             return
         first = self.uses[BackwardPass.INPUT].get(key.place)
@@ -74,7 +74,7 @@ class SplitBackward(Observer):
         group.engine.guarded(batch.mover.arrived.expect_uses, batch.back, uses, part)
 
     def begin(self, key: ChunkKey, groups: Sequence[Group], part: BackwardPass) -> None:
-        batches = map(_batch, groups)
+        batches = [group.batch() for group in groups]
         positions = {batch: position for position, batch in enumerate(batches) if batch is not None}
         self._running = Running(key, groups, part, positions, defaultdict(Counter))
 
@@ -119,7 +119,7 @@ class SplitBackward(Observer):
         """Expect the uses of the stage's last second part, or all uses, without kept payloads."""
         payloads = self._shared.get(key, {})
         for position, group in enumerate(groups):
-            batch = _batch(group)
+            batch = group.batch()
             if batch is None or group.key is None:
                 continue
             for later in batch.later.values():
@@ -174,12 +174,8 @@ class WeightVisit:
 
     def uses(self) -> list[Wanted]:
         """Return the payloads that the second part will use, by batch."""
-        batch = None if self.batch is None else self.batch()
+        batch = self.batch()
         if batch is None:
             return []
         counts = enumerate(batch.back.uses_left)
         return [(batch, [index for index, num in counts if num > 0 and index in self._used])]
-
-
-def _batch(group: Group) -> Batch | None:
-    return None if group.batch is None else group.batch()

@@ -100,6 +100,7 @@ class Recorder(Observer):
         # By number of the storage: its chunk and source; the event at its end, if the engine's.
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         self._ends: dict[int, Event] = {}
+        self._gathered: dict[Saved, tuple[Tensor, Tensor]] = {}  # views of a group, and copies
         self._uses_by_recipe: Counter[int] = Counter()  # of each payload by the recipe that runs
         backend.link = _ExactLink(backend.host, self._ran)
 
@@ -155,6 +156,9 @@ class Recorder(Observer):
         self._raw.append(Mark("begin", group.key.position))
         self.chunk.groups.append(GroupTape(group.name, ()))
 
+    def gathered(self, saved: Saved, view: Tensor, copy: Tensor) -> None:
+        self._gathered[saved] = view, copy
+
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if group.key is None:
             self._refuse(f"'{group.name}' leaves by itself, expected a group of a microbatch")
@@ -163,7 +167,7 @@ class Recorder(Observer):
         if payloads is None or group.state is not GroupState.OFFLOADED:
             self._raw.append(end)
             return
-        chosen, gathered = payloads.chosen, payloads.gathered
+        chosen, gathered, self._gathered = payloads.chosen, self._gathered, {}
         recipes, reached = (chosen.recipes, chosen.reached) if chosen else ([], [])
         gathers = {saved: self._take_out(copy) for saved, (_, copy) in gathered.items()}
         made = [self._take_out(copy.tensor) for copy in chosen.copies.values()] if chosen else []
