@@ -24,8 +24,10 @@ from pp_offload.simulate import DEVICES, Hardware, Modules, PipelineOrder, Virtu
 from pp_offload.simulate.schedules import checked_stages, order_of
 from pp_offload.simulate.stages import MakeOptimizer
 
-HOW = "expected a function that takes num_stages and length by name and returns a Modules of "
-HOW += "pp_offload.simulate; docs/cli.md has one"
+HOW = (
+    "expected a function that takes num_stages and length by name and returns a Modules of "
+    "pp_offload.simulate; docs/cli.md has one"
+)
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,10 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
     from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
 
     config = _config_of(path)
-    how = "expected the config of a causal language model made like Llama; give another, "
-    how += "or stages of your own with module:function"
+    how = (
+        "expected the config of a causal language model made like Llama; give another, or stages "
+        "of your own with module:function"
+    )
     with any_error_of("--hf", f"the model of {path!r} cannot be made", how):
         model = model_from_config(config)
     with errors_of("--hf"):
@@ -181,8 +185,10 @@ def from_hugging_face(path: str, num_stages: int, length: int) -> Modules:
 def _config_of(path: str) -> Any:
     from transformers import AutoConfig
 
-    how = "expected a config.json, its directory, or the name of a model that is in the cache"
-    how += "; nothing is downloaded"
+    how = (
+        "expected a config.json, its directory, or the name of a model that is in the cache; "
+        "nothing is downloaded"
+    )
     try:
         with any_error_of("--hf", f"found no config of Transformers at {path!r}", how):
             return AutoConfig.from_pretrained(path, local_files_only=True)
