@@ -141,8 +141,8 @@ class ActivationStash:
         self._room.end_step(shapes)
         if shapes is not None:
             plan = step.make_plan(OPTIONS, self._room.stay)
-            at_places = frozenset(key for key in plan.kept if key.place in plan.stay)
-            self._offloader.plan = replace(plan, kept=at_places)  # a margin does not fit
+            at_places = frozenset(key for key in plan.staying if key.place in plan.stay)
+            self._offloader.plan = replace(plan, staying=at_places)  # a margin does not fit
         self._times.end_step(self._offloader.plan, is_complete=is_complete)
         step.clear()
         self._times.begin_step()

@@ -70,7 +70,7 @@ class OffloadModulesHandle(AbstractContextManager["OffloadModulesHandle"]):
         step = self.manager.group_bytes
         total = groups_sum(step[name] for name in self.modules if name in step)
         return (
-            f"groups {named}; at the peak of the last step {size_text(total.kept)} stay on the "
+            f"groups {named}; at the peak of the last step {size_text(total.staying)} stay on the "
             f"device, {size_text(total.copied)} copied, {size_text(total.again)} computed again"
         )
 

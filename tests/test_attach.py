@@ -198,7 +198,7 @@ def test_a_handle_tells_what_it_did(schedule: Any) -> None:
     with attach(schedule, {"layer": "*"}, ALL) as handle:
         step(schedule)
         handle.manager.reset()
-        handle.manager.step.summary = {"layer": GroupBytes(kept=2**30, copied=2**31)}
+        handle.manager.step.summary = {"layer": GroupBytes(staying=2**30, copied=2**31)}
         did = "1.00 GiB stay on the device, 2.00 GiB copied, 0 B computed again"
         assert repr(handle) == (
             "<AttachedSchedule of Schedule1F1B: 1 stages; groups layer (3 modules); "

@@ -154,7 +154,7 @@ class AutoBounds:
         options = (self._config.max_in_flight_bytes, self._config.prefetch_bytes)
         # With a disk, the times of copies do not suffice.
         if self._plan.bounds is None and AUTO in options and self._config.tiers == ("host",):
-            least = least_bounds(times, self._plan.kept)
+            least = least_bounds(times, self._plan.staying)
             least = [nbytes * (given == AUTO) for nbytes, given in zip(least, options, strict=True)]
             cap_bytes, ahead_bytes = _within(self._unused_bytes(), self.now, least)
             self._take(max(1, cap_bytes), ahead_bytes)  # with 0 compute would wait for each copy

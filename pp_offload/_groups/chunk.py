@@ -238,7 +238,7 @@ class Chunk:
         group_bytes: dict[str, list[GroupBytes]] = {}
         num_tensors, num_committed = Counter[str](), Counter[str]()
         for group in self.groups:
-            nbytes = GroupBytes.of(group.counts, is_kept=group.state is GroupState.KEPT)
+            nbytes = GroupBytes.of(group.counts, stays=group.state is GroupState.KEPT)
             group_bytes.setdefault(group.name, []).append(nbytes)
             num_tensors[group.name] += group.counts.num_tensors
             num_committed[group.name] += group.state is not GroupState.OPEN

@@ -357,7 +357,7 @@ class Manager:
                 "%d groups on the device",
                 *(len(old.names), sum(map(len, old.names.values()))),
                 *(len(plan.names), sum(map(len, plan.names.values()))),
-                len(plan.kept),
+                len(plan.staying),
             )
         smallest = self.step.smallest_numel
         self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)

@@ -43,24 +43,24 @@ class ChunkShape(NamedTuple):
 
 
 class GroupBytes(NamedTuple):
-    """Bytes that groups saved, without tensors that never leave, by how they were kept."""
+    """Bytes that groups saved, without tensors that never leave, by what became of them."""
 
     saved: int = 0  # by autograd, each storage once in a group
-    kept: int = 0  # on the device
+    staying: int = 0  # on the device
     copied: int = 0  # off the device; what several groups saved, once
     again: int = 0  # computed again in backward
-    # Part of the copied or kept bytes: tensors in place of saved tensors that were made of them
+    # Part of the copied or staying bytes: tensors in place of saved tensors that were made of them
     # without a loss. The bfloat16 source of a cast has half the bytes.
     narrowed: int = 0
 
     @classmethod
-    def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
+    def of(cls, counts: Counts, *, stays: bool) -> GroupBytes:
         saved = counts.nbytes - counts.narrowed_bytes + counts.recipe_bytes
-        if is_kept and not counts.again_bytes:
-            return cls(saved, kept=saved)
-        narrowed = counts.narrowed_bytes if is_kept or counts.copied_bytes else 0
-        kept_bytes = counts.nbytes if is_kept else 0
-        return cls(saved, kept_bytes, counts.copied_bytes, counts.again_bytes, narrowed)
+        if stays and not counts.again_bytes:
+            return cls(saved, staying=saved)
+        narrowed = counts.narrowed_bytes if stays or counts.copied_bytes else 0
+        staying_bytes = counts.nbytes if stays else 0
+        return cls(saved, staying_bytes, counts.copied_bytes, counts.again_bytes, narrowed)
 
 
 def groups_sum(groups: Iterable[GroupBytes]) -> GroupBytes:
@@ -86,7 +86,7 @@ Stay = frozenset[tuple[Place, int, bool]]
 class Plan:
     """Groups that the next steps keep on the device."""
 
-    kept: frozenset[GroupKey] = frozenset()
+    staying: frozenset[GroupKey] = frozenset()
     # Names of each chunk's groups in forward order, from the last step; in ``used``, empty for
     # groups that the loss of some step did not need.
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Plan:
     def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
         """Whether the plan lists this group, with this name, and keeps it."""
         if key.chunk in self.names:
-            return key in self.kept and self.names[key.chunk][key.position] == name
+            return key in self.staying and self.names[key.chunk][key.position] == name
         groups = self._planned_from(key)
         return groups[:1] == (PlannedGroup(name, nbytes, True),)
 
@@ -141,7 +141,7 @@ def make_plan(
     unplanned = {at.place for at, name, size in groups if (at.place, name, size) not in planned}
     missing = {place for place, _, _ in planned} - {key.place for key, _, _ in groups}
     return Plan(
-        kept=groups_to_keep(chunks, config, pipeline_rank, unused) | at_places,
+        staying=groups_to_keep(chunks, config, pipeline_rank, unused) | at_places,
         names={chunk.key: chunk.names for chunk in chunks},
         used={
             chunk.key: tuple(["" if at.place in unused else name for at, name, _ in chunk.by_key()])

@@ -77,7 +77,7 @@ def step_line(gain: Gain) -> tuple[int, str]:
     """Level and text of the log line, without the rank: a warning if copies cost time."""
     now, groups, device = gain.now, gain.groups, gain.device
     unit, size = gain.unit
-    staying, copied, again = (n / size for n in (groups.kept, groups.copied, groups.again))
+    staying, copied, again = (n / size for n in (groups.staying, groups.copied, groups.again))
     line = (
         f"at the peak, {staying:.2f} {unit} of saved tensors stay on the device, {copied:.2f} are "
         f"on the host, and {again:.2f} are computed again"
@@ -142,7 +142,7 @@ def _cells(gain: Gain, size: int) -> list[str]:
         _or_dash(device.peak_bytes / size, 2),
         _or_dash(device.first_peak_bytes / size, 2),
         without,
-        *(f"{nbytes / size:.2f}" for nbytes in (groups.kept, groups.copied, groups.again)),
+        *(f"{nbytes / size:.2f}" for nbytes in (groups.staying, groups.copied, groups.again)),
     ]
 
 
