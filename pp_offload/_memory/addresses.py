@@ -96,8 +96,8 @@ def checksum(data: NDArray) -> int:
 
 
 class Ranges:
-    """Ranges in the order of their addresses. Neighbours are always merged. First fit packs what
-    leaves and returns in turns as in a ring: on the shapes of models it wastes less than best fit,
+    """Ranges in the order of their addresses. Neighbours are always merged. A request gets the
+    first range with room. On the shapes of models that wastes less than the best fitting range,
     which leaves splinters.
     """
 

@@ -60,8 +60,8 @@ class DiskEvent:
         return self.piece.done()
 
     def synchronize(self) -> None:
-        """Block until the work has ended. Raises a DiskTierError if a read failed, not a write: see
-        :attr:`DiskWrite.failure`; and a ForkedError for work from before a fork of this process.
+        """Block until the work has ended. Raise a DiskTierError if a read failed; a failed write
+        sets :attr:`DiskWrite.failure`. Raise a ForkedError if another process queued the work.
         """
         failure = self.piece.result()
         if failure is not None:

@@ -97,8 +97,9 @@ class OnDevice(AbstractContextManager["OnDevice"]):
         self._tensors = None
 
     def reload(self, only: int | None = None) -> list[Tensor]:
-        """Return the parameters, of which backward uses ``only`` this, and prefetch slices before.
-        Raise an OffloadError if a used one was changed in place or exchanged since the forward.
+        """Return the parameters for backward, and prefetch the slices before. Raise an OffloadError
+        if a parameter, or the ``only`` parameter used, was changed in place or exchanged since the
+        forward.
         """
         run, slice_ = self._run, self._slice
         for i in range(len(slice_.parameters)) if only is None else (only,):
